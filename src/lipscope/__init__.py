@@ -1,0 +1,94 @@
+"""lipscope: how smooth is attention? The local Lipschitz constant of attention, as an interval with its story.
+
+The public names load on first use, so that ``lipscope --help`` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lipscope.attention.layer import Attention
+    from lipscope.attention.masks import (
+        Causal,
+        Explicit,
+        Full,
+        Mask,
+        Packed,
+        Padding,
+        PrefixLM,
+        Window,
+        as_mask,
+    )
+    from lipscope.facade import local_lipschitz
+    from lipscope.spectral.autodiff import AutodiffOperator
+    from lipscope.spectral.dense import Auto, Dense
+    from lipscope.spectral.golub_kahan import GolubKahan
+    from lipscope.spectral.norm import spectral_norm
+    from lipscope.spectral.operator import DenseOperator, Operator
+    from lipscope.spectral.output import Status
+    from lipscope.spectral.power import Power
+    from lipscope.spectral.result import SpectralNorm
+    from lipscope.token_influence import influence
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Attention": "attention.layer",
+    "Auto": "spectral.dense",
+    "AutodiffOperator": "spectral.autodiff",
+    "Causal": "attention.masks",
+    "Dense": "spectral.dense",
+    "DenseOperator": "spectral.operator",
+    "Explicit": "attention.masks",
+    "Full": "attention.masks",
+    "GolubKahan": "spectral.golub_kahan",
+    "Mask": "attention.masks",
+    "Operator": "spectral.operator",
+    "Packed": "attention.masks",
+    "Padding": "attention.masks",
+    "Power": "spectral.power",
+    "PrefixLM": "attention.masks",
+    "SpectralNorm": "spectral.result",
+    "Status": "spectral.output",
+    "Window": "attention.masks",
+    "as_mask": "attention.masks",
+    "influence": "token_influence",
+    "local_lipschitz": "facade",
+    "spectral_norm": "spectral.norm",
+}
+
+__all__ = [
+    "Attention",
+    "Auto",
+    "AutodiffOperator",
+    "Causal",
+    "Dense",
+    "DenseOperator",
+    "Explicit",
+    "Full",
+    "GolubKahan",
+    "Mask",
+    "Operator",
+    "Packed",
+    "Padding",
+    "Power",
+    "PrefixLM",
+    "SpectralNorm",
+    "Status",
+    "Window",
+    "__version__",
+    "as_mask",
+    "influence",
+    "local_lipschitz",
+    "spectral_norm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lipscope' has no attribute {name!r}")
+    return getattr(import_module(f"lipscope.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

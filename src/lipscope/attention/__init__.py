@@ -1,0 +1,1 @@
+"""What is measured: attention layers, masks, score rules, and their Jacobians as operators."""

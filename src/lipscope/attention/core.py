@@ -1,0 +1,89 @@
+"""The attention core and its two products, for any batch of heads.
+
+    S = Q Kᵀ (+ score rule)      P = softmax(S)      O = P V
+
+    dS = dQ Kᵀ + Q dKᵀ           T = W∘dS            dO = T V + P dV − rowsum(T)·O
+    gP = G Vᵀ                    gS = W∘(gP − ⟨G, O⟩) gQ = gS K    gK = gSᵀ Q    gV = Pᵀ G
+
+with W = P (times the slope of the soft-cap). The scale τ is folded into Q. Both products use the identities
+rowsum(P∘gP)_i = ⟨g_i, o_i⟩ and dP V = T V − rowsum(T)·O, so that each needs one pass over the n×n entries.
+
+Grouped queries are never expanded: G query heads that share a key head are stacked as G·n rows of one larger product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.scores import ScoreRule
+
+Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Linearisation:
+    """The attention core at one point: everything J·u and Jᵀ·g need, computed once.
+
+    Shapes: q (B, Hkv, G·n, dk) with the scale inside, k (B, Hkv, n, dk), v (B, Hkv, n, dv), P and W (B, Hkv, G·n, n),
+    o (B, Hkv, G·n, dv).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    P: Tensor
+    W: Tensor
+    o: Tensor
+
+    @classmethod
+    def at(cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Linearisation:
+        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, n, dk) and values v (B, Hkv, n, dv)."""
+        kv_heads = k.shape[1]
+        n_keys = k.shape[2]
+        grouped = group_queries(q, kv_heads)
+        raw = grouped @ k.transpose(-1, -2)
+        P, W = rule.probabilities(raw.reshape(*q.shape[:3], n_keys))
+        P, W = (t.reshape(raw.shape) for t in (P, W))
+        return cls(grouped, k, v, P, W, P @ v)
+
+    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """DO for perturbations of the scaled queries (grouped), keys and values."""
+        T = _sum_of_products(dq, self.k.transpose(-1, -2), self.q, dk.transpose(-1, -2)).mul_(self.W)
+        row = T.sum(-1, keepdim=True)
+        return _sum_of_products(T, self.v, self.P, dv).addcmul_(row, self.o, value=-1)
+
+    def vjp(self, g: Tensor) -> Triple:
+        """(gQ grouped, gK, gV) for a cotangent g of O, shape (B, Hkv, G·n, dv)."""
+        inner = (g * self.o).sum(-1, keepdim=True)
+        gS = (g @ self.v.transpose(-1, -2)).sub_(inner).mul_(self.W)
+        return gS @ self.k, gS.transpose(-1, -2) @ self.q, self.P.transpose(-1, -2) @ g
+
+    def select(self, items: Tensor) -> Linearisation:
+        """Keep the listed batch items."""
+        P = self.P[items]
+        W = P if self.W is self.P else self.W[items]
+        return Linearisation(self.q[items], self.k[items], self.v[items], P, W, self.o[items])
+
+
+def group_queries(q: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, n, d) → (B, Hkv, G·n, d): query heads that share a key head become one block of rows."""
+    B, H, n, d = q.shape
+    return q.reshape(B, kv_heads, H // kv_heads * n, d)
+
+
+def ungroup_queries(grouped: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, G·n, d) → (B, H, n, d): the inverse of ``group_queries``."""
+    B, kv_heads, rows, d = grouped.shape
+    return grouped.reshape(B, heads, rows * kv_heads // heads, d)
+
+
+def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """a·b + c·d, the second product accumulated in place."""
+    B, H = a.shape[:2]
+    first = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
+    total = torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1), out=first)
+    return total.reshape(B, H, *total.shape[1:])

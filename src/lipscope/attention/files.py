@@ -1,0 +1,69 @@
+"""Attention layers and tokens in safetensors files. Pickled checkpoints are refused: opening one can run code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+
+_SEPARATE = ("q", "k", "v")
+_OPTIONAL = ("out", "q_bias", "k_bias", "v_bias", "out_bias", "bias", "sinks")
+
+
+def load_layer(path: Path, *, heads: int | None = None, transposed: bool = False, **options: Any) -> Attention:
+    """Read a layer: tensors q, k, v (or a fused qkv), and optionally out, biases, bias and sinks.
+
+    Args:
+        path: a safetensors file.
+        heads: number of query heads; the file's metadata entry ``heads`` or 1 when None.
+        transposed: weights are stored (in, out), as in GPT-2's ``Conv1D``.
+        **options: other fields of ``Attention``; ``kv_heads`` None means the metadata entry or ``heads``.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: when the file is not safetensors, or tensors are missing, unknown or of the wrong shape.
+    """
+    tensors, metadata = _read(path)
+    count = heads or int(metadata.get("heads", 1))
+    options["kv_heads"] = options.get("kv_heads") or int(metadata.get("kv_heads", 0))
+    known = {*_SEPARATE, *_OPTIONAL, "qkv", "qkv_bias"}
+    if unknown := sorted(set(tensors) - known):
+        raise ValueError(f"{path.name} holds unknown tensors {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    if "qkv" in tensors:
+        if clash := sorted(set(tensors) & {*_SEPARATE, "q_bias", "k_bias", "v_bias"}):
+            raise ValueError(f"{path.name} holds both qkv and {', '.join(clash)}: give one of them")
+        return Attention.from_fused(heads=count, transposed=transposed, **tensors, **options)
+    if missing := sorted(set(_SEPARATE) - set(tensors)):
+        raise ValueError(f"{path.name} lacks {', '.join(missing)}; it needs q, k and v, or a fused qkv")
+    if transposed:
+        tensors |= {name: tensors[name].mT for name in (*_SEPARATE, "out") if name in tensors}
+    return Attention(heads=count, **tensors, **options)
+
+
+def load_tokens(path: Path) -> Tensor:
+    """Read the one tensor of a safetensors file."""
+    tensors, _ = _read(path)
+    if len(tensors) != 1:
+        raise ValueError(f"{path.name} must hold exactly one tensor (the tokens), it holds {len(tensors)}")
+    tokens: Tensor = next(iter(tensors.values()))
+    return tokens
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path.name} is not a safetensors file ({error}). Pickled checkpoints are not opened, since loading one can "
+            "run code; convert it with safetensors.torch.save_file"
+        ) from None

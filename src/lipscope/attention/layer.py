@@ -1,0 +1,348 @@
+"""One multi-head attention layer, described by its tensors.
+
+q_i = W_Q x_i + b_Q     k_j = W_K x_j + b_K     v_j = W_V x_j + b_V
+s_ij = τ q_i·k_j + B_ij     P_i = softmax_j(s_ij)     o_i = Σ_j P_ij v_j
+attention(X) = concat_h(o^h) W_Oᵀ + b_O
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.core import Linearisation, Triple, ungroup_queries
+from lipscope.attention.masks import Mask, MaskLike, as_mask
+from lipscope.attention.scores import ScoreRule
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """An immutable description of one multi-head attention layer; calling it applies the layer.
+
+    Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows.
+
+    Attributes:
+        q: query weights, ``(heads·dk, d)``.
+        k: key weights, ``(kv_heads·dk, d)``.
+        v: value weights, ``(kv_heads·dv, d)``.
+        out: output weights, ``(d_out, heads·dv)``; None leaves the heads concatenated.
+        heads: number of query heads.
+        kv_heads: number of key/value heads, a divisor of ``heads`` (grouped queries); ``heads`` by default.
+        q_bias: query bias ``(heads·dk,)``.
+        k_bias: key bias ``(kv_heads·dk,)``.
+        v_bias: value bias ``(kv_heads·dv,)``.
+        out_bias: output bias ``(d_out,)``.
+        scale: τ, 1/√dk by default.
+        mask: who sees whom: a mask object, a short string such as ``"causal"``, or a tensor.
+        softcap: c in c·tanh(s/c), or None.
+        bias: term added to the scores, ``(n, n)``, ``(heads, n, n)`` or ``(B, heads, n, n)`` (ALiBi, relative positions).
+        sinks: one extra logit per head, ``(heads,)``, of a virtual token with value zero.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(4, dtype=torch.float64)
+        >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=2, mask="causal")
+        >>> layer(torch.ones(3, 4, dtype=torch.float64)).shape
+        torch.Size([3, 4])
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None = None
+    heads: int = 1
+    kv_heads: int = 0
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    scale: float | None = None
+    mask: MaskLike = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "mask", as_mask(self.mask))
+        _validate(self)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike = None) -> Attention:
+        """Describe a torch ``nn.MultiheadAttention`` used as self-attention; its weights are copied.
+
+        Args:
+            module: the module, in eval mode or without dropout.
+            mask: who sees whom (the module itself does not know).
+
+        Returns:
+            The same map as ``module(x, x, x)``.
+
+        Raises:
+            ValueError: when the module is not plain self-attention, or has dropout switched on.
+        """
+        if not module._qkv_same_embed_dim:
+            raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("from_torch does not support add_bias_kv or add_zero_attn")
+        if module.training and module.dropout > 0:
+            raise ValueError(f"module is in training mode with dropout {module.dropout}: call .eval() first")
+        assert module.in_proj_weight is not None
+        return cls.from_fused(
+            _copy(module.in_proj_weight),
+            _copy(module.out_proj.weight),
+            heads=module.num_heads,
+            qkv_bias=None if module.in_proj_bias is None else _copy(module.in_proj_bias),
+            out_bias=None if module.out_proj.bias is None else _copy(module.out_proj.bias),
+            mask=mask,
+        )
+
+    @classmethod
+    def from_fused(
+        cls,
+        qkv: Tensor,
+        out: Tensor | None = None,
+        *,
+        heads: int,
+        kv_heads: int = 0,
+        qkv_bias: Tensor | None = None,
+        out_bias: Tensor | None = None,
+        transposed: bool = False,
+        **options: Any,
+    ) -> Attention:
+        """Split a fused projection [W_Q; W_K; W_V].
+
+        Args:
+            qkv: fused weights, ``((heads + 2·kv_heads)·dh, d)``, or the transpose (GPT-2's ``Conv1D``).
+            out: output weights, transposed likewise.
+            heads: number of query heads.
+            kv_heads: number of key/value heads, ``heads`` by default.
+            qkv_bias: fused bias.
+            out_bias: output bias.
+            transposed: weights are stored (in, out), as in GPT-2's ``Conv1D``.
+            **options: any other field of ``Attention``.
+
+        Returns:
+            The layer.
+        """
+        if transposed:
+            qkv, out = qkv.mT, None if out is None else out.mT
+        parts = heads + 2 * (kv_heads or heads)
+        if qkv.shape[0] % parts:
+            raise ValueError(
+                f"qkv has {qkv.shape[0]} output rows, which {parts} heads (queries, keys and values) do not divide"
+                + ("" if transposed else "; GPT-2's Conv1D weights need transposed=True")
+            )
+        dh = qkv.shape[0] // parts
+        sizes = [heads * dh, (kv_heads or heads) * dh, (kv_heads or heads) * dh]
+        q, k, v = qkv.split(sizes)
+        if qkv_bias is not None and qkv_bias.shape != (qkv.shape[0],):
+            raise ValueError(f"qkv_bias has shape {tuple(qkv_bias.shape)}, but qkv has {qkv.shape[0]} output rows")
+        biases = (None, None, None) if qkv_bias is None else qkv_bias.split(sizes)
+        return cls(
+            q, k, v, out, heads, kv_heads,
+            q_bias=biases[0], k_bias=biases[1], v_bias=biases[2], out_bias=out_bias, **options,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        """Token dimension d."""
+        return self.q.shape[1]
+
+    @property
+    def head_width(self) -> int:
+        """Dimension dk of one query or key."""
+        return self.q.shape[0] // self.heads
+
+    @property
+    def value_width(self) -> int:
+        """Dimension dv of one value."""
+        return self.v.shape[0] // self.kv_heads
+
+    @property
+    def output_width(self) -> int:
+        """Dimension of one output token."""
+        return self.heads * self.value_width if self.out is None else self.out.shape[0]
+
+    @property
+    def tau(self) -> float:
+        """The scale τ of the scores."""
+        return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the weights."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.q.device
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Attention:
+        """The same layer in another dtype or on another device."""
+        moved: dict[str, Any] = {
+            field.name: value.to(dtype=dtype, device=device)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def with_mask(self, mask: MaskLike) -> Attention:
+        """The same layer under another mask."""
+        return dataclasses.replace(self, mask=mask)
+
+    def head(self, index: int) -> Attention:
+        """Query head ``index`` alone, before W_O, as a one-head layer."""
+        if not 0 <= index < self.heads:
+            raise ValueError(f"head must lie between 0 and {self.heads - 1}, got {index}")
+        shared = index * self.kv_heads // self.heads
+
+        def rows(t: Tensor | None, at: int, width: int) -> Any:
+            return None if t is None else t[at * width : (at + 1) * width]
+
+        dk, dv = self.head_width, self.value_width
+        bias, mask = self.bias, self.mask
+        if bias is not None and bias.ndim > 2 and bias.shape[-3] > 1:
+            bias = bias[..., index : index + 1, :, :]
+        return dataclasses.replace(
+            self,
+            q=rows(self.q, index, dk), k=rows(self.k, shared, dk), v=rows(self.v, shared, dv), out=None,
+            q_bias=rows(self.q_bias, index, dk), k_bias=rows(self.k_bias, shared, dk),
+            v_bias=rows(self.v_bias, shared, dv), out_bias=None, heads=1, kv_heads=1, scale=self.tau,
+            bias=bias, mask=cast(Mask, mask).for_head(index), sinks=rows(self.sinks, index, 1),
+        )  # fmt: skip
+
+    def for_input(self, index: int) -> Attention:
+        """The layer as batch item ``index`` sees it: masks and biases that differ between inputs are cut down."""
+        bias = self.bias[index : index + 1] if self.bias is not None and self.bias.ndim == 4 else self.bias
+        return dataclasses.replace(self, mask=cast(Mask, self.mask).for_input(index), bias=bias)
+
+    @cached_property
+    def qkv(self) -> Tensor:
+        """[τW_Q; W_K; W_V] stacked: one product gives the three projections, with the scale inside the queries."""
+        return torch.cat([self.tau * self.q, self.k, self.v]).detach()
+
+    def split_heads(self, projected: Tensor) -> Triple:
+        """(B, n, rows of qkv) → scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""
+        B, n, _ = projected.shape
+        q, k, v = projected.split([self.q.shape[0], self.k.shape[0], self.v.shape[0]], dim=-1)
+
+        def heads(t: Tensor, count: int) -> Tensor:
+            return t.reshape(B, n, count, -1).transpose(1, 2).contiguous()
+
+        return heads(q, self.heads), heads(k, self.kv_heads), heads(v, self.kv_heads)
+
+    def project(self, X: Tensor) -> Triple:
+        """Scaled queries, keys and values of tokens (B, n, d), biases included."""
+        q, k, v = self.split_heads(X @ self.qkv.mT)
+        for target, vector, factor in ((q, self.q_bias, self.tau), (k, self.k_bias, 1.0), (v, self.v_bias, 1.0)):
+            if vector is not None:
+                target += factor * vector.detach().reshape(target.shape[1], 1, -1)
+        return q, k, v
+
+    def score_rule(self, n: int, batch: int) -> ScoreRule:
+        """Mask, bias, soft-cap and sinks for sequences of n tokens."""
+        mask = cast(Mask, self.mask)
+        allowed, additive = mask.allowed(n), mask.additive(n)
+        for tensor in (allowed, additive):
+            if tensor is not None and (tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, self.heads)):
+                raise ValueError(
+                    f"mask {mask} is for {tensor.shape[0]} inputs and {tensor.shape[1]} heads, "
+                    f"but there are {batch} inputs and {self.heads} heads"
+                )
+        if self.bias is not None:
+            if self.bias.shape[-1] != n:
+                raise ValueError(f"bias is for n = {self.bias.shape[-1]} tokens but the input has n = {n}")
+            if self.bias.ndim == 4 and self.bias.shape[0] not in (1, batch):
+                raise ValueError(f"bias is for {self.bias.shape[0]} inputs, but there are {batch}")
+            bias = self.bias.detach()
+            additive = bias if additive is None else bias + additive.to(bias)
+        return ScoreRule(
+            softcap=self.softcap,
+            additive=None if additive is None else additive.to(dtype=self.dtype, device=self.device),
+            allowed=None if allowed is None else allowed.to(self.device),
+            sinks=None if self.sinks is None else self.sinks.detach(),
+        )
+
+    def linearise(self, X: Tensor) -> Linearisation:
+        """The attention core linearised at tokens (B, n, d)."""
+        return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
+
+    def merge_heads(self, grouped: Tensor) -> Tensor:
+        """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""
+        joined = ungroup_queries(grouped, self.heads).transpose(1, 2).flatten(2)
+        return joined if self.out is None else joined @ self.out.detach().mT
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Apply the layer to tokens (n, d) or (B, n, d)."""
+        batched = X if X.ndim == 3 else X[None]
+        Y = self.merge_heads(self.linearise(batched).o)
+        if self.out_bias is not None:
+            Y = Y + self.out_bias.detach()
+        return Y if X.ndim == 3 else Y[0]
+
+    def __repr__(self) -> str:
+        shared = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
+        extras = "".join(f", {name}" for name in ("softcap", "bias", "sinks") if getattr(self, name) is not None)
+        return (
+            f"Attention(d={self.width}, heads={self.heads}{shared}, dk={self.head_width}, dv={self.value_width}, "
+            f"mask={self.mask}, {str(self.dtype).removeprefix('torch.')}{extras})"
+        )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _validate(layer: Attention) -> None:
+    """Refuse inconsistent shapes, naming the argument and the two sizes that disagree."""
+    tensors = {
+        field.name: value for field in dataclasses.fields(layer) if isinstance(value := getattr(layer, field.name), Tensor)
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds NaN or infinite values")
+    for name in ("q", "k", "v"):
+        if tensors[name].ndim != 2 or 0 in tensors[name].shape:
+            raise ValueError(f"{name} must be a non-empty matrix, got shape {tuple(tensors[name].shape)}")
+        if tensors[name].shape[1] != layer.width:
+            raise ValueError(f"{name} takes tokens of width {tensors[name].shape[1]}, but q takes width {layer.width}")
+    if layer.heads < 1 or layer.kv_heads < 1 or layer.heads % layer.kv_heads:
+        raise ValueError(f"kv_heads = {layer.kv_heads} must be a positive divisor of heads = {layer.heads}")
+    for name, count in (("q", layer.heads), ("k", layer.kv_heads), ("v", layer.kv_heads)):
+        if tensors[name].shape[0] % count:
+            raise ValueError(f"{name} has {tensors[name].shape[0]} rows, which {count} heads do not divide")
+    if layer.k.shape[0] != layer.kv_heads * layer.head_width:
+        raise ValueError(
+            f"k has {layer.k.shape[0]} rows, but kv_heads × query width = {layer.kv_heads} × {layer.head_width} "
+            f"= {layer.kv_heads * layer.head_width}"
+        )
+    joined = layer.heads * layer.value_width
+    if layer.out is not None and (layer.out.ndim != 2 or layer.out.shape[1] != joined):
+        raise ValueError(f"out has shape {tuple(layer.out.shape)}, but the heads joined have width {joined}")
+    expected = {"q_bias": layer.q.shape[0], "k_bias": layer.k.shape[0], "v_bias": layer.v.shape[0]}
+    expected |= {"out_bias": layer.output_width, "sinks": layer.heads}
+    for name, size in expected.items():
+        if name in tensors and tensors[name].shape != (size,):
+            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, but ({size},) is needed")
+    if layer.bias is not None:
+        shape = tuple(layer.bias.shape)
+        if len(shape) not in (2, 3, 4) or shape[-1] != shape[-2]:
+            raise ValueError(f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}")
+        if len(shape) > 2 and shape[-3] not in (1, layer.heads):
+            raise ValueError(f"bias is for {shape[-3]} heads, but the layer has heads = {layer.heads}")
+    if layer.softcap is not None and not layer.softcap > 0:
+        raise ValueError(f"softcap must be positive, got {layer.softcap}")
+    if layer.scale is not None and not math.isfinite(layer.scale):
+        raise ValueError(f"scale must be finite, got {layer.scale}")

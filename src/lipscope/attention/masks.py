@@ -1,0 +1,305 @@
+"""Who may look at whom. A mask is a small frozen object; short strings and tensors turn into one by ``as_mask``.
+
+``mask.allowed(n)`` is a boolean tensor broadcastable to (batch, heads, n, n): entry (i, j) says whether query i sees
+key j. ``mask.additive(n)`` is a finite term added to the scores, or None. Masks combine with ``&``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Mask:
+    """Base of all masks."""
+
+    def allowed(self, n: int) -> Tensor | None:
+        """Boolean (·, ·, n, n), True where query i sees key j; None when everything is visible."""
+        raise NotImplementedError
+
+    def additive(self, n: int) -> Tensor | None:
+        """Finite additive scores (·, ·, n, n), or None."""
+        return None
+
+    def for_input(self, index: int) -> Mask:
+        """The mask as batch item ``index`` sees it."""
+        return self
+
+    def for_head(self, index: int) -> Mask:
+        """The mask as head ``index`` sees it."""
+        return self
+
+    def __and__(self, other: MaskLike) -> Mask:
+        return Both(self, as_mask(other))
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Everything is visible."""
+
+    def allowed(self, n: int) -> None:
+        """No restriction."""
+        return
+
+    def __str__(self) -> str:
+        return "full"
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Token i sees tokens j ≤ i."""
+
+    def allowed(self, n: int) -> Tensor:
+        """Lower triangle."""
+        return torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+
+    def __str__(self) -> str:
+        return "causal"
+
+
+@dataclass(frozen=True)
+class Window(Mask):
+    """Sliding window: token i sees the ``width`` tokens i − width < j ≤ i; both sides when not ``causal``."""
+
+    width: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"window width must be at least 1, got {self.width}")
+
+    def allowed(self, n: int) -> Tensor:
+        """A band of the given width."""
+        i = torch.arange(n)
+        distance = i[:, None] - i[None, :]
+        seen = (distance >= 0) if self.causal else torch.ones(n, n, dtype=torch.bool)
+        return (seen & (distance.abs() < self.width))[None, None]
+
+    def __str__(self) -> str:
+        return f"window:{self.width}" + ("" if self.causal else ":both")
+
+
+@dataclass(frozen=True)
+class PrefixLM(Mask):
+    """The first ``prefix`` tokens are visible to everyone, the rest is causal."""
+
+    prefix: int
+
+    def __post_init__(self) -> None:
+        if self.prefix < 0:
+            raise ValueError(f"prefix length must not be negative, got {self.prefix}")
+
+    def allowed(self, n: int) -> Tensor:
+        """Lower triangle plus the prefix columns."""
+        if self.prefix > n:
+            raise ValueError(f"mask prefix:{self.prefix} is longer than the sequence, n = {n}")
+        seen = torch.ones(n, n, dtype=torch.bool).tril()
+        seen[:, : self.prefix] = True
+        return seen[None, None]
+
+    def __str__(self) -> str:
+        return f"prefix:{self.prefix}"
+
+
+@dataclass(frozen=True)
+class Padding(Mask):
+    """``pads[b]`` padding tokens on one side of input b (one number: the same for all inputs).
+
+    Padding tokens are neither seen nor do they see: their outputs are 0, so σ equals that of the unpadded sequence.
+    """
+
+    pads: tuple[int, ...]
+    side: str = "right"
+
+    def __post_init__(self) -> None:
+        if self.side not in ("left", "right"):
+            raise ValueError(f"padding side must be 'left' or 'right', got {self.side!r}")
+        if not self.pads or min(self.pads) < 0:
+            raise ValueError(f"pads must be non-negative counts, one per input, got {self.pads}")
+
+    def allowed(self, n: int) -> Tensor:
+        """True between two real tokens."""
+        if max(self.pads) >= n:
+            raise ValueError(f"pads holds {max(self.pads)} padding tokens but the sequence has n = {n}")
+        pads = torch.tensor(self.pads)[:, None]
+        i = torch.arange(n)[None]
+        real = (i >= pads) if self.side == "left" else (i < n - pads)
+        return (real[:, :, None] & real[:, None, :])[:, None]
+
+    def for_input(self, index: int) -> Mask:
+        """The padding of one input."""
+        return self if len(self.pads) == 1 else Padding((self.pads[index],), self.side)
+
+    def __str__(self) -> str:
+        return f"pad-{self.side}:" + ",".join(map(str, self.pads))
+
+
+@dataclass(frozen=True)
+class Packed(Mask):
+    """Documents of the given ``lengths`` packed into one sequence; attention never crosses a document boundary.
+
+    The Jacobian is block diagonal, so σ(packed) = max over documents of σ(document).
+    """
+
+    lengths: tuple[int, ...]
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"document lengths must be positive, got {self.lengths}")
+
+    def allowed(self, n: int) -> Tensor:
+        """Block diagonal, causal inside each block unless told otherwise."""
+        if sum(self.lengths) != n:
+            raise ValueError(f"mask {self}: documents add up to {sum(self.lengths)} tokens but n = {n}")
+        document = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        same = document[:, None] == document[None, :]
+        return (same.tril() if self.causal else same)[None, None]
+
+    def __str__(self) -> str:
+        return "packed:" + ",".join(map(str, self.lengths)) + ("" if self.causal else ":both")
+
+
+@dataclass(frozen=True, eq=False)
+class Explicit(Mask):
+    """A tensor of shape (n, n), (B, n, n) or (B, H, n, n): boolean (True = visible) or additive (−inf = hidden)."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        t = self.tensor
+        if t.ndim not in (2, 3, 4) or t.shape[-1] != t.shape[-2]:
+            raise ValueError(f"mask tensor must be (n, n), (B, n, n) or (B, H, n, n), got {tuple(t.shape)}")
+        if t.dtype != torch.bool and not t.is_floating_point():
+            raise ValueError(f"mask tensor must be boolean or floating, got {t.dtype}")
+        if t.is_floating_point() and bool((t.isnan() | (t == float("inf"))).any()):
+            raise ValueError("mask tensor holds NaN or +inf; hidden entries are -inf")
+
+    def allowed(self, n: int) -> Tensor | None:
+        """The visible entries."""
+        t = self._at(n)
+        if t.dtype == torch.bool:
+            return t
+        # Libraries also write "hidden" as the most negative finite number.
+        return t > torch.finfo(t.dtype).min / 2
+
+    def additive(self, n: int) -> Tensor | None:
+        """The finite part of an additive mask."""
+        t = self._at(n)
+        if t.dtype == torch.bool:
+            return None
+        return t.masked_fill(t <= torch.finfo(t.dtype).min / 2, 0.0)
+
+    def for_input(self, index: int) -> Mask:
+        """The slice of one input."""
+        t = self.tensor
+        return Explicit(t[index : index + 1]) if t.ndim > 2 and t.shape[0] > 1 else self
+
+    def for_head(self, index: int) -> Mask:
+        """The slice of one head."""
+        t = self.tensor
+        return Explicit(t[:, index : index + 1]) if t.ndim == 4 and t.shape[1] > 1 else self
+
+    def _at(self, n: int) -> Tensor:
+        t = self.tensor
+        if t.shape[-1] != n:
+            raise ValueError(f"mask tensor is for n = {t.shape[-1]} tokens but the input has n = {n}")
+        return t[None, None] if t.ndim == 2 else t[:, None] if t.ndim == 3 else t
+
+    def __str__(self) -> str:
+        kind = "boolean" if self.tensor.dtype == torch.bool else "additive"
+        return f"{kind}:{'×'.join(map(str, self.tensor.shape))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Mask):
+    """Visible where both masks say so; additive terms add up."""
+
+    first: Mask
+    second: Mask
+
+    def allowed(self, n: int) -> Tensor | None:
+        """Intersection."""
+        a, b = self.first.allowed(n), self.second.allowed(n)
+        if a is None or b is None:
+            return b if a is None else a
+        return a & b
+
+    def additive(self, n: int) -> Tensor | None:
+        """Sum."""
+        a, b = self.first.additive(n), self.second.additive(n)
+        if a is None or b is None:
+            return b if a is None else a
+        return a + b
+
+    def for_input(self, index: int) -> Mask:
+        """Both masks for one input."""
+        return Both(self.first.for_input(index), self.second.for_input(index))
+
+    def for_head(self, index: int) -> Mask:
+        """Both masks for one head."""
+        return Both(self.first.for_head(index), self.second.for_head(index))
+
+    def __str__(self) -> str:
+        return f"{self.first}&{self.second}"
+
+
+MaskLike: TypeAlias = Mask | str | Tensor | None
+
+MASK_SYNTAX = (
+    "full, causal, window:W[:both], prefix:P, pad-left:K[,K…], pad-right:K[,K…], packed:L1,L2,…[:both], "
+    "joined with & (for example causal&pad-left:3)"
+)
+
+
+def as_mask(mask: MaskLike) -> Mask:
+    """Read a mask from an object, a short string, or a boolean or additive tensor; None means everything is visible.
+
+    Example:
+        >>> print(as_mask("causal&pad-left:2"))
+        causal&pad-left:2
+    """
+    if mask is None:
+        return Full()
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return Explicit(mask)
+    if not isinstance(mask, str):
+        raise TypeError(f"mask must be a Mask, a string or a tensor, got {type(mask).__name__}")
+    first, *rest = [_parse(part.strip()) for part in mask.split("&")]
+    for other in rest:
+        first = first & other
+    return first
+
+
+def _parse(text: str) -> Mask:
+    name, _, argument = text.partition(":")
+    argument, _, ending = argument.partition(":")
+    if ending not in ("", "both") or (ending and name not in ("window", "packed")):
+        raise ValueError(_unknown(text))
+    try:
+        numbers = tuple(int(part) for part in argument.split(",")) if argument else ()
+    except ValueError:
+        raise ValueError(_unknown(text)) from None
+    match name, numbers:
+        case "full", ():
+            return Full()
+        case "causal", ():
+            return Causal()
+        case "window", (width,):
+            return Window(width, causal=not ending)
+        case "prefix", (prefix,):
+            return PrefixLM(prefix)
+        case "pad-left" | "pad-right", (_, *_):
+            return Padding(numbers, side=name.removeprefix("pad-"))
+        case "packed", (_, *_):
+            return Packed(numbers, causal=not ending)
+    raise ValueError(_unknown(text))
+
+
+def _unknown(text: str) -> str:
+    return f"unknown mask {text!r}; masks are: {MASK_SYNTAX}"

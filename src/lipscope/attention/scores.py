@@ -1,0 +1,60 @@
+"""From raw scores to probabilities: soft-cap, additive terms, masks, sinks, and a softmax that survives hidden rows.
+
+    s = c·tanh(τ q·k / c) + B       P_ij = exp(s_ij) / (exp(sink) + Σ_l exp(s_il))
+
+A row in which nothing is visible has P = 0, hence output 0 and derivative 0, never NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRule:
+    """What happens between q·k and the softmax. Tensors broadcast to (batch, heads, n, n).
+
+    Attributes:
+        softcap: c in c·tanh(s/c), or None.
+        additive: finite term added after the soft-cap, or None.
+        allowed: True where query i sees key j, or None for everywhere.
+        sinks: one extra logit per head, shape (heads,), of a virtual token with value zero; or None.
+    """
+
+    softcap: float | None = None
+    additive: Tensor | None = None
+    allowed: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def probabilities(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """P and the weight W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
+
+        W is P itself, times the slope of the soft-cap where there is one.
+        """
+        scores = raw
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(raw / self.softcap)
+            scores, slope = self.softcap * bent, 1 - bent.square()
+        if self.additive is not None:
+            scores = scores + self.additive
+        if self.allowed is not None:
+            scores = scores.masked_fill(~self.allowed, float("-inf"))
+        P = safe_softmax(scores, self.sinks)
+        return P, P if slope is None else P * slope
+
+
+def safe_softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the last dimension; rows of −inf become rows of zeros, sinks take their share and vanish."""
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks[:, None, None].to(scores))
+    peak = peak.masked_fill(peak == float("-inf"), 0.0)
+    weights = torch.exp(scores - peak)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks[:, None, None].to(scores) - peak)
+    return weights / total.masked_fill(total == 0, 1.0)

@@ -1,0 +1,162 @@
+"""The command line: parses, calls, prints. Heavy imports happen inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipscope import __version__
+
+if TYPE_CHECKING:
+    from lipscope.spectral.result import SpectralNorm
+
+app = typer.Typer(
+    name="lipscope",
+    help="How smooth is attention? Measure the local Lipschitz constant σ(X) = ‖J(X)‖₂ of attention, as an interval.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+class Scope(StrEnum):
+    """What is measured."""
+
+    attention = "attention"
+    head = "head"
+
+
+class Precision(StrEnum):
+    """Floating type of the computation."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"lipscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """How smooth is attention? Measure the local Lipschitz constant σ(X) = ‖J(X)‖₂ of attention, as an interval."""
+
+
+@app.command()
+def measure(
+    weights: Annotated[
+        Path,
+        typer.Argument(
+            help="safetensors file with tensors q, k, v, out (as in nn.Linear) or a fused qkv; optional q_bias, k_bias, "
+            "v_bias, qkv_bias, out_bias, bias, sinks.",
+            show_default=False,
+        ),
+    ],
+    tokens: Annotated[
+        Path, typer.Option(help="safetensors file with one tensor of shape (n, d) or (B, n, d).", show_default=False)
+    ],
+    heads: Annotated[
+        int | None, typer.Option(help="Number of query heads; else the file's metadata 'heads', else 1.")
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Number of key/value heads (grouped queries).")] = None,
+    transposed: Annotated[bool, typer.Option(help="Weights are stored (in, out), as in GPT-2's Conv1D.")] = False,
+    mask: Annotated[str, typer.Option(help="full, causal, window:W, prefix:P, packed:L1,L2, pad-left:K, …")] = "full",
+    scope: Annotated[Scope, typer.Option(help="The whole layer, or each head before W_O.")] = Scope.attention,
+    scale: Annotated[float | None, typer.Option(help="Score scale τ; 1/√dk by default.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="c in c·tanh(s/c).")] = None,
+    rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimate.")] = 1e-4,
+    delta: Annotated[float, typer.Option(help="Allowed failure probability of the upper end.")] = 1e-6,
+    interval: Annotated[float | None, typer.Option(help="Go on until upper/lower − 1 is at most this.")] = None,
+    max_steps: Annotated[int, typer.Option(help="Most operator pairs (J, Jᵀ) per input.")] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of the random start.")] = 0,
+    dtype: Annotated[Precision | None, typer.Option(help="Compute in this precision.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of a table.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")] = False,
+) -> None:
+    """Measure σ of an attention layer given by its weights, at given tokens."""
+    with _one_clear_line(debug):
+        import torch
+
+        from lipscope.attention.files import load_layer, load_tokens
+        from lipscope.facade import local_lipschitz
+        from lipscope.spectral.dense import Auto
+
+        layer = load_layer(
+            weights, heads=heads, kv_heads=kv_heads, transposed=transposed, mask=mask, scale=scale, softcap=softcap
+        )
+        result = local_lipschitz(
+            layer,
+            load_tokens(tokens),
+            scope=scope.value,
+            solver=Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed),
+            dtype=None if dtype is None else getattr(torch, dtype.value),
+        )
+        if as_json:
+            typer.echo(json.dumps(result.to_rows(), indent=2))
+        else:
+            _print_result(result)
+
+
+def _print_result(result: SpectralNorm) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = result.to_rows()
+    about = f"scope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
+    if result.dtype != result.input_dtype:
+        about += f" (from {result.input_dtype})"
+    table = Table(title=f"Local Lipschitz constant σ\n{about}", caption=_caption(result), title_justify="left")
+    index = [name for name in ("input", "head") if name in rows[0]]
+    for name in (*index, "lower", "estimate", "upper", "steps", "status"):
+        table.add_column(name, justify="left" if name == "status" else "right")
+    for row in rows:
+        numbers = [f"{row[name]:.6g}" for name in ("lower", "estimate", "upper")]
+        table.add_row(*[str(row[name]) for name in index], *numbers, str(row["iterations"]), row["status"])
+    console = Console()
+    console.print(table)
+    if not all(row["converged"] for row in rows):
+        console.print(result.message)
+
+
+def _caption(result: SpectralNorm) -> str:
+    if result.upper_kind == "probabilistic":
+        return f"lower is attained; upper fails with probability ≤ {result.delta:g}"
+    return f"{result.upper_kind}, up to the rounding allowance {result.rounding:.1e}"
+
+
+class _one_clear_line:  # noqa: N801 - reads as a statement: with _one_clear_line(debug)
+    """Turn an error into one line on standard error and exit code 2; --debug lets the traceback through."""
+
+    def __init__(self, debug: bool) -> None:
+        self.debug = debug
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or self.debug or not isinstance(error, Exception) or isinstance(error, typer.Exit):
+            return
+        message = " ".join(str(error).split()) or type(error).__name__
+        typer.echo(f"lipscope: {message}", err=True)
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point of the ``lipscope`` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("lipscope: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,122 @@
+"""``local_lipschitz``: from a map and tokens to σ as an interval."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import MaskLike, as_mask
+from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
+from lipscope.spectral.dense import Auto
+from lipscope.spectral.norm import Solver
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+
+ATTENTION_SCOPES = ("attention", "head")
+
+
+def local_lipschitz(
+    map: Attention | TensorMap,
+    X: Tensor,
+    *,
+    scope: str | None = None,
+    mask: MaskLike = None,
+    solver: Solver | None = None,
+    dtype: torch.dtype | None = None,
+) -> SpectralNorm:
+    """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
+
+    Frobenius norms on both sides: ‖map(X + E) − map(X)‖_F ≤ σ(X)·‖E‖_F + o(‖E‖_F).
+
+    Args:
+        map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
+        X: tokens (n, d), or a batch (B, n, d). A module that needs a batch dimension gets (1, n, d).
+        scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default) or ``"head"`` (each head before
+            W_O, in one go). For another callable, a label for the result; ``"map"`` by default.
+        mask: replaces the layer's own mask (attention layers only).
+        solver: ``Auto()`` by default.
+        dtype: dtype of the computation; that of X by default, float32 for half-precision X.
+
+    Returns:
+        A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a
+        dimension of length H.
+
+    Raises:
+        ValueError: when X, the scope or the mask does not fit the map.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> layer = lipscope.Attention(q=0 * W, k=W, v=W)      # uniform averaging: σ = ‖W_V‖ = 1
+        >>> result = lipscope.local_lipschitz(layer, torch.randn(5, 2, dtype=torch.float64))
+        >>> round(result.estimate, 12)
+        1.0
+    """
+    batched = check_tokens(X)
+    compute = dtype or (X.dtype if X.dtype in (torch.float32, torch.float64) else torch.float32)
+    if compute not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {compute}")
+    operator = make_operator(map, batched.to(compute), scope, mask, bare=X.ndim == 2)
+    shape = () if X.ndim == 2 else (X.shape[0],)
+    if isinstance(operator, HeadOperator):
+        shape = (*shape, operator.batch // batched.shape[0])
+    result = summarise(
+        (solver or Auto()).solve(operator),
+        operator,
+        scope=scope or ("attention" if isinstance(map, Attention) else "map"),
+        mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention) else None,
+        input_dtype=X.dtype,
+    )
+    return reshape_batch(result, shape)
+
+
+def make_operator(
+    map: Attention | TensorMap, X: Tensor, scope: str | None = None, mask: MaskLike = None, *, bare: bool = False
+) -> Operator:
+    """The Jacobian operator of ``map`` at X (B, n, d) for a scope.
+
+    Args:
+        map: an attention layer or any torch callable.
+        X: tokens (B, n, d), float32 or float64.
+        scope: see ``local_lipschitz``.
+        mask: replaces the layer's own mask.
+        bare: the callable takes tokens without a batch dimension.
+
+    Returns:
+        An operator with one item per input, or per (input, head).
+    """
+    if not isinstance(map, Attention):
+        if mask is not None:
+            raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
+        if not callable(map):
+            raise TypeError(f"map must be an Attention or a callable, got {type(map).__name__}")
+        return AutodiffOperator(map, X, batched=not bare)
+    if X.shape[-1] != map.width:
+        raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {map.width}")
+    layer = map if mask is None else map.with_mask(mask)
+    layer = layer.to(dtype=X.dtype, device=X.device)
+    scope = scope or "attention"
+    if scope == "attention":
+        return AttentionOperator(layer, X)
+    if scope == "head":
+        return HeadOperator(layer, X)
+    raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(ATTENTION_SCOPES)}")
+
+
+def check_tokens(X: Tensor) -> Tensor:
+    """Refuse tokens that cannot be measured, and return them with a batch dimension."""
+    if not isinstance(X, Tensor):
+        raise TypeError(f"X must be a torch tensor, got {type(X).__name__}")
+    if not X.is_floating_point():
+        raise ValueError(f"X must be floating point, got {X.dtype}: embed the token ids first")
+    if X.ndim not in (2, 3):
+        raise ValueError(f"X must have shape (n, d) or (B, n, d), got {tuple(X.shape)}")
+    if 0 in X.shape:
+        raise ValueError(f"X is empty: shape {tuple(X.shape)}")
+    bad = ~torch.isfinite(X)
+    if bool(bad.any()):
+        where = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(f"X holds {int(bad.sum())} NaN or infinite values, the first at index {where}")
+    return X.detach() if X.ndim == 3 else X.detach()[None]

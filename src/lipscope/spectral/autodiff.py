@@ -1,0 +1,204 @@
+"""The Jacobian of any torch map, on one cached graph.
+
+The map is evaluated once. Jᵀ·g is a backward pass through that graph. J·u comes from the same graph: h(g) = Jᵀg is linear
+in g, so differentiating ⟨h(g), u⟩ with respect to g gives J·u; the graph of h is built once too. Forward-mode is not
+used: it is missing for fused attention kernels and costs several evaluations of the map per product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipscope.spectral.operator import Operator
+
+TensorMap = Callable[[Tensor], Tensor]
+
+
+class AutodiffOperator(Operator):
+    """Input Jacobian of ``function`` at X of shape (B, …); the function must treat batch items independently.
+
+    Args:
+        function: a torch callable (a module in eval mode, or any function) that returns one tensor (B, …).
+        X: the point, floating, batch first.
+        batched: False when the function takes and returns one item without a batch dimension; then B = 1.
+
+    Raises:
+        ValueError: when the map is in training mode with dropout, is random, mixes batch items, or does not depend
+            differentiably on its input.
+    """
+
+    def __init__(self, function: TensorMap, X: Tensor, *, batched: bool = True) -> None:
+        if isinstance(function, nn.Module):
+            refuse_training_dropout(function)
+            function = in_precision(function, X.dtype)
+        if not batched:
+            function = _with_batch_dimension(function)
+        self.batch = X.shape[0]
+        self.dtype, self.device = X.dtype, X.device
+        self._X = X.detach().clone().requires_grad_(True)
+        with differentiable_attention(), torch.enable_grad():
+            self._Y = _evaluate(function, self._X)
+            _refuse_randomness(function, self._X, self._Y)
+        self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
+        with torch.enable_grad():
+            self._g = torch.zeros_like(self._Y).requires_grad_(True)
+            self._pullback = _differentiate(self._Y, self._X, self._g, create_graph=True)
+        self._refuse_mixing()
+
+    def rmatvec(self, g: Tensor) -> Tensor:
+        """Jᵀ·g: one backward pass."""
+        return _differentiate(self._Y, self._X, g.reshape(self._Y.shape)).flatten(1)
+
+    def matvec(self, u: Tensor) -> Tensor:
+        """J·u: one backward pass through the graph of g ↦ Jᵀg."""
+        if not self._pullback.requires_grad:
+            raise ValueError(_NOT_TWICE)
+        (product,) = torch.autograd.grad(
+            self._pullback, self._g, u.reshape(self._X.shape), retain_graph=True, allow_unused=True
+        )
+        return torch.zeros_like(self._Y).flatten(1) if product is None else product.flatten(1)
+
+    def select(self, items: Tensor) -> Operator:
+        """The listed items. The graph is shared, so the products still run on the whole batch."""
+        return _Selection(self, items)
+
+    def _refuse_mixing(self) -> None:
+        """The batch must be block-diagonal: a cotangent on item 0 may reach item 0 only."""
+        if self.batch == 1:
+            return
+        g = torch.zeros_like(self._Y)
+        g[0] = torch.randn(self.output_shape, dtype=self.dtype, generator=torch.Generator().manual_seed(0)).to(g)
+        if bool(self.rmatvec(g)[1:].any()):
+            raise ValueError(
+                "the map mixes batch items: the output of the first depends on the others. Measure one input at a time, "
+                "or put layers such as BatchNorm into eval mode."
+            )
+
+
+class _Selection(Operator):
+    """Some items of an autodiff operator, by scattering into its full batch and gathering from it."""
+
+    def __init__(self, parent: AutodiffOperator, items: Tensor) -> None:
+        self._parent, self._items = parent, items
+        self.batch = int(items.numel())
+        self.input_shape, self.output_shape = parent.input_shape, parent.output_shape
+        self.dtype, self.device = parent.dtype, parent.device
+
+    def matvec(self, u: Tensor) -> Tensor:
+        return self._through(self._parent.matvec, u)
+
+    def rmatvec(self, g: Tensor) -> Tensor:
+        return self._through(self._parent.rmatvec, g)
+
+    def select(self, items: Tensor) -> Operator:
+        return _Selection(self._parent, self._items[items])
+
+    def _through(self, product: TensorMap, x: Tensor) -> Tensor:
+        """Each round carries every item at most once, so repeated items take several rounds."""
+        results: list[Tensor | None] = [None] * self.batch
+        waiting = list(range(self.batch))
+        while waiting:
+            chosen: dict[int, int] = {}
+            for position in waiting:
+                chosen.setdefault(int(self._items[position]), position)
+            full = x.new_zeros(self._parent.batch, x.shape[1])
+            full[list(chosen)] = x[list(chosen.values())]
+            image = product(full)
+            for item, position in chosen.items():
+                results[position] = image[item]
+            waiting = [position for position in waiting if results[position] is None]
+        return torch.stack([row for row in results if row is not None])
+
+
+def refuse_training_dropout(module: nn.Module) -> None:
+    """Raise when some submodule would drop units at random."""
+    for name, part in module.named_modules():
+        rate = getattr(part, "p", None) if isinstance(part, nn.modules.dropout._DropoutNd) else None
+        rate = getattr(part, "dropout", rate)
+        if part.training and isinstance(rate, float) and rate > 0:
+            where = f"submodule {name!r}" if name else "the module"
+            raise ValueError(
+                f"{where} is in training mode with dropout {rate:g}, so its output is random and has no Jacobian. "
+                "Call .eval() on the module first."
+            )
+
+
+def in_precision(module: nn.Module, dtype: torch.dtype) -> TensorMap:
+    """The module with its floating parameters and buffers cast to ``dtype``; the module itself is left alone."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    if all(t.dtype == dtype or not t.is_floating_point() for t in tensors.values()):
+        return module
+    cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    return lambda x: torch.func.functional_call(module, cast, (x,))
+
+
+def _with_batch_dimension(function: TensorMap) -> TensorMap:
+    def batched(X: Tensor) -> Tensor:
+        Y = function(X[0])
+        return Y[None] if isinstance(Y, Tensor) else Y
+
+    return batched
+
+
+@contextmanager
+def differentiable_attention() -> Iterator[None]:
+    """Use attention kernels that can be differentiated twice; fused ones cannot."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _evaluate(function: TensorMap, X: Tensor) -> Tensor:
+    Y: Any = function(X)
+    if not isinstance(Y, Tensor):
+        raise ValueError(
+            f"the map returned {type(Y).__name__}, not a tensor: wrap it so that it returns the one tensor to measure, "
+            "for example lambda x: module(x)[0]"
+        )
+    if Y.ndim == 0 or Y.shape[0] != X.shape[0]:
+        raise ValueError(f"the map returned shape {tuple(Y.shape)} for {X.shape[0]} inputs: batch items must come first")
+    if not bool(torch.isfinite(Y).all()):
+        raise FloatingPointError("the map returned NaN or infinite values at this input")
+    if not Y.requires_grad:
+        raise ValueError("the map's output does not depend differentiably on its input (is it detached, or no_grad?)")
+    return Y
+
+
+def _refuse_randomness(function: TensorMap, X: Tensor, Y: Tensor) -> None:
+    """Evaluate again: dropout and other random maps give another answer, and have no Jacobian."""
+    with torch.no_grad():
+        again = function(X.detach())
+    difference = (again - Y).abs().max() if again.shape == Y.shape else torch.tensor(float("inf"))
+    if difference > 64 * torch.finfo(Y.dtype).eps * Y.detach().abs().max():
+        raise ValueError(
+            f"the map is random: two evaluations at the same input differ by {float(difference):.3g}. "
+            "Switch dropout and sampling off (module.eval()) or fix the random numbers inside the map."
+        )
+
+
+def _differentiate(Y: Tensor, X: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
+    try:
+        (gradient,) = torch.autograd.grad(Y, X, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    except RuntimeError as error:
+        if "derivative" in str(error):
+            raise ValueError(f"{_NOT_TWICE} ({error})") from error
+        raise
+    if gradient is None:
+        raise ValueError("the map's output does not depend on its input")
+    return gradient
+
+
+_NOT_TWICE = (
+    "the map cannot be differentiated twice: some operation inside has no second derivative in torch (a custom or fused "
+    "kernel, probably). Use its plain torch form, for example attn_implementation='eager' for Hugging Face models."
+)

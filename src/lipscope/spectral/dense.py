@@ -1,0 +1,78 @@
+"""Dense SVD of the explicit Jacobian: exact, for small problems and for tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.output import SolverOutput, Status
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Form J (B, M, N) and take its SVD in float64: exact up to rounding, memory B·M·N.
+
+    Attributes:
+        k: number of leading singular triplets.
+        vectors: also return singular vectors.
+    """
+
+    k: int = 1
+    vectors: bool = False
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every item of ``operator``."""
+        M, N = operator.shape
+        if self.k > min(M, N):
+            raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
+        matrices = operator.to_dense().double()
+        if not bool(torch.isfinite(matrices).all()):
+            raise FloatingPointError("The Jacobian has NaN or infinite entries at this input; try float64.")
+        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+        out = SolverOutput.empty(operator, self.k, self.vectors, "dense", None)
+        out.estimate[:] = values[:, 0]
+        out.upper[:] = values[:, 0]
+        out.singular_values[:] = values[:, : self.k]
+        out.converged[:] = True
+        out.status[:] = [Status.EXACT] * operator.batch
+        items = torch.arange(operator.batch, device=operator.device)
+        leading = right[:, : self.k].to(operator.dtype)
+        out.record_energy(items, operator.token_energy(leading[:, 0]))
+        if self.vectors:
+            out.record_vectors(items, leading, left[:, :, : self.k].transpose(1, 2).to(operator.dtype))
+        return out
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Dense SVD when the smaller side of J has at most ``dense_below`` entries, Golub–Kahan otherwise.
+
+    Attributes:
+        rtol: requested relative accuracy of the estimate.
+        max_steps: most operator pairs (J, Jᵀ) spent on one item.
+        delta: allowed probability that the probabilistic upper bound fails.
+        k: number of leading singular triplets.
+        vectors: also return singular vectors.
+        interval: requested width upper/lower − 1 of the interval, or None.
+        seed: seed of the start vector.
+        dense_below: largest min(M, N) solved densely.
+    """
+
+    rtol: float = 1e-4
+    max_steps: int = 300
+    delta: float = 1e-6
+    k: int = 1
+    vectors: bool = False
+    interval: float | None = None
+    seed: int = 0
+    dense_below: int = 128
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every item of ``operator``, by the cheaper method."""
+        if min(operator.shape) <= self.dense_below and max(operator.shape) <= 64 * self.dense_below:
+            return Dense(k=self.k, vectors=self.vectors).solve(operator)
+        iterative = GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
+        return iterative.solve(operator)

@@ -1,0 +1,37 @@
+"""``spectral_norm``: the one verb of this package."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lipscope.spectral.dense import Auto
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.output import SolverOutput
+from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+
+
+class Solver(Protocol):
+    """Anything that turns an operator into singular values: ``GolubKahan``, ``Power``, ``Dense``, ``Auto``."""
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every batch item."""
+        ...
+
+
+def spectral_norm(operator: Operator, solver: Solver | None = None) -> SpectralNorm:
+    """Largest singular value of every item of ``operator``, as an interval.
+
+    Args:
+        operator: a batch of linear maps behind the operator protocol.
+        solver: how to solve; ``Auto()`` by default.
+
+    Returns:
+        A ``SpectralNorm`` with plain numbers when ``operator.batch`` is 1, tensors of length B otherwise.
+
+    Example:
+        >>> import torch, lipscope
+        >>> print(lipscope.spectral_norm(lipscope.DenseOperator(torch.diag(torch.tensor([3.0, 1.0])))).estimate)
+        3.0
+    """
+    result = summarise((solver or Auto()).solve(operator), operator, scope="operator")
+    return reshape_batch(result, () if operator.batch == 1 else (operator.batch,))

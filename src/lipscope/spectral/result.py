@@ -1,0 +1,209 @@
+"""What a measurement says: an interval for σ with its story; frozen, printable, convertible to rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.output import SolverOutput, Status
+
+UpperKind: TypeAlias = Literal["exact", "probabilistic", "certified"]
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralNorm:
+    """The largest singular value σ of a Jacobian as an interval, with everything needed to judge it.
+
+    Fields are Python numbers for one problem and tensors for a batch: shape ``(B,)``, for scope ``head`` ``(H,)`` or
+    ``(B, H)``. Always ``lower ≤ estimate ≤ upper``.
+
+    Attributes:
+        lower: a gain that some direction attains (less the rounding allowance): σ ≥ lower.
+        estimate: best estimate of σ.
+        upper: σ ≤ upper, in the sense of ``upper_kind``.
+        upper_kind: ``"exact"`` (dense SVD), ``"probabilistic"`` (fails with probability at most ``delta``) or
+            ``"certified"`` (closed form, deterministic).
+        delta: failure probability of a probabilistic upper bound, else None.
+        iterations: operator pairs (J, Jᵀ) spent.
+        residual: ‖Jᵀu − estimate·v‖ for the returned singular pair; *some* singular value lies within it.
+        converged: whether the requested accuracy was reached.
+        status: how the solve ended; see ``message``.
+        singular_values: the k leading singular values, last dimension k.
+        scope: which map was measured.
+        mask: the attention mask in words, or None for a general map.
+        tokens: sequence length n, or None.
+        dtype: dtype of the computation.
+        input_dtype: dtype of the data that was handed in.
+        solver: name of the solver.
+        rounding: relative rounding allowance that was added to both ends.
+        token_energy: share of the worst direction on each token, last dimension n, summing to one.
+        right: leading right singular vectors (unit input directions), when asked for.
+        left: leading left singular vectors (the matching output directions), when asked for.
+    """
+
+    lower: Any
+    estimate: Any
+    upper: Any
+    upper_kind: UpperKind
+    delta: float | None
+    iterations: Any
+    residual: Any
+    converged: Any
+    status: Any
+    singular_values: Tensor
+    scope: str
+    mask: str | None
+    tokens: int | None
+    dtype: str
+    input_dtype: str
+    solver: str
+    rounding: float
+    token_energy: Tensor | None = None
+    right: Tensor | None = None
+    left: Tensor | None = None
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Shape of the batch: ``()`` for a single problem."""
+        return tuple(self.estimate.shape) if isinstance(self.estimate, Tensor) else ()
+
+    @property
+    def message(self) -> str:
+        """What the status means and what to do, one paragraph for each distinct status."""
+        statuses = [self.status] if isinstance(self.status, Status) else _flatten(self.status)
+        return "\n\n".join(status.explanation for status in dict.fromkeys(statuses))
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per problem: numbers, strings and booleans only."""
+        shape = self.batch_shape
+        index_names = {0: (), 1: ("head",) if self.scope == "head" else ("input",), 2: ("input", "head")}[len(shape)]
+        rows = []
+        for index in _indices(shape):
+            row: dict[str, Any] = dict(zip(index_names, index, strict=True))
+            row |= {"scope": self.scope, "mask": self.mask, "n": self.tokens}
+            for name in ("lower", "estimate", "upper"):
+                row[name] = float(_at(getattr(self, name), index))
+            row |= {"upper_kind": self.upper_kind, "delta": self.delta}
+            row["iterations"] = int(_at(self.iterations, index))
+            row["residual"] = float(_at(self.residual, index))
+            row["converged"] = bool(_at(self.converged, index))
+            row["status"] = str(_at(self.status, index))
+            row |= {"solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
+            row["rounding"] = self.rounding
+            rows.append(row)
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.to_rows()
+        head = f"σ[{self.scope}]"
+        about = [f"mask {self.mask}"] if self.mask else []
+        about += [f"n = {self.tokens}"] if self.tokens is not None else []
+        about += [self.dtype if self.dtype == self.input_dtype else f"{self.dtype} (from {self.input_dtype})"]
+        kind: str = self.upper_kind
+        if kind == "probabilistic":
+            kind += f", fails with probability ≤ {self.delta:g}"
+        lines = [f"{head}: {', '.join(about)}; upper end {kind}; solver {self.solver}"]
+        shown = rows if len(rows) <= _MAX_LINES else rows[: _MAX_LINES - 1]
+        lines += [_line(row) for row in shown]
+        if len(shown) < len(rows):
+            lines.append(f"  … and {len(rows) - len(shown)} more; to_rows() has them all")
+        unfinished = sum(row["status"] == Status.MAX_STEPS for row in rows)
+        if unfinished:
+            lines.append(f"{unfinished} of {len(rows)} did not converge. {Status.MAX_STEPS.explanation}")
+        return "\n".join(lines)
+
+
+_MAX_LINES = 24
+
+
+def summarise(
+    output: SolverOutput,
+    operator: Operator,
+    *,
+    scope: str,
+    mask: str | None = None,
+    input_dtype: torch.dtype | None = None,
+) -> SpectralNorm:
+    """Turn a solver's raw output into a batched ``SpectralNorm``, adding the rounding allowance to both ends."""
+    allowance = operator.rounding
+    right = left = None
+    if output.right is not None and output.left is not None:
+        right = torch.stack([operator.lift_right(vector) for vector in output.right.unbind(1)], dim=1)
+        left = output.left.reshape(*output.left.shape[:2], *operator.output_shape)
+    return SpectralNorm(
+        lower=output.estimate * (1 - allowance),
+        estimate=output.estimate,
+        upper=output.upper * (1 + allowance),
+        upper_kind="exact" if output.solver == "dense" else "probabilistic",
+        delta=output.delta,
+        iterations=output.iterations,
+        residual=output.residual,
+        converged=output.converged,
+        status=tuple(output.status),
+        singular_values=output.singular_values,
+        scope=scope,
+        mask=mask,
+        tokens=operator.input_shape[0] if len(operator.input_shape) == 2 else None,
+        dtype=_dtype_name(operator.dtype),
+        input_dtype=_dtype_name(input_dtype or operator.dtype),
+        solver=output.solver,
+        rounding=allowance,
+        token_energy=output.token_energy,
+        right=right,
+        left=left,
+    )
+
+
+def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:
+    """View a flat batch as ``shape``; the empty shape turns a batch of one into plain numbers."""
+
+    def tensor(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.reshape(*shape, *value.shape[1:])
+
+    def number(value: Tensor) -> Any:
+        return value.reshape(shape) if shape else value.item()
+
+    changes: dict[str, Any] = {
+        name: number(getattr(result, name)) for name in ("lower", "estimate", "upper", "iterations", "residual", "converged")
+    }
+    changes |= {name: tensor(getattr(result, name)) for name in ("singular_values", "token_energy", "right", "left")}
+    return replace(result, status=_nest(list(result.status), shape), **changes)
+
+
+def _line(row: dict[str, Any]) -> str:
+    where = " ".join(f"{name} {row[name]}" for name in ("input", "head") if name in row)
+    interval = f"σ ∈ [{row['lower']:.6g}, {row['upper']:.6g}], estimate {row['estimate']:.6g}"
+    steps = f", {row['iterations']} steps, residual {row['residual']:.1e}" if row["iterations"] else ""
+    return f"  {where + ': ' if where else ''}{interval}{steps}, {row['status']}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    indices: list[tuple[int, ...]] = [()]
+    for size in shape:
+        indices = [(*index, i) for index in indices for i in range(size)]
+    return indices
+
+
+def _at(value: Any, index: tuple[int, ...]) -> Any:
+    for i in index:
+        value = value[i]
+    return value
+
+
+def _nest(values: list[Status], shape: tuple[int, ...]) -> Any:
+    if not shape:
+        return values[0]
+    width = len(values) // shape[0]
+    return tuple(_nest(values[i * width : (i + 1) * width], shape[1:]) for i in range(shape[0]))
+
+
+def _flatten(nested: Any) -> list[Status]:
+    return [nested] if isinstance(nested, Status) else [status for part in nested for status in _flatten(part)]

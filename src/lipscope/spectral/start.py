@@ -1,0 +1,30 @@
+"""The random start, and what may be assumed of it: |⟨v₁, w⟩| for v₁ uniform on the sphere and any fixed unit vector w."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipscope.spectral.operator import Operator
+
+
+def random_unit_vector(operator: Operator, seed: int) -> Tensor:
+    """A vector uniform on the unit sphere of R^N, shape ``(1, N)``.
+
+    It is drawn on the CPU in float64, so that the same seed gives the same direction on every device and in every dtype.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(1, operator.shape[1], generator=generator, dtype=torch.float64)
+    unit: Tensor = vector / torch.linalg.vector_norm(vector)
+    return unit.to(dtype=operator.dtype, device=operator.device)
+
+
+def overlap_quantile(size: int, delta: float) -> float:
+    """The g with P[|⟨v₁, w⟩| < g] = delta: the squared overlap follows the Beta(½, (N−1)/2) law."""
+    from scipy.special import betaincinv
+
+    if size == 1:
+        return 1.0
+    return math.sqrt(float(betaincinv(0.5, (size - 1) / 2, delta)))
