@@ -70,9 +70,14 @@ class Auto:
     seed: int = 0
     dense_below: int = 128
 
+    def __post_init__(self) -> None:
+        self._iterative()  # refuses bad options even when the dense solver would not need them
+
+    def _iterative(self) -> GolubKahan:
+        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
+
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``, by the cheaper method."""
         if min(operator.shape) <= self.dense_below and max(operator.shape) <= 64 * self.dense_below:
             return Dense(k=self.k, vectors=self.vectors).solve(operator)
-        iterative = GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
-        return iterative.solve(operator)
+        return self._iterative().solve(operator)

@@ -125,9 +125,9 @@ class _Run:
         return step == self.steps or self.active.numel() <= 64 or step % 4 == 0
 
     def _retire_converged(self, step: int) -> None:
-        ritz = _RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
-        if not bool(torch.isfinite(ritz.values).all()):
+        if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
+        ritz = _RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
         done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
         if self.config.interval is not None:
             done &= self._upper(ritz.values, step) <= (1 + self.config.interval) * ritz.values[:, 0]
