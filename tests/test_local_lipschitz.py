@@ -144,10 +144,9 @@ def test_batch_equals_loop(scope):
     assert tuple(together.estimate.shape) == ((3,) if scope == "attention" else (3, 4))
     for b in range(3):
         alone = lipscope.local_lipschitz(layer, X[b], scope=scope, mask="causal")
-        torch.testing.assert_close(
-            torch.as_tensor(alone.estimate).double(), together.estimate[b].double(), rtol=1e-6, atol=0
-        )
-        torch.testing.assert_close(torch.as_tensor(alone.upper).double(), together.upper[b].double(), rtol=1e-6, atol=0)
+        for name in ("estimate", "upper"):
+            value = torch.as_tensor(getattr(alone, name), dtype=torch.float64)
+            torch.testing.assert_close(value, getattr(together, name)[b], rtol=1e-6, atol=0)
 
 
 def test_singular_vectors_attain_the_norm():
