@@ -158,10 +158,28 @@ def test_zero_rank_one_and_identity(name):
 
 def test_interval_option_narrows_the_interval():
     A = spectrum(np.linspace(1, 0.01, 200), 200, 200, seed=1)
-    loose = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2))
+    loose = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=None))
     tight = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=1e-3))
     assert tight.upper / tight.lower - 1 <= 1.1e-3 < loose.upper / loose.lower - 1
     assert tight.lower <= 1 <= tight.upper
+
+
+def test_a_hidden_top_vector_is_not_overlooked():
+    """A start almost orthogonal to the top vector looks converged at the second value; the guard goes on."""
+    size = 200
+    A = torch.diag(torch.cat([torch.tensor([1.3, 1.0]), torch.linspace(0.3, 0.1, size - 2)]).double())
+    start = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[0]
+    # Turn the matrix so that the start of seed 0 has a tiny overlap with its top vector.
+    top = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    top = top - (1 - 1e-5) * (top @ start) / (start @ start) * start
+    Q = torch.linalg.qr(torch.cat([top[:, None], cases.random(size, size - 1, seed=2)], dim=1)).Q
+    turned = lipscope.DenseOperator(Q @ A @ Q.T)
+    fooled = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2, interval=None))
+    careful = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2))
+    assert fooled.converged
+    assert fooled.estimate < 1.1
+    assert fooled.upper >= 1.3, "the interval is honest even then"
+    assert careful.estimate == pytest.approx(1.3, rel=1e-2)
 
 
 def test_not_converged_says_so_and_stays_valid():

@@ -56,7 +56,7 @@ class Auto:
         delta: allowed probability that the probabilistic upper bound fails.
         k: number of leading singular triplets.
         vectors: also return singular vectors.
-        interval: requested width upper/lower − 1 of the interval, or None.
+        interval: widest relative interval upper/lower − 1 to stop with, or None.
         seed: seed of the start vector.
         dense_below: largest min(M, N) solved densely.
     """
@@ -66,7 +66,7 @@ class Auto:
     delta: float = 1e-6
     k: int = 1
     vectors: bool = False
-    interval: float | None = None
+    interval: float | None = 0.1
     seed: int = 0
     dense_below: int = 128
 

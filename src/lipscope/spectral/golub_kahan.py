@@ -27,9 +27,9 @@ _BASIS_CHUNK = 32
 class GolubKahan:
     """Golub–Kahan–Lanczos with full re-orthogonalisation; every batch item stops on its own.
 
-    An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol``. The estimate is
-    min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to the next Ritz value; it is relative, so c·f stops
-    where f does. Independently of it, ``lower`` and ``upper`` are valid at every step.
+    An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol`` and its interval is
+    no wider than ``interval``. The error estimate is min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to
+    the next Ritz value; it is relative, so c·f stops where f does. ``lower`` and ``upper`` are valid at every step.
 
     Attributes:
         rtol: requested relative accuracy of the estimate.
@@ -37,7 +37,8 @@ class GolubKahan:
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets.
         vectors: also return singular vectors.
-        interval: also go on until upper/lower − 1 is at most this; None leaves the width of the interval as it comes.
+        interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
+            almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched.
         memory: bytes the Krylov bases of one sub-batch may take; larger batches are solved in turns.
     """
@@ -47,7 +48,7 @@ class GolubKahan:
     delta: float = 1e-6
     k: int = 1
     vectors: bool = False
-    interval: float | None = None
+    interval: float | None = 0.1
     seed: int = 0
     memory: int = 1 << 30
 
