@@ -66,11 +66,11 @@ def gram_norm(product: Callable[[Tensor], Tensor], size: int, terms: int, like: 
     return math.sqrt(best) * (1 + (terms + 8) * torch.finfo(like.dtype).eps)
 
 
-def matrix_norm_upper(M: Tensor, squarings: int = 4, *, symmetric: bool = False) -> Tensor:
+def matrix_norm_upper(M: Tensor, squarings: int = 3, *, symmetric: bool = False) -> Tensor:
     """Schatten bound for the spectral norms of a batch of matrices (…, a, b): products only, no decomposition.
 
     With G = MᵀM scaled to unit Frobenius norm and squared s times, ‖M‖₂² ≤ ‖G^{2^s}‖_F^{1/2^s}. Equal singular values
-    are the worst case: for 64 of them and s = 4 the bound is 6.7 % too large.
+    are the worst case: for 64 of them and s = 3 the bound is 14 % too large.
 
     Args:
         M: matrices, float64.
@@ -90,8 +90,9 @@ def matrix_norm_upper(M: Tensor, squarings: int = 4, *, symmetric: bool = False)
         log = log + exponent * torch.log(size)
         if step == squarings:
             break
-        G = G / size.clamp_min(_SMALLEST)[..., None, None]
+        G = G * size.clamp_min(_SMALLEST).reciprocal()[..., None, None]
         G = G @ G
         exponent /= 2
     # A square of a matrix of unit Frobenius norm is off by terms·eps, and its own norm is at least 1/√rank.
-    return torch.exp(log if symmetric else log / 2) * (1 + 4 * terms**1.5 * torch.finfo(M.dtype).eps)
+    bound: Tensor = torch.exp(log if symmetric else log / 2) * (1 + 4 * terms**1.5 * torch.finfo(M.dtype).eps)
+    return bound

@@ -27,6 +27,9 @@ class HeadWeights:
         R_K: stands for W_Kᵀ, (r, dk).
         R_Q: stands for τW_Qᵀ, (r, dk).
         VK: R_O W_V W_Kᵀ, (r, dk): maps a scaled query q_i to V a_i.
+        KQ: W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j.
+        out: ‖W_O‖ of this head, 1 for the identity.
+        query: |τ|‖W_Q‖ of this head.
         value: ‖W_O W_V‖.
         interaction: ‖A‖ = τ‖W_Kᵀ W_Q‖.
         query_bias: τ‖W_Kᵀ b_Q‖.
@@ -41,6 +44,9 @@ class HeadWeights:
     R_K: Tensor
     R_Q: Tensor
     VK: Tensor
+    KQ: Tensor
+    out: float
+    query: float
     value: float
     interaction: float
     query_bias: float
@@ -59,13 +65,17 @@ class LayerWeights:
         image: heads followed by their block of W_O; the same objects as ``plain`` when the layer has no W_O.
         plain: heads alone.
         out: ‖W_O‖, 1 without W_O.
-        values: ‖W_V‖ of the heads stacked.
+        queries: |τ|‖W_Q‖ of the heads stacked; keys and values that several heads share count once per head.
+        keys: ‖W_K‖ likewise.
+        values: ‖W_V‖ likewise.
         total: ‖Σ_h W_O^h W_V^h‖.
     """
 
     image: tuple[HeadWeights, ...]
     plain: tuple[HeadWeights, ...]
     out: float
+    queries: float
+    keys: float
     values: float
     total: float
 
@@ -95,14 +105,15 @@ def _compute(layer: Attention) -> LayerWeights:
         singles = [layer.head(h) for h in range(layer.heads)]
         plain = tuple(_head(single, None) for single in singles)
         W_V = torch.cat([single.v for single in singles])
+        keys = _root_norm(torch.cat([single.k for single in singles]))
+        queries, values = abs(layer.tau) * _root_norm(layer.q), _root_norm(W_V)
         if layer.out is None:
-            values = spectral(triangle(W_V))
-            return LayerWeights(plain, plain, 1.0, values, values)
+            return LayerWeights(plain, plain, 1.0, queries, keys, values, values)
         blocks = layer.out.split(layer.value_width, dim=1)
         image = tuple(_head(single, block) for single, block in zip(singles, blocks, strict=True))
         # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
         total = _root_norm(layer.out @ W_V)
-        return LayerWeights(image, plain, _root_norm(layer.out), _root_norm(W_V), total)
+        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total)
 
 
 def _root_norm(M: Tensor) -> float:
@@ -126,6 +137,9 @@ def _head(single: Attention, out: Tensor | None) -> HeadWeights:
         R_K=R_K,
         R_Q=R_Q,
         VK=V @ single.k.mT,
+        KQ=tau * single.k @ single.q.mT,
+        out=1.0 if R_O is None else spectral(R_O),
+        query=spectral(R_Q),
         value=spectral(triangle(V.mT)),
         interaction=spectral(R_K @ R_Q.mT),
         query_bias=abs(tau) * size(single.q_bias, R_K),
