@@ -21,7 +21,7 @@ with C_i the covariance of values and keys. Computed in float64, one head at a t
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,16 @@ from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import nonnegative_norm
 from lipscope.bounds.weights import HeadWeights, LayerWeights, layer_weights
 
+if TYPE_CHECKING:
+    from lipscope.spectral.result import SpectralNorm
+
 # heads·n·d_head³ up to which covariances are also taken through W_O.
 _CHEAP = 1 << 25
+# Tokens beyond which no certificate is computed unasked: a dozen n×n matrices stay below 2 GiB.
+_LONGEST = 4096
 
 
-def certified_upper(layer: Attention, X: Tensor, scope: str = "attention") -> Tensor:
+def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, gains: Tensor | None = None) -> Tensor:
     """A proven upper bound for σ at every input: the least of the certificates above.
 
     The value covers the rounding of its own float64 computation by four times ``head_core.rounding_margin``, relative; it
@@ -46,6 +51,8 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention") -> Te
         layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks.
         X: tokens (B, n, d).
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
+        gains: (B, n), when token j of X is itself a function of its own input with Jacobian of norm gains_j: the bound is
+            then for the composition.
 
     Returns:
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
@@ -67,18 +74,38 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention") -> Te
         precise = layer.to(torch.float64)
         for b, x in enumerate(X.detach().double()):
             one = precise.for_input(b)
+            gain = x.new_ones(x.shape[0]) if gains is None else gains[b].to(x)
             if scope == "head":
-                values.append([min(_one_head(one.head(h), x, w).values()) for h, w in enumerate(weights.plain)])
+                values.append([min(_one_head(one.head(h), x, w, gain).values()) for h, w in enumerate(weights.plain)])
             else:
-                values.append(min(_whole_layer(one, x, weights).values()))
+                values.append(min(_whole_layer(one, x, weights, gain).values()))
     return torch.tensor(values, dtype=torch.float64, device=X.device)
+
+
+def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scope: str) -> bool:
+    """Whether the certificate is estimated to cost no more than the measurement that gave ``result`` (a flat batch).
+
+    Small certificates (below about a tenth of a second) always are; an exact result needs none. Float64 counts twice, and
+    small batched products run at half the speed of large ones.
+    """
+    if "probabilistic" not in result.upper_kind or n > _LONGEST:
+        return False
+    H, dk, d = layer.heads, layer.head_width, layer.width
+    certificate = 4.0 * inputs * H * (4 * n**2 * dk**2 + 16 * n * dk**3)
+    width = 3 * dk if scope == "head" else d
+    pair = 4 * n * width * (layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]) + 16 * H * n**2 * dk
+    if scope != "head" and layer.out is not None:
+        pair += 4 * n * layer.out.numel()
+    steps = float(result.iterations.sum()) / (H if scope == "head" else 1)
+    return certificate <= max(steps * pair, 1e9)
 
 
 def local_bounds(layer: Attention, x: Tensor) -> list[Bound]:
     """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``."""
     weights = layer_weights(layer)
     with torch.no_grad():
-        candidates = _whole_layer(layer.to(torch.float64), x.detach().double(), weights)
+        x = x.detach().double()
+        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]))
     given = {"n": x.shape[0], "heads": layer.heads}
     return [
         Bound(f"certificates.{name}", value, "local", "this input; any mask and score rule", OURS, given)
@@ -86,22 +113,23 @@ def local_bounds(layer: Attention, x: Tensor) -> list[Bound]:
     ]
 
 
-def _one_head(single: Attention, x: Tensor, w: HeadWeights) -> dict[str, float]:
+def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor) -> dict[str, float]:
     core = HeadCore.at(single, x, w)
     B, c = core.covariance_norms(w)
-    columns = float((core.rho(c, w).square() @ core.P).max())
-    block = core.block_norms(w)[1]
+    B = B * gain
+    columns = float((core.rho(c, w).square() @ core.P * gain.square()).max())
+    block = core.block_norms(w)[1] * gain
     return {
         "row_column": _round_up(math.sqrt(columns) + float(B.max()), core.margin),
         "block_norm": _round_up(nonnegative_norm(block + torch.diag(B)), core.margin),
     }
 
 
-def _whole_layer(layer: Attention, x: Tensor, weights: LayerWeights) -> dict[str, float]:
+def _whole_layer(layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor) -> dict[str, float]:
     """Every certificate of the layer: row–column when it is cheap, block norms, and the factored one."""
     if layer.heads == 1:
-        return _one_head(layer.head(0), x, weights.image[0])
-    total = _Heads(x, images=layer.heads * x.shape[0] * layer.head_width**3 <= _CHEAP)
+        return _one_head(layer.head(0), x, weights.image[0], gain)
+    total = _Heads(x, gain, images=layer.heads * x.shape[0] * layer.head_width**3 <= _CHEAP)
     for h, w in enumerate(weights.image):
         total.add(HeadCore.at(layer.head(h), x, w), w)
     return total.certificates(weights)
@@ -110,9 +138,9 @@ def _whole_layer(layer: Attention, x: Tensor, weights: LayerWeights) -> dict[str
 class _Heads:
     """Running sums and maxima over the heads: a fixed number of n×n matrices."""
 
-    def __init__(self, x: Tensor, images: bool) -> None:
+    def __init__(self, x: Tensor, gain: Tensor, images: bool) -> None:
         n = x.shape[0]
-        self.images = images
+        self.gain, self.images = gain, images
         self.blocks, self.means, self.spreads, self.most, self.weighted = (x.new_zeros(n, n) for _ in range(5))
         self.least = x.new_ones(n, n)
         self.B, self.rho, self.C = (x.new_zeros(n) for _ in range(3))
@@ -129,15 +157,15 @@ class _Heads:
         torch.maximum(self.most, P, out=self.most)
 
         C, c = core.covariance_norms(None)
-        self.columns = max(self.columns, float(P.sum(0).max()))
-        self.keys = max(self.keys, float(((c * core.q.square().sum(-1)) @ P).max()))
+        self.columns = max(self.columns, float((P.sum(0) * self.gain.square()).max()))
+        self.keys = max(self.keys, float(((c * core.q.square().sum(-1)) @ P * self.gain.square()).max()))
         self.C = torch.maximum(self.C, C)
         B = w.out * w.query * C
         if self.images:
             image, c = core.covariance_norms(w)
             B = torch.minimum(B, image)
             rho = core.rho(c, w)
-            self.row_column += math.sqrt(float((rho.square() @ P).max()))
+            self.row_column += math.sqrt(float((rho.square() @ P * self.gain.square()).max()))
             self.weighted.addcmul_(rho[:, None], P)
             self.rho += rho
         self.B += B
@@ -147,8 +175,8 @@ class _Heads:
         shared = self.means + self.least * (weights.total - sum(w.value for w in weights.image))
         mean = torch.minimum(torch.minimum(self.means, shared), weights.out * weights.values * self.most)
         # Σ_h W_O^h C^h W_Q^h is W_O times a block-diagonal matrix times W_Q.
-        B = torch.minimum(self.B, weights.out * weights.queries * self.C)
-        N = torch.minimum(self.blocks, mean + self.spreads) + torch.diag(B)
+        B = torch.minimum(self.B, weights.out * weights.queries * self.C) * self.gain
+        N = torch.minimum(self.blocks, mean + self.spreads) * self.gain + torch.diag(B)
         factored = weights.values * math.sqrt(self.columns) + weights.keys * math.sqrt(self.keys)
         found = {
             "block_norm": nonnegative_norm(N),
@@ -156,7 +184,7 @@ class _Heads:
         }
         if self.images:
             # Cauchy–Schwarz over the heads with weights ρ: (Σ_h ρ_h e_h)² ≤ (Σ_h ρ_h)(Σ_h ρ_h e_h²).
-            together = math.sqrt(float((self.rho @ self.weighted).max()))
+            together = math.sqrt(float((self.rho @ self.weighted * self.gain.square()).max()))
             found["row_column"] = min(self.row_column, together) + float(B.max())
         return {name: _round_up(value, self.margin) for name, value in found.items()}
 

@@ -37,7 +37,7 @@ class BoundTable:
 
     def ratio(self, bound: Bound) -> float | None:
         """Bound/σ for upper bounds in the Frobenius norm, when σ was measured."""
-        if self.sigma is None or bound.side == "lower" or bound.norm != "Frobenius":
+        if self.sigma is None or bound.side == "lower" or not _comparable(bound):
             return None
         return bound.value / float(self.sigma.estimate) if float(self.sigma.estimate) > 0 else None
 
@@ -68,9 +68,7 @@ class BoundTable:
         return "\n".join(lines)
 
 
-def table(
-    attention: Attention, X: Tensor | None = None, radius: float | None = None, n: int | None = None
-) -> BoundTable:
+def table(attention: Attention, X: Tensor | None = None, radius: float | None = None, n: int | None = None) -> BoundTable:
     """All bounds that hold for a layer, with the measured σ and lower-bound constructions.
 
     Set bounds are for tokens in the ball B_R; with tokens given, R is their largest norm and n their number unless said
@@ -135,6 +133,11 @@ def table(
 
 
 def _order(bound: Bound) -> tuple[int, float]:
-    if bound.kind == "limit" or bound.norm != "Frobenius":
+    if not _comparable(bound):
         return 2, bound.value
     return (1, -bound.value) if bound.side == "lower" else (0, bound.value)
+
+
+def _comparable(bound: Bound) -> bool:
+    """A bound for σ at this n in the Frobenius norm; not a limit, another norm, or a supremum over n."""
+    return bound.kind != "limit" and bound.norm == "Frobenius" and bound.name != "lower.meanfield"
