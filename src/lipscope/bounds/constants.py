@@ -116,7 +116,7 @@ class Constants:
 
     def combine(self, bound: Callable[[HeadConstants], float]) -> float:
         """min( Σ_h bound(head with W_O), ‖W_O‖·√Σ_h bound(head)² ): both are valid for the whole layer."""
-        joint = self.out * math.sqrt(sum(bound(head) ** 2 for head in self.plain))
+        joint = self.out * math.hypot(*(bound(head) for head in self.plain))
         return min(sum(bound(head) for head in self.image), joint)
 
 

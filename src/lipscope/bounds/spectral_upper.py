@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 1e-280
+# Multiplications of one squaring of the whole batch above which fewer squarings are made.
+_LARGE = 1 << 23
 
 
 def nonnegative_norm(N: Tensor, steps: int = 40) -> float:
@@ -66,15 +68,16 @@ def gram_norm(product: Callable[[Tensor], Tensor], size: int, terms: int, like: 
     return math.sqrt(best) * (1 + (terms + 8) * torch.finfo(like.dtype).eps)
 
 
-def matrix_norm_upper(M: Tensor, squarings: int = 3, *, symmetric: bool = False) -> Tensor:
+def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: bool = False) -> Tensor:
     """Schatten bound for the spectral norms of a batch of matrices (…, a, b): products only, no decomposition.
 
     With G = MᵀM scaled to unit Frobenius norm and squared s times, ‖M‖₂² ≤ ‖G^{2^s}‖_F^{1/2^s}. Equal singular values
-    are the worst case: for 64 of them and s = 3 the bound is 14 % too large.
+    are the worst case: for 64 of them the bound is 6.7 % too large with
+    s = 4 and 30 % with s = 2.
 
     Args:
         M: matrices, float64.
-        squarings: s.
+        squarings: s; by default 4, and 2 for large batches, where each squaring costs as much as the matrices themselves.
         symmetric: the matrices are symmetric, so that M may stand for G and one product is saved.
 
     Returns:
@@ -82,6 +85,8 @@ def matrix_norm_upper(M: Tensor, squarings: int = 3, *, symmetric: bool = False)
     """
     G = M if symmetric else M.mT @ M if M.shape[-1] <= M.shape[-2] else M @ M.mT
     terms = sum(M.shape[-2:])
+    if squarings is None:
+        squarings = 4 if G.numel() * G.shape[-1] <= _LARGE else 2
     exponent = 1.0
     squarings += symmetric
     log = torch.zeros(G.shape[:-2], dtype=M.dtype, device=M.device)
