@@ -50,10 +50,9 @@ def test_ten_thousand_cases(block):
 
 
 def largest_in_max_norm(J, steps=30):
-    """A lower estimate of the operator norm for max_i‖x_i‖: for each output token, the best direction of every input token."""
-    n, _, m, _ = J.shape
+    """A lower estimate of the operator norm for max_i‖x_i‖: for each output token, the best direction of every input."""
     best = 0.0
-    for i in range(n):
+    for i in range(len(J)):
         y = torch.ones(J.shape[1], dtype=J.dtype)
         for _ in range(steps):
             back = torch.einsum("ojd,o->jd", J[i], y)

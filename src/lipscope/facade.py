@@ -96,8 +96,10 @@ def _certificate(layer: Attention, X: Tensor, scope: str, norm: Normalisation | 
     """Certified upper bounds, one per item of the operator; a normalisation enters by its exact norm at every token."""
     if scope != "norm+attention" or norm is None:
         return certified_upper(layer, X, scope).flatten()
-    tokens = X.double()
-    return certified_upper(layer, norm(tokens), gains=norm.linearise(tokens).local_norm() * (1 + 1e-9))
+    at = norm.linearise(X.double())
+    # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
+    gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
+    return certified_upper(layer, norm(X.double()), gains=gains)
 
 
 def make_operator(

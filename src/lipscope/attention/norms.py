@@ -52,7 +52,7 @@ class NormLinearisation:
         return (u - centre - self.z * along) / self.s
 
     def local_norm(self, steps: int = 80) -> Tensor:
-        """‖Dy‖₂ of every token, shape (B, n), exact up to bisection.
+        """‖Dy‖₂ of every token, shape (B, n), exact: its square is off by a few eps·(‖g‖_∞/s)².
 
         s²·Dy Dyᵀ = G² − UUᵀ with G = diag(g) and U of at most two columns, G1/√d and √θ Gẑ, where ẑ = z/‖z‖,
         t = ‖z‖²/d and θ = 2t − t². By Sylvester's law the number of eigenvalues above λ is the number of g_i² above λ,

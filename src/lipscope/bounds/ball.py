@@ -20,7 +20,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.head_core import HeadCore
-from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
+from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
 from lipscope.bounds.weights import HeadWeights, layer_weights
 
 
@@ -134,6 +134,7 @@ class _BallHead:
     own: Tensor
     b_spread: Tensor
     seen: Tensor
+    x: Tensor
 
     @classmethod
     def at(cls, core: HeadCore, w: HeadWeights, visible: Tensor | None) -> _BallHead:
@@ -153,7 +154,8 @@ class _BallHead:
         shift = torch.zeros_like(b) if core.bent or core.missing is not None else core.P @ b
         b_spread = torch.cdist(shift, b, compute_mode="donot_use_mm_for_euclid_dist")
         seen = torch.ones_like(core.P, dtype=torch.bool) if visible is None else visible.expand_as(core.P)
-        return cls(core, w, v, o, delta, share, B, b_norm, own, b_spread, seen)
+        x = perron_vector(block + torch.diag(B))
+        return cls(core, w, v, o, delta, share, B, b_norm, own, b_spread, seen, x / x.max())
 
     def constant(self, radius: float) -> float:
         core, w = self.core, self.weights
@@ -175,7 +177,9 @@ class _BallHead:
             block = high * (w.value + (self.delta + drift) * a[:, None])
         else:
             block = high * (self.share + drift * a[:, None] + self.delta * (w.interaction * radius))
-        value = min(row_column, nonnegative_norm(block + torch.diag(B)))
+        # Vectors that do not depend on ρ keep the bound increasing in ρ.
+        N = block + torch.diag(B)
+        value = min(row_column, *(collatz_wielandt(N, x) for x in (self.x, torch.ones_like(self.x), self.x + 0.1)))
         return value * (1 + 4 * core.margin) if core.margin < 0.1 else math.inf
 
     def _enclosure(self, radius: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,6 @@ Any M (Schatten norms):                        ‖M‖₂ ≤ ‖(MᵀM)^p‖_F^
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,45 +34,57 @@ def nonnegative_norm(N: Tensor, steps: int = 40) -> float:
         >>> round(nonnegative_norm(torch.ones(3, 3, dtype=torch.float64)), 9)
         3.0
     """
-    return gram_norm(lambda x: N.mT @ (N @ x), N.shape[1], sum(N.shape), N, steps)
+    return _best_vector(N, steps)[0]
 
 
-def gram_norm(product: Callable[[Tensor], Tensor], size: int, terms: int, like: Tensor, steps: int = 40) -> float:
-    """√λ_max of a nonnegative matrix K given by x ↦ Kx, bounded by Collatz–Wielandt.
+def perron_vector(N: Tensor, steps: int = 40) -> Tensor:
+    """The x > 0 at which ``nonnegative_norm`` found its bound, close to the leading right singular vector."""
+    return _best_vector(N, steps)[1]
 
-    Args:
-        product: x ↦ Kx for x ≥ 0, a composition of products with nonnegative matrices.
-        size: length of x.
-        terms: total number of terms summed into one entry of Kx, for the rounding allowance.
-        like: a tensor with the dtype and device to use.
-        steps: power steps.
 
-    Returns:
-        A number ≥ √λ_max(K).
-    """
-    x = torch.ones(size, dtype=like.dtype, device=like.device)
+def collatz_wielandt(N: Tensor, x: Tensor) -> float:
+    """√(max_i (NᵀN x)_i/x_i) ≥ ‖N‖₂ for a fixed x > 0: increasing in every entry of N, unlike the best such bound."""
+    size = _largest(N)
+    N = N / size
+    ratio = float((N.mT @ (N @ x) / x).max())
+    return size * math.sqrt(ratio) * _rounding(N) if math.isfinite(ratio) else math.inf
+
+
+def _best_vector(N: Tensor, steps: int) -> tuple[float, Tensor]:
+    size = _largest(N)
+    N = N / size
+    x = best_x = N.new_ones(N.shape[1])
     best = math.inf
     for step in range(steps):
-        y = product(x)
+        y = N.mT @ (N @ x)
         ratio = float((y / x).max())
         if not math.isfinite(ratio):
-            return math.inf
+            break
         improved = ratio < best * (1 - 1e-6)
-        best = min(best, ratio)
+        if ratio < best:
+            best, best_x = ratio, x
         top = float(y.max())
         if top == 0.0 or (step > 4 and not improved):
             break
         # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
         x = (y / top).clamp_min(_SMALLEST)
-    return math.sqrt(best) * (1 + (terms + 8) * torch.finfo(like.dtype).eps)
+    return size * math.sqrt(best) * _rounding(N), best_x
+
+
+def _largest(N: Tensor) -> float:
+    """The largest entry, to divide by: squares of very small or large entries would leave the range of floats."""
+    return max(float(N.abs().max()), _SMALLEST)
+
+
+def _rounding(N: Tensor) -> float:
+    return 1 + (sum(N.shape) + 8) * torch.finfo(N.dtype).eps
 
 
 def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: bool = False) -> Tensor:
     """Schatten bound for the spectral norms of a batch of matrices (…, a, b): products only, no decomposition.
 
     With G = MᵀM scaled to unit Frobenius norm and squared s times, ‖M‖₂² ≤ ‖G^{2^s}‖_F^{1/2^s}. Equal singular values
-    are the worst case: for 64 of them the bound is 6.7 % too large with
-    s = 4 and 30 % with s = 2.
+    are the worst case: for 64 of them the bound is 6.7 % too large with s = 4 and 30 % with s = 2.
 
     Args:
         M: matrices, float64.
@@ -83,6 +94,8 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     Returns:
         Upper bounds (…).
     """
+    scale = M.abs().amax((-2, -1)).clamp_min(_SMALLEST)
+    M = M / scale[..., None, None]
     G = M if symmetric else M.mT @ M if M.shape[-1] <= M.shape[-2] else M @ M.mT
     terms = sum(M.shape[-2:])
     if squarings is None:
@@ -99,5 +112,5 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         G = G @ G
         exponent /= 2
     # A square of a matrix of unit Frobenius norm is off by terms·eps, and its own norm is at least 1/√rank.
-    bound: Tensor = torch.exp(log if symmetric else log / 2) * (1 + 4 * terms**1.5 * torch.finfo(M.dtype).eps)
+    bound: Tensor = scale * torch.exp(log if symmetric else log / 2) * (1 + 4 * terms**1.5 * torch.finfo(M.dtype).eps)
     return bound

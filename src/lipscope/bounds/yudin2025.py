@@ -80,11 +80,11 @@ def _over_heads(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeigh
     """min(Σ_h with W_O inside, ‖W_O‖·root of squares), rounded up by the margin of the probabilities."""
     weights, constants = layer_weights(layer), Constants.of(layer)
     precise, x = layer.to(torch.float64), x.detach().double()
-    total = squares = margin = 0.0
+    total = joint = margin = 0.0
     with torch.no_grad():
         for h in range(layer.heads):
             core = HeadCore.at(precise.head(h), x, weights.plain[h])
             margin = max(margin, core.margin)
             total += head(core, weights.image[h], constants.image[h])
-            squares += head(core, weights.plain[h], constants.plain[h]) ** 2
-    return min(total, weights.out * math.sqrt(squares)) * (1 + 4 * margin)
+            joint = math.hypot(joint, head(core, weights.plain[h], constants.plain[h]))
+    return min(total, weights.out * joint) * (1 + 4 * margin)
