@@ -12,7 +12,7 @@ from lipscope.attention.layer import Attention
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.weights import layer_weights, spectral, triangle
 
-_SOURCE = "Newhouse et al. 2025 (training with enforced Lipschitz constants), restated in docs/theory"
+_SOURCE = "Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338, 2025"
 
 
 def attention(layer: Attention, radius: float, *, scale: float = 3.0) -> Bound:

@@ -21,7 +21,7 @@ from lipscope.bounds.softmax_jacobian import g1, largest_eigenvalue
 from lipscope.bounds.spectral_upper import nonnegative_norm
 from lipscope.bounds.weights import HeadWeights, layer_weights
 
-_SOURCE = "Yudin et al. 2025 (local bound by g₁)"
+_SOURCE = "Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv 2507.07814, 2025"
 
 
 def published(layer: Attention, x: Tensor) -> Bound:
