@@ -66,9 +66,8 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         spent = seconds(lambda: certified_upper(layer.with_mask("causal"), X))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(
-            f"n = {LONG}, causal: {spent:.1f} s, peak {peak / 2**20:.2f} GiB ({(peak - before) / 2**20:.2f} more than before)"
-        )
+        grown = (peak - before) / 2**20
+        print(f"n = {LONG}, causal: {spent:.1f} s, peak {peak / 2**20:.2f} GiB, {grown:.2f} more than before")
 
 
 if __name__ == "__main__":

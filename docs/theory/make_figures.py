@@ -165,8 +165,8 @@ def main() -> None:
     )
     (out / "grid.md").write_text(
         f"# Which bound holds where\n\n{note} from `lipscope.bounds.registry.TABLE`. A combination that is not ticked "
-        "raises an error that lists those that are. Key and value biases and grouped queries are always allowed; `other masks` are "
-        "windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n"
+        "raises an error that lists those that are. Key and value biases and grouped queries are always allowed; `other "
+        "masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n"
     )
 
 

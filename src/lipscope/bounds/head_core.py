@@ -16,6 +16,8 @@ from lipscope.bounds.weights import HeadWeights
 
 # Entries of scratch memory for the covariances of one block of rows.
 _SCRATCH = 1 << 23
+# Multiplications up to which block norms are computed from the blocks themselves.
+_SMALL = 1 << 22
 _TINY = 1e-300
 
 
@@ -96,7 +98,20 @@ class HeadCore:
         trace = 2 * (inner + slack) + a2 * delta2
         determinant = (g2 * delta2 - inner.abs().sub_(slack).clamp_min_(0).square_()).clamp_min_(0)
         growth = (trace + (trace.square() + 4 * determinant).sqrt_()) / 2
-        return delta2.sqrt_(), P * (w.value**2 + growth.clamp_min_(0)).sqrt_()
+        norms = (w.value**2 + growth.clamp_min_(0)).sqrt_()
+        delta = delta2.sqrt_()
+        if P.numel() * w.V.numel() * w.V.shape[0] <= _SMALL:
+            norms = torch.minimum(norms, self._exact_blocks(w, v, o, delta))
+        return delta, P * norms
+
+    def _exact_blocks(self, w: HeadWeights, v: Tensor, o: Tensor, delta: Tensor) -> Tensor:
+        """‖W_O W_V + s_ij W_O(v_j − o_i)a_iᵀ‖ for all pairs from the matrices themselves, when they are few and small."""
+        a = self.q @ w.K.mT
+        update = v[None] - o[:, None]
+        if self.bent:
+            update = update * (self.W / self.P.clamp_min(_TINY))[..., None]
+        M = w.V + update[..., None] * a[:, None, None, :]
+        return matrix_norm_upper(M, squarings=5) + self.margin * (w.value + delta * self.a[:, None])
 
     def covariance_norms(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
         """‖B_i‖ and c_i seen through the weights of the head, or ‖C_i‖ and c_i in the head's own coordinates.

@@ -27,6 +27,8 @@ class HeadWeights:
         R_K: stands for W_Kᵀ, (r, dk).
         R_Q: stands for τW_Qᵀ, (r, dk).
         VK: R_O W_V W_Kᵀ, (r, dk): maps a scaled query q_i to V a_i.
+        V: stands for W_O W_V, (r, m), in coordinates of the span of the rows of W_V and W_K.
+        K: W_Kᵀ in the same coordinates, (m, dk).
         KQ: W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j.
         out: ‖W_O‖ of this head, 1 for the identity.
         query: |τ|‖W_Q‖ of this head.
@@ -44,6 +46,8 @@ class HeadWeights:
     R_K: Tensor
     R_Q: Tensor
     VK: Tensor
+    V: Tensor
+    K: Tensor
     KQ: Tensor
     out: float
     query: float
@@ -132,11 +136,14 @@ def _head(single: Attention, out: Tensor | None) -> HeadWeights:
     R_O = None if out is None else triangle(out)
     R_K, R_Q = triangle(single.k.mT), triangle(tau * single.q.mT)
     V = single.v if R_O is None else R_O @ single.v
+    basis = torch.linalg.qr(torch.cat([single.v, single.k]).mT).Q
     return HeadWeights(
         R_O=R_O,
         R_K=R_K,
         R_Q=R_Q,
         VK=V @ single.k.mT,
+        V=V @ basis,
+        K=basis.mT @ single.k.mT,
         KQ=tau * single.k @ single.q.mT,
         out=1.0 if R_O is None else spectral(R_O),
         query=spectral(R_Q),
