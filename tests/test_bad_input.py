@@ -155,12 +155,46 @@ def test_overflow_is_named():
         (lambda x: x.mean(), "batch items must come first"),
         (lambda x: x * float("nan"), "NaN or infinite"),
         (lambda x: x - x.mean(0), "mixes batch items"),
+        (lambda x: x.cumsum(0), "mixes batch items"),
+        (lambda x: x.flip(0).cumsum(0).flip(0), "mixes batch items"),
+        (lambda x: x.mul_(2), "changes its input in place"),
+        (lambda x: x @ torch.ones(4, 4), "give X in the map's dtype"),
+        (torch.sign, "differentiated twice"),
         (lambda x: x + torch.rand_like(x), "the map is random"),
     ],
 )
 def test_maps(function, message):
     with pytest.raises((ValueError, FloatingPointError), match=message):
         lipscope.local_lipschitz(function, cases.random(2, 3, 4, seed=0))
+
+
+def test_modules_with_a_better_way_in_say_so():
+    with pytest.raises(ValueError, match="from_torch"):
+        lipscope.local_lipschitz(nn.MultiheadAttention(4, 2).eval(), X.float())
+    with pytest.raises(TypeError, match=r"takes an nn\.MultiheadAttention, got Linear"):
+        lipscope.Attention.from_torch(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="scope 'head' needs an Attention layer"):
+        lipscope.local_lipschitz(torch.tanh, X, scope="head")
+    with pytest.raises(ValueError, match="dropout 1"):
+        lipscope.local_lipschitz(nn.Dropout(1), X)
+
+
+def test_types_are_named():
+    with pytest.raises(TypeError, match="q must be a torch tensor, got list"):
+        lipscope.Attention([[1.0]], W, W)
+    with pytest.raises(TypeError, match=r"heads must be an integer, got 2\.0"):
+        lipscope.Attention(W, W, W, heads=2.0)
+    with pytest.raises(ValueError, match="are for 2 and 3 inputs"):
+        lipscope.local_lipschitz(LAYER, X, mask="pad-left:1,2&pad-right:0,1,2")
+
+
+def test_scores_without_digits_are_refused():
+    """float32 scores of 1e8 have no correct digits: no interval could be honest."""
+    layer = cases.layer(dtype=torch.float32)
+    tokens = 1e4 * cases.random(5, 6, seed=0, dtype=torch.float32)
+    with pytest.raises(FloatingPointError, match=r"leave no correct digits in torch\.float32: compute in float64"):
+        lipscope.local_lipschitz(layer, tokens)
+    assert lipscope.local_lipschitz(layer, tokens, dtype=torch.float64).estimate > 0
 
 
 def test_a_map_without_second_derivative_is_named():

@@ -49,6 +49,19 @@ def test_version_and_help():
     assert "σ(X)" in out.stdout
 
 
+def test_no_arguments_show_the_help():
+    out = run()
+    assert "Usage" in out.stdout
+    assert "measure" in out.stdout
+    assert out.stderr == ""
+
+
+def test_unknown_command_is_one_line():
+    out = run("mesure")
+    assert out.returncode == 2
+    assert out.stderr.strip().splitlines()[0].startswith("lipscope: No such command 'mesure'")
+
+
 def test_help_does_not_load_torch():
     code = "import sys, lipscope.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -92,13 +105,21 @@ def test_measure_table(files):
         (["T", "--tokens", "T"], "unknown tensors x"),
         (["P", "--tokens", "T"], "not a safetensors file"),
         (["L", "--tokens", "T", "--heads", "5"], "heads"),
+        (["L", "--tokens", "T", "--heads", "0"], "heads must be at least 1"),
+        (["L", "--tokens", "T", "--kv-heads", "0"], "kv_heads must be at least 1"),
+        (["M", "--tokens", "T"], "metadata entry 'heads' of words.safetensors must be a number, got 'two'"),
+        (["L", "--tokens", "T", "--scope", "block"], "Invalid value for '--scope'"),
+        (["L", "--tokens", "T", "--rtol", "abc"], "Invalid value for '--rtol'"),
+        (["L", "--tokens", "T", "--bogus"], "No such option"),
+        (["L"], "Missing option '--tokens'"),
         (["L", "--tokens", "T", "--rtol", "0"], "rtol must lie strictly between 0 and 1"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_two(files, arguments, message):
     folder, _, _ = files
     torch.save({"q": torch.eye(2)}, folder / "pickled.pt")
-    names = {"L": "layer.safetensors", "T": "tokens.safetensors", "P": "pickled.pt"}
+    save_file({"qkv": torch.ones(3, 1)}, folder / "words.safetensors", metadata={"heads": "two"})
+    names = {"L": "layer.safetensors", "T": "tokens.safetensors", "P": "pickled.pt", "M": "words.safetensors"}
     out = run("measure", *[folder / names[a] if a in names else a for a in arguments])
     assert out.returncode == 2
     assert message in out.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +70,54 @@ def test_float32_interval_contains_the_float64_value_at_gpt2_shape(mask):
         assert (result.lower <= truth).all()
         assert (truth <= result.upper).all()
         torch.testing.assert_close(result.estimate, truth, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("case", ["score bias", "mask", "value bias", "tokens"])
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_float32_interval_survives_large_offsets(case, size):
+    """A large common term cancels in exact arithmetic; what it costs in float32 is inside the interval."""
+    for seed in range(10):
+        layer = cases.layer(heads=2, extras="biases", d=16, dk=8, dv=8, d_out=16, n=12, seed=seed, dtype=torch.float32)
+        X = cases.random(12, 16, seed=seed, dtype=torch.float32)
+        mask = torch.full((12, 12), -size) if case == "mask" else "full"
+        if case == "score bias":
+            layer = dataclasses.replace(layer, bias=size + cases.random(12, 12, seed=seed, dtype=torch.float32))
+        elif case == "value bias":
+            layer = dataclasses.replace(layer, v_bias=size * layer.v_bias)
+        elif case == "tokens":
+            X = X * size**0.25
+        exact = lipscope.local_lipschitz(layer, X, dtype=torch.float64, mask=mask, solver=lipscope.GolubKahan(rtol=1e-10))
+        result = lipscope.local_lipschitz(layer, X, mask=mask)
+        assert result.lower <= exact.estimate <= result.upper
+
+
+@pytest.mark.parametrize("size", [1.0, 3.0, 10.0])
+def test_float32_callables_know_their_rounding(size):
+    """Sharp softmax attention as a plain function: even "exact" float32 intervals contain the float64 value."""
+    visible = torch.ones(12, 12, dtype=torch.bool)
+    for seed in range(10):
+        layer = cases.layer(heads=1, d=16, dk=16, dv=16, d_out=16, n=12, seed=seed, dtype=torch.float32)
+        X = size * cases.random(12, 16, seed=seed, dtype=torch.float32) / 4
+        wide = layer.to(torch.float64)
+        truth = sigma(lambda x, wide=wide: reference.attention(wide, x, visible), X.double())
+        function = lambda x, layer=layer: reference.attention(layer, x, visible)  # noqa: E731
+        for solver in (lipscope.Dense(), lipscope.GolubKahan()):
+            result = lipscope.local_lipschitz(function, X, solver=solver)
+            assert result.lower <= truth <= result.upper
+
+
+def test_maps_to_scalars_have_the_norm_of_their_gradient():
+    X = cases.random(2, 3, 4, seed=0)
+    result = lipscope.local_lipschitz(lambda x: x.square().sum((1, 2)), X)
+    torch.testing.assert_close(result.estimate, 2 * X.flatten(1).norm(dim=1))
+
+
+def test_the_wider_dtype_counts_and_is_said():
+    X = cases.random(5, 6, seed=3, dtype=torch.float32)
+    result = lipscope.local_lipschitz(cases.layer(), X)
+    assert (result.dtype, result.input_dtype) == ("float64", "float32 tokens, float64 weights")
+    result = lipscope.local_lipschitz(cases.layer(dtype=torch.bfloat16), X)
+    assert (result.dtype, result.input_dtype) == ("float32", "float32 tokens, bfloat16 weights")
 
 
 def test_uniform_attention_has_the_norm_of_its_values():
@@ -254,6 +304,26 @@ def test_influence_is_the_matrix_of_block_norms(mask):
     result = lipscope.local_lipschitz(layer, X, mask=given_mask)
     assert (blocks.amax((1, 2)) <= result.upper).all()
     assert (result.lower <= torch.linalg.matrix_norm(blocks, 2)).all()
+
+
+@pytest.mark.parametrize("mask", ["window:1", "packed:1,1,1", "pad-right:2"])
+def test_influence_without_pairs(mask):
+    """Tokens that see only themselves, or nobody: the matrix is diagonal."""
+    layer = cases.layer(heads=2, n=3)
+    for scope in ("attention", "head"):
+        found = lipscope.influence(layer, cases.random(2, 3, 6, seed=1), mask=mask, scope=scope)
+        assert (found - torch.diag_embed(found.diagonal(dim1=-2, dim2=-1)) == 0).all()
+        assert found.amax() > 0
+    assert lipscope.influence(layer, cases.random(1, 6, seed=1)).shape == (1, 1)
+
+
+def test_influence_with_a_shared_bias_and_vanishing_probabilities():
+    bias = cases.random(1, 2, 5, 5, seed=0)
+    layer = dataclasses.replace(cases.layer(heads=2), bias=bias)
+    assert lipscope.influence(layer, cases.random(3, 5, 6, seed=1)).shape == (3, 5, 5)
+    W = torch.eye(2)
+    sharp = lipscope.influence(lipscope.Attention(46 * W, W, W, scale=1.0), torch.tensor([[1.0, 0], [-1.0, 0]]))
+    assert sharp.isfinite().all()
 
 
 def test_influence_of_a_callable():

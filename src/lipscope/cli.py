@@ -160,7 +160,15 @@ cli_bounds.register(app, _one_clear_line)
 def main() -> None:
     """Entry point of the ``lipscope`` command."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except KeyboardInterrupt:
         typer.echo("lipscope: interrupted", err=True)
         sys.exit(130)
+    except Exception as error:
+        # The parser's own complaints (an unknown option, a missing argument) know how to put themselves into words.
+        if not hasattr(error, "format_message"):
+            raise
+        if message := " ".join(error.format_message().split()):  # empty when the help was printed instead
+            typer.echo(f"lipscope: {message}", err=True)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -38,13 +38,14 @@ def local_lipschitz(
 
     Args:
         map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
-        X: tokens (n, d), or a batch (B, n, d). A module that needs a batch dimension gets (1, n, d).
+        X: tokens (n, d), or a batch (B, n, d). Give (1, n, d) to a module that needs a batch dimension.
         scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default), ``"head"`` (each head before
             W_O, in one go) or ``"norm+attention"`` (u ↦ attention(norm(u)), with X = u). For another callable, a label
             for the result; ``"map"`` by default.
         mask: replaces the layer's own mask (attention layers only).
         solver: ``Auto()`` by default.
-        dtype: dtype of the computation; that of X by default, float32 for half-precision X.
+        dtype: dtype of the computation, float32 or float64. By default the wider one of X and the layer's weights, and
+            at least float32.
         norm: the normalisation of scope ``"norm+attention"``.
         certificate: for an ``Attention``, also compute the certified upper bound (float64, one head at a time, memory a
             dozen n×n matrices), and report the least upper end with its kind. None: when that is estimated to cost no
@@ -66,7 +67,7 @@ def local_lipschitz(
         1.0
     """
     batched = check_tokens(X)
-    compute = dtype or (X.dtype if X.dtype in (torch.float32, torch.float64) else torch.float32)
+    compute = dtype or working_dtype(map, X)
     if compute not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {compute}")
     operator = make_operator(map, batched.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
@@ -78,7 +79,7 @@ def local_lipschitz(
         operator,
         scope=scope or ("attention" if isinstance(map, Attention) else "map"),
         mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention) else None,
-        input_dtype=X.dtype,
+        input_dtype=_given_dtypes(map, X),
     )
     if certificate and not isinstance(map, Attention):
         raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
@@ -129,6 +130,8 @@ def make_operator(
             raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
         if not callable(map):
             raise TypeError(f"map must be an Attention or a callable, got {type(map).__name__}")
+        if scope in ATTENTION_SCOPES[1:]:
+            raise ValueError(f"scope {scope!r} needs an Attention layer: a callable is measured as one map")
         return AutodiffOperator(map, X, batched=not bare)
     if X.shape[-1] != map.width:
         raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {map.width}")
@@ -146,6 +149,19 @@ def make_operator(
     if scope == "head":
         return HeadOperator(layer, X)
     raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
+
+
+def working_dtype(map: Attention | TensorMap, X: Tensor) -> torch.dtype:
+    """The wider dtype of tokens and weights, at least float32."""
+    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention) else X.dtype
+    return given if given in (torch.float32, torch.float64) else torch.float32
+
+
+def _given_dtypes(map: Attention | TensorMap, X: Tensor) -> str:
+    tokens = str(X.dtype).removeprefix("torch.")
+    if not isinstance(map, Attention) or map.dtype == X.dtype:
+        return tokens
+    return f"{tokens} tokens, {str(map.dtype).removeprefix('torch.')} weights"
 
 
 def check_tokens(X: Tensor) -> Tensor:

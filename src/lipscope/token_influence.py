@@ -8,7 +8,7 @@ from torch import Tensor
 from lipscope.attention.blocks import BlockOperator
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike
-from lipscope.facade import ATTENTION_SCOPES, check_tokens, make_operator
+from lipscope.facade import ATTENTION_SCOPES, check_tokens, make_operator, working_dtype
 from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -41,7 +41,7 @@ def influence(
                 [0.5000, 0.5000]], dtype=torch.float64)
     """
     batched = check_tokens(X)
-    tokens = batched if batched.dtype == torch.float64 else batched.float()
+    tokens = batched.to(working_dtype(map, X))
     if not isinstance(map, Attention):
         matrices = _blocks_by_rows(make_operator(map, tokens, scope, mask, bare=X.ndim == 2))
         return matrices if X.ndim == 3 else matrices[0]
@@ -64,7 +64,7 @@ def _of_layer(layer: Attention, x: Tensor, item: int, heads: bool, rtol: float) 
     visible = core.P[0].reshape(layer.heads, n, n).any(0)
     visible.fill_diagonal_(False)
     for pairs, diagonal in ((visible.nonzero(), False), (torch.arange(n, device=x.device)[:, None].repeat(1, 2), True)):
-        for part in pairs.split(_PAIRS_AT_ONCE):
+        for part in pairs.split(_PAIRS_AT_ONCE) if len(pairs) else ():
             blocks = BlockOperator(layer, core, part[:, 0], part[:, 1], diagonal=diagonal)
             result[part[:, 0], part[:, 1]] = GolubKahan(rtol=rtol).solve(blocks).estimate.to(result.dtype)
     return result

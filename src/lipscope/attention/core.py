@@ -29,7 +29,8 @@ class Linearisation:
     """The attention core at one point: everything J·u and Jᵀ·g need, computed once.
 
     Shapes: q (B, Hkv, G·n, dk) with the scale inside, k (B, Hkv, n, dk), v (B, Hkv, n, dv), P and W (B, Hkv, G·n, n),
-    o (B, Hkv, G·n, dv).
+    o (B, Hkv, G·n, dv). ``score_size`` bounds the terms that add up to a score which matters: a score s is known up to
+    eps times that, and the exponential turns this into a relative error of P.
     """
 
     q: Tensor
@@ -38,6 +39,7 @@ class Linearisation:
     P: Tensor
     W: Tensor
     o: Tensor
+    score_size: float
 
     @classmethod
     def at(cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Linearisation:
@@ -47,8 +49,20 @@ class Linearisation:
         grouped = group_queries(q, kv_heads)
         raw = grouped @ k.transpose(-1, -2)
         P, W = rule.probabilities(raw.reshape(*q.shape[:3], n_keys))
+        size = float(q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax())
+        if rule.additive is not None:
+            # Where P vanishes the error of the score vanishes with it.
+            size += float((rule.additive.abs() * (P.detach() > 1e-9)).amax())
         P, W = (t.reshape(raw.shape) for t in (P, W))
-        return cls(grouped, k, v, P, W, P @ v)
+        return cls(grouped, k, v, P, W, P @ v, size)
+
+    def with_centred_values(self) -> Linearisation:
+        """The same products from values about their mean, which spares them a cancellation.
+
+        dO = T(V − c) + P dV − rowsum(T)·(O − c) does not depend on c as long as the rows of P add up to 1 (or vanish).
+        """
+        v = self.v - self.v.mean(-2, keepdim=True)
+        return Linearisation(self.q, self.k, v, self.P, self.W, self.P @ v, self.score_size)
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """DO for perturbations of the scaled queries (grouped), keys and values."""
@@ -66,7 +80,7 @@ class Linearisation:
         """Keep the listed batch items."""
         P = self.P[items]
         W = P if self.W is self.P else self.W[items]
-        return Linearisation(self.q[items], self.k[items], self.v[items], P, W, self.o[items])
+        return Linearisation(self.q[items], self.k[items], self.v[items], P, W, self.o[items], self.score_size)
 
 
 def group_queries(q: Tensor, kv_heads: int) -> Tensor:

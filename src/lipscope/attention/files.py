@@ -29,8 +29,11 @@ def load_layer(path: Path, *, heads: int | None = None, transposed: bool = False
         ValueError: when the file is not safetensors, or tensors are missing, unknown or of the wrong shape.
     """
     tensors, metadata = _read(path)
-    count = heads or int(metadata.get("heads", 1))
-    options["kv_heads"] = options.get("kv_heads") or int(metadata.get("kv_heads", 0))
+    count = _count(path, metadata, "heads", 1) if heads is None else heads
+    if options.get("kv_heads") is None:
+        options["kv_heads"] = _count(path, metadata, "kv_heads", 0)
+    elif options["kv_heads"] < 1:
+        raise ValueError(f"kv_heads must be at least 1, got {options['kv_heads']}")
     known = {*_SEPARATE, *_OPTIONAL, "qkv", "qkv_bias"}
     if unknown := sorted(set(tensors) - known):
         raise ValueError(f"{path.name} holds unknown tensors {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
@@ -52,6 +55,13 @@ def load_tokens(path: Path) -> Tensor:
         raise ValueError(f"{path.name} must hold exactly one tensor (the tokens), it holds {len(tensors)}")
     tokens: Tensor = next(iter(tensors.values()))
     return tokens
+
+
+def _count(path: Path, metadata: dict[str, str], name: str, default: int) -> int:
+    text = metadata.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"metadata entry {name!r} of {path.name} must be a number, got {text!r}")
+    return int(text)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -25,7 +25,8 @@ from lipscope.attention.scores import ScoreRule
 class Attention:
     """An immutable description of one multi-head attention layer; calling it applies the layer.
 
-    Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows.
+    Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows. Tensors are kept,
+    not copied: do not change one in place afterwards.
 
     Attributes:
         q: query weights, ``(heads·dk, d)``.
@@ -87,6 +88,8 @@ class Attention:
         Raises:
             ValueError: when the module is not plain self-attention, or has dropout switched on.
         """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
         if not module._qkv_same_embed_dim:
             raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
         if module.bias_k is not None or module.add_zero_attn:
@@ -131,6 +134,8 @@ class Attention:
         Returns:
             The layer.
         """
+        if heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}")
         if transposed:
             qkv, out = qkv.mT, None if out is None else out.mT
         parts = heads + 2 * (kv_heads or heads)
@@ -221,7 +226,9 @@ class Attention:
 
     def for_input(self, index: int) -> Attention:
         """The layer as batch item ``index`` sees it: masks and biases that differ between inputs are cut down."""
-        bias = self.bias[index : index + 1] if self.bias is not None and self.bias.ndim == 4 else self.bias
+        bias = self.bias
+        if bias is not None and bias.ndim == 4 and bias.shape[0] > 1:
+            bias = bias[index : index + 1]
         return dataclasses.replace(self, mask=cast(Mask, self.mask).for_input(index), bias=bias)
 
     @cached_property
@@ -268,7 +275,7 @@ class Attention:
             additive = bias if additive is None else bias + additive.to(bias)
         return ScoreRule(
             softcap=self.softcap,
-            additive=None if additive is None else additive.to(dtype=self.dtype, device=self.device),
+            additive=None if additive is None else additive.detach().to(dtype=self.dtype, device=self.device),
             allowed=None if allowed is None else allowed.to(self.device),
             sinks=None if self.sinks is None else self.sinks.detach(),
         )
@@ -305,6 +312,12 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _validate(layer: Attention) -> None:
     """Refuse inconsistent shapes, naming the argument and the two sizes that disagree."""
+    for name in ("q", "k", "v"):
+        if not isinstance(getattr(layer, name), Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
+    for name in ("heads", "kv_heads"):
+        if not isinstance(getattr(layer, name), int):
+            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
     tensors = {
         field.name: value for field in dataclasses.fields(layer) if isinstance(value := getattr(layer, field.name), Tensor)
     }
@@ -320,7 +333,9 @@ def _validate(layer: Attention) -> None:
             raise ValueError(f"{name} must be a non-empty matrix, got shape {tuple(tensors[name].shape)}")
         if tensors[name].shape[1] != layer.width:
             raise ValueError(f"{name} takes tokens of width {tensors[name].shape[1]}, but q takes width {layer.width}")
-    if layer.heads < 1 or layer.kv_heads < 1 or layer.heads % layer.kv_heads:
+    if layer.heads < 1:
+        raise ValueError(f"heads must be at least 1, got {layer.heads}")
+    if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
         raise ValueError(f"kv_heads = {layer.kv_heads} must be a positive divisor of heads = {layer.heads}")
     for name, count in (("q", layer.heads), ("k", layer.kv_heads), ("v", layer.kv_heads)):
         if tensors[name].shape[0] % count:
@@ -344,7 +359,7 @@ def _validate(layer: Attention) -> None:
             raise ValueError(f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}")
         if len(shape) > 2 and shape[-3] not in (1, layer.heads):
             raise ValueError(f"bias is for {shape[-3]} heads, but the layer has heads = {layer.heads}")
-    if layer.softcap is not None and not layer.softcap > 0:
-        raise ValueError(f"softcap must be positive, got {layer.softcap}")
+    if layer.softcap is not None and not 0 < layer.softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite (None for no cap), got {layer.softcap}")
     if layer.scale is not None and not math.isfinite(layer.scale):
         raise ValueError(f"scale must be finite, got {layer.scale}")

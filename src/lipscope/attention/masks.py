@@ -229,6 +229,9 @@ class Both(Mask):
         a, b = self.first.allowed(n), self.second.allowed(n)
         if a is None or b is None:
             return b if a is None else a
+        for name, axis in (("inputs", 0), ("heads", 1)):
+            if a.shape[axis] != b.shape[axis] and 1 not in (a.shape[axis], b.shape[axis]):
+                raise ValueError(f"masks {self.first} and {self.second} are for {a.shape[axis]} and {b.shape[axis]} {name}")
         return a & b
 
     def additive(self, n: int) -> Tensor | None:

@@ -21,10 +21,7 @@ class AttentionOperator(Operator):
     """Input Jacobian of the whole layer (all heads and W_O, no residual) at tokens X of shape (B, n, d)."""
 
     def __init__(self, layer: Attention, X: Tensor) -> None:
-        self._setup(layer, layer.linearise(X), X.shape[1])
-
-    def _setup(self, layer: Attention, core: Linearisation, n: int) -> None:
-        check_finite(core)
+        core, n = linearise_for_products(layer, X), X.shape[1]
         self.layer, self.core, self.n = layer, core, n
         self.batch = core.q.shape[0]
         self.input_shape, self.output_shape = (n, layer.width), (n, layer.output_width)
@@ -71,8 +68,7 @@ class HeadOperator(Operator):
     """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head)."""
 
     def __init__(self, layer: Attention, X: Tensor) -> None:
-        core = layer.linearise(X)
-        check_finite(core)
+        core = linearise_for_products(layer, X)
         B, n, _ = X.shape
         H, group = layer.heads, layer.heads // layer.kv_heads
 
@@ -83,7 +79,13 @@ class HeadOperator(Operator):
         P = per_item(core.P, shared=False)
         W = P if core.W is core.P else per_item(core.W, shared=False)
         self.core = Linearisation(
-            per_item(core.q, False), per_item(core.k, True), per_item(core.v, True), P, W, per_item(core.o, False)
+            per_item(core.q, False),
+            per_item(core.k, True),
+            per_item(core.v, True),
+            P,
+            W,
+            per_item(core.o, False),
+            core.score_size,
         )
         self._set_weights(layer, B)
         self.batch, self.n = B * H, n
@@ -140,6 +142,13 @@ class HeadOperator(Operator):
         return dense_by_repetition(self)
 
 
+def linearise_for_products(layer: Attention, X: Tensor) -> Linearisation:
+    """The core at X as the operators use it: finite, and with centred values where that changes nothing."""
+    core = layer.linearise(X)
+    check_finite(core)
+    return core.with_centred_values() if layer.sinks is None else core
+
+
 def check_finite(core: Linearisation) -> None:
     """Refuse a linearisation that overflowed."""
     for name, tensor in (("scores", core.P), ("values", core.v), ("queries", core.q), ("keys", core.k)):
@@ -151,13 +160,15 @@ def check_finite(core: Linearisation) -> None:
 
 
 def rounding_allowance(core: Linearisation, width: int) -> float:
-    """Relative error allowed for the products: eps times (√d for the inner products + the size of the scores).
-
-    A score s carries an absolute error of about eps·‖q‖‖k‖, which exp turns into a relative error of the probabilities.
-    """
+    """Relative error allowed for the products: eps times (√d for the inner products + the size of the scores)."""
     eps = torch.finfo(core.P.dtype).eps
-    scores = core.q.norm(dim=-1).amax() * core.k.norm(dim=-1).amax()
-    return float(min(0.5, eps * (16 + width**0.5 + 2 * float(scores))))
+    allowance = eps * float(16 + 4 * width**0.5 + 2 * core.score_size)
+    if allowance > 0.1:
+        raise FloatingPointError(
+            f"scores of size {core.score_size:.1e} leave no correct digits in {core.P.dtype}: "
+            + ("rescale the tokens or the weights" if eps < 1e-10 else "compute in float64 (dtype=torch.float64)")
+        )
+    return allowance
 
 
 def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:

@@ -34,6 +34,8 @@ class AutodiffOperator(Operator):
     """
 
     def __init__(self, function: TensorMap, X: Tensor, *, batched: bool = True) -> None:
+        if isinstance(function, nn.MultiheadAttention):
+            raise ValueError("nn.MultiheadAttention takes three arguments: measure lipscope.Attention.from_torch(module)")
         if isinstance(function, nn.Module):
             refuse_training_dropout(function)
             function = in_precision(function, X.dtype)
@@ -45,6 +47,7 @@ class AutodiffOperator(Operator):
         with differentiable_attention(), torch.enable_grad():
             self._Y = _evaluate(function, self._X)
             _refuse_randomness(function, self._X, self._Y)
+            self._rounding = self._sensitivity(function)
         self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
         with torch.enable_grad():
             self._g = torch.zeros_like(self._Y).requires_grad_(True)
@@ -52,9 +55,33 @@ class AutodiffOperator(Operator):
         self._refuse_mixing()
         self._check_adjoint()
 
+    @property
+    def rounding(self) -> float:
+        """Estimated from how much Jᵀ·g changes when the input changes in its last digit."""
+        return self._rounding
+
+    def _sensitivity(self, function: TensorMap) -> float:
+        """Rounding inside the map acts like a rounding of its input: compare Jᵀ·g at X and at X with other last digits."""
+        eps = torch.finfo(self.dtype).eps
+        generator = torch.Generator().manual_seed(2)
+        signs = torch.randint(0, 2, self._X.shape, generator=generator).to(self._X) * 2 - 1
+        nearby = (self._X.detach() * (1 + eps * signs)).requires_grad_(True)
+        g = torch.randn(self._Y.shape, generator=generator, dtype=self.dtype).to(self.device)
+        here = _differentiate(self._Y, self._X, g).reshape(self.batch, -1)
+        there = _differentiate(function(nearby), nearby, g).reshape(self.batch, -1)
+        change = float(((there - here).norm(dim=-1) / here.norm(dim=-1).clamp_min(torch.finfo(self.dtype).tiny)).max())
+        longest = max(self._X[0].numel(), self._Y[0].numel()) ** 0.5
+        allowance = eps * float(16 + 4 * longest) + 8 * change
+        if not allowance < 0.1:
+            raise FloatingPointError(
+                f"the Jacobian changes by {change:.1e} of itself when the input changes in its last digit of {self.dtype}: "
+                "there are no digits to measure. Compute in float64, or look for a kink of the map at this input."
+            )
+        return allowance
+
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g: one backward pass."""
-        return _differentiate(self._Y, self._X, g.reshape(self._Y.shape)).flatten(1)
+        return _differentiate(self._Y, self._X, g.reshape(self._Y.shape)).reshape(self.batch, -1)
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u: one backward pass through the graph of g ↦ Jᵀg."""
@@ -66,29 +93,34 @@ class AutodiffOperator(Operator):
             )
         if product is None:
             raise ValueError(_NOT_TWICE)
-        return product.flatten(1)
+        return product.reshape(self.batch, -1)
 
     def select(self, items: Tensor) -> Operator:
         """The listed items. The graph is shared, so the products still run on the whole batch."""
         return _Selection(self, items)
 
     def _refuse_mixing(self) -> None:
-        """The batch must be block-diagonal: a cotangent on item 0 may reach item 0 only."""
-        if self.batch == 1:
-            return
-        g = torch.zeros_like(self._Y)
-        g[0] = torch.randn(self.output_shape, dtype=self.dtype, generator=torch.Generator().manual_seed(0)).to(g)
-        if bool(self.rmatvec(g)[1:].any()):
-            raise ValueError(
-                "the map mixes batch items: the output of the first depends on the others. Measure one input at a time, "
-                "or put layers such as BatchNorm into eval mode."
-            )
+        """The batch must be block-diagonal: a cotangent on some items may reach those items only.
+
+        Two different items differ in some binary digit of their index, so two passes per digit see every pair.
+        """
+        noise = torch.randn(self._Y.shape, dtype=self.dtype, generator=torch.Generator().manual_seed(0)).to(self.device)
+        item = torch.arange(self.batch, device=self.device)
+        for digit in range((self.batch - 1).bit_length()):
+            for value in (0, 1):
+                chosen = (item >> digit) & 1 == value
+                g = noise * chosen.reshape(-1, *[1] * (noise.ndim - 1))
+                if bool(self.rmatvec(g)[~chosen].any()):
+                    raise ValueError(
+                        "the map mixes batch items: the output of one depends on another. Batch items come first in X; "
+                        "measure one input at a time, or put layers such as BatchNorm into eval mode."
+                    )
 
     def _check_adjoint(self) -> None:
         """⟨Ju, g⟩ = ⟨u, Jᵀg⟩ for a random pair: a hand-written second derivative inside the map may be wrong."""
         generator = torch.Generator().manual_seed(1)
-        u = torch.randn(self._X.shape, dtype=self.dtype, generator=generator).to(self.device).flatten(1)
-        g = torch.randn(self._Y.shape, dtype=self.dtype, generator=generator).to(self.device).flatten(1)
+        u = torch.randn(self._X.shape, dtype=self.dtype, generator=generator).to(self.device).reshape(self.batch, -1)
+        g = torch.randn(self._Y.shape, dtype=self.dtype, generator=generator).to(self.device).reshape(self.batch, -1)
         Ju, Jg = self.matvec(u), self.rmatvec(g)
         gap = ((Ju * g).sum() - (u * Jg).sum()).abs()
         if gap > 1e-3 * (Ju.norm() * g.norm() + u.norm() * Jg.norm()):
@@ -103,6 +135,10 @@ class _Selection(Operator):
         self.batch = int(items.numel())
         self.input_shape, self.output_shape = parent.input_shape, parent.output_shape
         self.dtype, self.device = parent.dtype, parent.device
+
+    @property
+    def rounding(self) -> float:
+        return self._parent.rounding
 
     def matvec(self, u: Tensor) -> Tensor:
         return self._through(self._parent.matvec, u)
@@ -135,7 +171,7 @@ def refuse_training_dropout(module: nn.Module) -> None:
     for name, part in module.named_modules():
         rate = getattr(part, "p", None) if isinstance(part, nn.modules.dropout._DropoutNd) else None
         rate = getattr(part, "dropout", rate)
-        if part.training and isinstance(rate, float) and rate > 0:
+        if part.training and isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0:
             where = f"submodule {name!r}" if name else "the module"
             raise ValueError(
                 f"{where} is in training mode with dropout {rate:g}, so its output is random and has no Jacobian. "
@@ -173,7 +209,14 @@ def differentiable_attention() -> Iterator[None]:
 
 
 def _evaluate(function: TensorMap, X: Tensor) -> Tensor:
-    Y: Any = function(X)
+    try:
+        Y: Any = function(X)
+    except RuntimeError as error:
+        if "in-place" in str(error):
+            raise ValueError("the map changes its input in place: let it work on a copy (x.clone())") from error
+        if "same dtype" in str(error):
+            raise ValueError(f"the map does not take {X.dtype}: give X in the map's dtype ({error})") from error
+        raise
     if not isinstance(Y, Tensor):
         raise ValueError(
             f"the map returned {type(Y).__name__}, not a tensor: wrap it so that it returns the one tensor to measure, "

@@ -45,8 +45,11 @@ class Operator(ABC):
 
     @property
     def rounding(self) -> float:
-        """Relative error to allow for one product in ``dtype``; widened into every interval."""
-        return 16 * torch.finfo(self.dtype).eps
+        """Relative error to allow for one product in ``dtype``; every interval is widened by it.
+
+        By default that of inner products as long as the larger side.
+        """
+        return torch.finfo(self.dtype).eps * float(16 + 4 * max(self.shape) ** 0.5)
 
     @abstractmethod
     def matvec(self, u: Tensor) -> Tensor:

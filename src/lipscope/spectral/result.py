@@ -131,7 +131,7 @@ def summarise(
     *,
     scope: str,
     mask: str | None = None,
-    input_dtype: torch.dtype | None = None,
+    input_dtype: str | None = None,
 ) -> SpectralNorm:
     """Turn a solver's raw output into a batched ``SpectralNorm``, adding the rounding allowance to both ends."""
     allowance = operator.rounding
@@ -154,7 +154,7 @@ def summarise(
         mask=mask,
         tokens=operator.input_shape[0] if len(operator.input_shape) == 2 else None,
         dtype=_dtype_name(operator.dtype),
-        input_dtype=_dtype_name(input_dtype or operator.dtype),
+        input_dtype=input_dtype or _dtype_name(operator.dtype),
         solver=output.solver,
         rounding=allowance,
         token_energy=output.token_energy,

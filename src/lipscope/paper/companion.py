@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.facade import check_tokens, make_operator
+from lipscope.facade import check_tokens, make_operator, working_dtype
 from lipscope.spectral.autodiff import TensorMap
 
 
@@ -25,7 +25,7 @@ def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor
     Returns:
         A number for (n, d), a tensor (B,) for a batch.
     """
-    tokens = check_tokens(X)
+    tokens = check_tokens(X).to(working_dtype(map, X))
     bare = X.ndim == 2
     operator = make_operator(map, tokens, bare=bare)
     layer = map.to(tokens.dtype, tokens.device) if isinstance(map, Attention) else map
