@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         Window,
         as_mask,
     )
+    from lipscope.attention.norms import LayerNorm, RMSNorm
+    from lipscope.bounds.ball import certify
     from lipscope.facade import local_lipschitz
     from lipscope.spectral.autodiff import AutodiffOperator
     from lipscope.spectral.dense import Auto, Dense
@@ -42,16 +44,19 @@ _HOME = {
     "Explicit": "attention.masks",
     "Full": "attention.masks",
     "GolubKahan": "spectral.golub_kahan",
+    "LayerNorm": "attention.norms",
     "Mask": "attention.masks",
     "Operator": "spectral.operator",
     "Packed": "attention.masks",
     "Padding": "attention.masks",
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
+    "RMSNorm": "attention.norms",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
     "Window": "attention.masks",
     "as_mask": "attention.masks",
+    "certify": "bounds.ball",
     "influence": "token_influence",
     "local_lipschitz": "facade",
     "spectral_norm": "spectral.norm",
@@ -67,17 +72,20 @@ __all__ = [
     "Explicit",
     "Full",
     "GolubKahan",
+    "LayerNorm",
     "Mask",
     "Operator",
     "Packed",
     "Padding",
     "Power",
     "PrefixLM",
+    "RMSNorm",
     "SpectralNorm",
     "Status",
     "Window",
     "__version__",
     "as_mask",
+    "certify",
     "influence",
     "local_lipschitz",
     "spectral_norm",
@@ -85,6 +93,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "bounds":
+        return import_module("lipscope.bounds")
     if name not in _HOME:
         raise AttributeError(f"module 'lipscope' has no attribute {name!r}")
     return getattr(import_module(f"lipscope.{_HOME[name]}"), name)

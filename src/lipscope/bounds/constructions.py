@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
+from lipscope.attention.operator import AttentionOperator
 from lipscope.bounds import lower
 from lipscope.bounds.bound import OURS, Bound
+from lipscope.spectral.norm import spectral_norm
 
 
 def matrices(layer: Attention, head: int = 0) -> tuple[Tensor, Tensor]:
@@ -48,9 +50,8 @@ def measured(layer: Attention, radius: float, n: int) -> Bound:
     Returns:
         A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
     """
-    from lipscope.facade import local_lipschitz
-
     causal = isinstance(layer.mask, Causal)
+    precise = layer.to(torch.float64)
     inputs = []
     for head in range(layer.heads):
         A, V = matrices(layer, head)
@@ -58,7 +59,7 @@ def measured(layer: Attention, radius: float, n: int) -> Bound:
         inputs += [bound.tokens for bound in found if bound.tokens is not None]
     best, tokens = 0.0, inputs[0]
     for X in inputs:
-        sigma = float(local_lipschitz(layer, X, certificate=False).lower)
+        sigma = float(spectral_norm(AttentionOperator(precise, X[None])).lower)
         if sigma > best:
             best, tokens = sigma, X
     return Bound("lower.measured", best, "set", f"supremum over tokens of norm ≤ {radius:g}, n = {n}, mask {layer.mask}",

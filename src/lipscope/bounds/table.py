@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.operator import AttentionOperator
 from lipscope.bounds import registry
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.certificates import local_bounds
 from lipscope.bounds.constants import additive_length
 from lipscope.bounds.constructions import closed_form, measured
-
-if TYPE_CHECKING:
-    from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.dense import Auto
+from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,20 +94,20 @@ def table(attention: Attention, X: Tensor | None = None, radius: float | None = 
         >>> round(found["refined.unmasked"].value, 6)
         1.0
     """
-    from lipscope.facade import check_tokens, local_lipschitz
-
     sigma = None
+    local: list[Bound] = []
     if X is not None:
         if X.ndim != 2:
             raise ValueError(f"X must have shape (n, d), got {tuple(X.shape)}: make one table per input")
-        X = check_tokens(X)[0]
+        X = _checked(X, attention)
         longest = float(torch.linalg.vector_norm(X.double(), dim=-1).max())
         if radius is not None and longest > radius * (1 + 1e-9):
             raise ValueError(f"X has a token of norm {longest:.6g}, which is more than radius = {radius:.6g}")
         if n is not None and n != X.shape[0]:
             raise ValueError(f"n = {n}, but X has {X.shape[0]} tokens")
         radius, n = longest if radius is None else radius, X.shape[0]
-        sigma = local_lipschitz(attention, X)
+        local = local_bounds(attention, X)
+        sigma = _measure(attention, X, min(bound.value for bound in local))
     n = additive_length(attention) if n is None else n
     if radius is None or n is None:
         raise ValueError("give tokens X, or a radius and a number of tokens n")
@@ -121,7 +121,7 @@ def table(attention: Attention, X: Tensor | None = None, radius: float | None = 
         else:
             bounds.append(registry.evaluate(name, attention, radius=radius, n=n))
     if X is not None:
-        bounds += local_bounds(attention, X)
+        bounds += local
         bounds += [
             registry.evaluate(name, attention, x=X)
             for name in ("yudin2025.published", "yudin2025.improved", "large_radius.limit")
@@ -130,6 +130,23 @@ def table(attention: Attention, X: Tensor | None = None, radius: float | None = 
     if n > 1:
         bounds.append(measured(attention, radius, n))
     return BoundTable(tuple(sorted(bounds, key=_order)), sigma, radius, n)
+
+
+def _checked(X: Tensor, layer: Attention) -> Tensor:
+    """Tokens in a dtype that can be measured."""
+    if X.shape[1] != layer.width or 0 in X.shape:
+        raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
+    if not X.is_floating_point() or not bool(torch.isfinite(X).all()):
+        raise ValueError("X must be floating point, without NaN or infinite values")
+    return X.detach() if X.dtype in (torch.float32, torch.float64) else X.detach().float()
+
+
+def _measure(layer: Attention, X: Tensor, certified: float) -> SpectralNorm:
+    """σ at X with the least upper end."""
+    operator = AttentionOperator(layer.to(X.dtype, X.device), X[None])
+    result = summarise(Auto().solve(operator), operator, scope="attention", mask=str(layer.mask))
+    known = torch.tensor([certified], dtype=torch.float64, device=X.device)
+    return reshape_batch(with_certificate(result, known), ())
 
 
 def _order(bound: Bound) -> tuple[int, float]:
