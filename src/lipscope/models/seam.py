@@ -28,13 +28,14 @@ NAME = "lipscope"
 
 @dataclass(frozen=True, eq=False)
 class CoreCall:
-    """One call of the attention core: what the model handed over. q carries the scale."""
+    """One call of the attention core: what the model handed over. q carries the scale; the mask includes the window."""
 
     module: nn.Module
     q: Tensor
     k: Tensor
     v: Tensor
     rule: ScoreRule
+    window: int | None = None
 
 
 CoreObserver = Callable[[CoreCall], None]
@@ -79,10 +80,25 @@ def using_seam(model: nn.Module) -> Iterator[bool]:
             for config in configs:
                 # Not the property: its setter would overwrite the sub-configs, which are in the list themselves.
                 config._attn_implementation_internal = NAME if through_seam else "eager"
-            yield through_seam
+            with plain_experts(model):
+                yield through_seam
         finally:
             for config, implementation in zip(configs, implementations, strict=True):
                 config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def plain_experts(model: nn.Module) -> Iterator[None]:
+    """Run mixtures of experts in plain torch: their grouped kernels have neither float64 nor second derivatives."""
+    configs = [config for config in _configs(model) if hasattr(config, "_experts_implementation_internal")]
+    implementations = [config._experts_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations, strict=True):
+            config._experts_implementation_internal = implementation
 
 
 def seam_attention(
@@ -117,7 +133,7 @@ def seam_attention(
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
     allowed = _allowed_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
     rule = score_rule(attention_mask, position_bias, allowed, softcap, s_aux, working, key.shape[2])
-    call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule)
+    call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule, sliding_window)
     for observer in list(_observers):
         observer(call)
     return attention_core(call.q, call.k, call.v, call.rule).to(dtype), None

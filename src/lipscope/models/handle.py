@@ -1,0 +1,304 @@
+"""A loaded model: its layers, and their local Lipschitz constants on given tokens."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.models.anatomy import Layer, find_layers
+from lipscope.models.capture import Recording, model_dtype, record, replaying
+from lipscope.models.plain import AffineParts, plain_attention
+from lipscope.models.probe import position_limit, probe_inputs
+from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
+from lipscope.models.selftest import run_self_tests
+from lipscope.spectral.autodiff import refuse_training_dropout
+from lipscope.spectral.dense import Auto
+from lipscope.spectral.norm import Solver
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.output import SolverOutput
+from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+
+
+class Model:
+    """A model ready to be measured.
+
+    Args:
+        model: a Hugging Face model, or a torch module that maps tokens to tokens; in eval mode.
+        tokenizer: its tokenizer, needed for text.
+        name: how rows call it.
+        notes: remarks every row carries (random weights, de-quantised weights, …).
+        part: ``"encoder"`` of an encoder–decoder model.
+        dtype: dtype of the computation, float32 or float64; that of the model by default (float32 for half precision).
+        check: run the self-tests.
+
+    Attributes:
+        layers: the attention layers, in order.
+        model: the backbone (without a task head).
+
+    Raises:
+        ValueError: when the model cannot be measured.
+        SelfTestError: when it does not behave as the measurement assumes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        notes: Sequence[str] = (),
+        part: str | None = None,
+        dtype: torch.dtype | None = None,
+        check: bool = True,
+    ) -> None:
+        model = _backbone(model, part)
+        refuse_unmeasurable(model)
+        self.name = name or type(model).__name__
+        self.notes = tuple(notes)
+        self.tokenizer = tokenizer
+        self.model = _in_dtype(model, dtype)
+        self._affine: dict[int, AffineParts | None] = {}
+        inputs = probe_inputs(self.model)
+        with replaying(self.model):
+            self.layers = find_layers(self.model, self._runner(inputs))
+        if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
+            self.notes += ("eager attention: this model does not use the transformers attention interface",)
+        if check:
+            run_self_tests(self.model, self.layers, self.record(inputs))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the computation."""
+        return model_dtype(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    def record(self, inputs: dict[str, Any]) -> Recording:
+        """One forward pass on ``inputs`` (the model's keyword arguments), all layers recorded."""
+        padding = inputs.get("attention_mask")
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        if not isinstance(padding, Tensor) or tokens is None or padding.shape != tokens.shape[:2]:
+            padding = None
+        return record(self.model, self.layers, self._runner(inputs), padding)
+
+    def layer(self, index: int) -> Layer:
+        """One attention layer; negative indices count from the end."""
+        if not -len(self.layers) <= index < len(self.layers):
+            raise ValueError(f"layer must lie between 0 and {len(self.layers) - 1}, got {index}")
+        return self.layers[index]
+
+    def attention(self, layer: int, recording: Recording) -> Attention | None:
+        """The layer as an analytic ``Attention`` when it provably is one at the recorded tokens, else None."""
+        return plain_attention(self.model, self.layer(layer), recording, self._affine)
+
+    def operator(self, layer: int, recording: Recording, scope: str = "attention", *, analytic: bool = True) -> Operator:
+        """The Jacobian of a scope at the recorded tokens, one item per input (per input and head for ``head``)."""
+        where = self.layer(layer)
+        if scope not in MODEL_SCOPES:
+            raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
+        if scope in ("attention", "head"):
+            plain = self.attention(layer, recording) if analytic or _hides_heads(where) else None
+            if plain is not None and (analytic or scope == "head"):
+                X = scope_tokens(where, recording, scope).contiguous()
+                return AttentionOperator(plain, X) if scope == "attention" else HeadOperator(plain, X)
+        return scope_operator(self.model, where, recording, scope, self.layers)
+
+    def solve(
+        self,
+        layer: int,
+        recording: Recording,
+        scope: str = "attention",
+        *,
+        heads: Sequence[int] | None = None,
+        solver: Solver | None = None,
+        analytic: bool = True,
+    ) -> SpectralNorm:
+        """σ of one layer at the recorded tokens.
+
+        Returns:
+            A ``SpectralNorm`` of shape (B,), or (B, heads) for scope ``head``.
+        """
+        where, solver = self.layer(layer), solver or Auto()
+        operator = self.operator(layer, recording, scope, analytic=analytic)
+        mask = where.mask if recording.real is None else f"{where.mask}&padding"
+        if scope != "head":
+            result = summarise(solver.solve(operator), operator, scope=scope, mask=mask, input_dtype=self.dtype)
+            return reshape_batch(result, (operator.batch,))
+        chosen = self.check_heads(layer, heads)
+        if isinstance(operator, HeadOperator):
+            inputs = operator.batch // where.heads
+            items = torch.tensor([[b * where.heads + h for h in chosen] for b in range(inputs)], device=operator.device)
+            operator = operator.select(items.flatten())
+            output = solver.solve(operator)
+        else:
+            inputs = operator.batch
+            parts = [solver.solve(HeadOfOperator(operator, h, where.heads)) for h in chosen]
+            output = _interleave(parts, inputs)
+            operator = HeadOfOperator(operator, 0, where.heads)
+        result = summarise(output, operator, scope=scope, mask=mask, input_dtype=self.dtype)
+        return reshape_batch(result, (inputs, len(chosen)))
+
+    def check_heads(self, layer: int, heads: Sequence[int] | None) -> list[int]:
+        """The listed heads, all by default; refuses those that do not exist."""
+        count = self.layer(layer).heads
+        chosen = list(range(count)) if heads is None else [int(h) for h in heads]
+        for h in chosen:
+            if not 0 <= h < count:
+                raise ValueError(f"head must lie between 0 and {count - 1} in layer {layer}, got {h}")
+        return chosen
+
+    def token_inputs(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        text: str | Sequence[str] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The model's keyword arguments for exactly these tokens; give one of the first three, or ``inputs`` verbatim."""
+        given = [name for name, value in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds), ("text", text),
+                                          ("inputs", inputs)) if value is not None]  # fmt: skip
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of input_ids, inputs_embeds, text or inputs, got {given or 'none'}")
+        if inputs is not None:
+            return inputs
+        if text is not None:
+            input_ids, attention_mask = self._tokenise(text)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        assert tokens is not None
+        dimensions = 2 if input_ids is not None else 3
+        tokens = tokens[None] if tokens.ndim == dimensions - 1 else tokens
+        if tokens.ndim != dimensions or 0 in tokens.shape:
+            raise ValueError(f"{given[0]} must hold at least one token, with shape (n, …) or (B, n, …)")
+        limit = position_limit(self.model)
+        if limit is not None and tokens.shape[1] > limit:
+            raise ValueError(f"n = {tokens.shape[1]} tokens are more than the {limit} positions of {self.name}")
+        if input_ids is not None:
+            _check_ids(tokens, self.model)
+        else:
+            tokens = tokens.to(self.dtype)
+        result: dict[str, Any] = {given[0] if text is None else "input_ids": tokens.to(self.device)}
+        if attention_mask is not None:
+            attention_mask = attention_mask.reshape(tokens.shape[:2]).to(self.device)
+            result["attention_mask"] = attention_mask
+            if self.layers[0].causal and not bool(attention_mask[:, 0].all()) and self._accepts("position_ids"):
+                # Left padding: positions count real tokens, as generation does.
+                result["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+        return result
+
+    def describe(self) -> str:
+        """One paragraph on the model and a line per layer."""
+        first = self.layers[0]
+        core = "the lipscope attention core" if first.through_seam else (
+            "torch's nn.MultiheadAttention" if _hides_heads(first) else "the model's own eager attention")  # fmt: skip
+        lines = [f"{self.name}: {len(self.layers)} attention layers, through {core}, {str(self.dtype)[6:]}"]
+        lines += [f"  note: {note}" for note in self.notes]
+        for layer in self.layers:
+            shared = f" on {layer.kv_heads} key heads" if layer.kv_heads not in (None, layer.heads) else ""
+            norm = "pre-norm" if layer.normed else "no norm before attention"
+            lines.append(f"  layer {layer.index}: {layer.name}, {layer.heads} heads{shared}, mask {layer.mask}, {norm}")
+        return "\n".join(lines)
+
+    def _runner(self, inputs: dict[str, Any]) -> Any:
+        if "tokens" in inputs:
+            return lambda: self.model(inputs["tokens"])
+        extra = {"use_cache": False} if self._accepts("use_cache") else {}
+        return lambda: self.model(**inputs, **extra)
+
+    def _accepts(self, argument: str) -> bool:
+        return argument in inspect.signature(self.model.forward).parameters
+
+    def _tokenise(self, text: str | Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer: pass input_ids or inputs_embeds, or load it with a tokenizer")
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts or not all(t.strip() for t in texts):
+            raise ValueError("text is empty")
+        rows = [self.tokenizer(t)["input_ids"] for t in texts]
+        if min(map(len, rows)) == 0:
+            raise ValueError("text has no tokens")
+        longest = max(map(len, rows))
+        if min(map(len, rows)) == longest:
+            return torch.tensor(rows), None
+        pad = self.tokenizer.pad_token_id or 0
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+        return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+
+
+def refuse_unmeasurable(model: nn.Module) -> None:
+    """Refuse quantised, sharded, off-loaded or training-mode models, with the reason."""
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise ValueError("the model's weights are quantised; load it without quantisation (its kernels have no derivatives)")
+    for name, p in model.named_parameters():
+        if p.device.type == "meta" or type(p).__name__ == "DTensor":
+            raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
+        if not p.is_floating_point():
+            raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters, so no attention to measure")
+    refuse_training_dropout(model)
+
+
+def _backbone(model: nn.Module, part: str | None) -> nn.Module:
+    """The model without its task head; the chosen part of an encoder–decoder model."""
+    get_encoder: Any = getattr(model, "get_encoder", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and get_encoder is not None:
+        encoder: nn.Module = get_encoder()
+        if encoder is model:
+            return model
+        if part is None:
+            raise ValueError(
+                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' "
+                "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
+            )
+        if part != "encoder":
+            raise ValueError(f"part must be 'encoder', got {part!r}: cross-attention has two inputs and is not measured")
+        return encoder
+    if part is not None and part != "encoder":
+        raise ValueError(f"part applies to encoder–decoder models; {type(model).__name__} has one part")
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, nn.Module) else model
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    current = model_dtype(model)
+    wanted = dtype or (current if current in (torch.float32, torch.float64) else torch.float32)
+    if wanted not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {wanted}")
+    # A copy: the caller's model keeps its dtype.
+    return model if wanted == current else copy.deepcopy(model).to(wanted)
+
+
+def _check_ids(ids: Tensor, model: nn.Module) -> None:
+    if ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers, got {ids.dtype}; embedded tokens go into inputs_embeds")
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(vocabulary, int) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError(f"input_ids must lie between 0 and {vocabulary - 1}, got {int(ids.min())} … {int(ids.max())}")
+
+
+def _hides_heads(layer: Layer) -> bool:
+    return isinstance(layer.out, nn.MultiheadAttention)
+
+
+def _interleave(parts: list[SolverOutput], inputs: int) -> SolverOutput:
+    """Outputs ordered (head, input) → (input, head)."""
+    order = [h * inputs + b for b in range(inputs) for h in range(len(parts))]
+    joined = SolverOutput.cat(parts)
+    for name, value in vars(joined).items():
+        if isinstance(value, Tensor):
+            setattr(joined, name, value[order])
+        elif isinstance(value, list):
+            setattr(joined, name, [value[i] for i in order])
+    return joined
