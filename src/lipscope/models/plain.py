@@ -102,7 +102,7 @@ def _probe(model: nn.Module, call: Call) -> AffineParts | None:
     B, n, d = call.tokens.shape
     # Probes in the size of the activations, so that a normalisation in between cannot look affine.
     size = float(call.tokens.abs().max()) or 1.0
-    probes = torch.cat([torch.zeros(1, d), size * torch.eye(d)]).to(call.tokens)
+    probes = size * torch.eye(d + 1, d).roll(1, 0).to(call.tokens)
     rounds = -(-probes.shape[0] // (B * n))
     padded = torch.cat([probes, probes.new_zeros(rounds * B * n - probes.shape[0], d)]).reshape(rounds, B, n, d)
     images: list[list[Tensor]] = [[], [], []]
