@@ -61,7 +61,10 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
         tf.ModernBertConfig, tf.ModernBertModel, **_ROPE, cls_token_id=1, sep_token_id=2, local_attention=4,
         global_attn_every_n_layers=2,
     ),
-    "gpt2": _hf(tf.GPT2Config, tf.GPT2Model, vocab_size=50, n_embd=16, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2),
+    "gpt2": _hf(
+        tf.GPT2Config, tf.GPT2Model, vocab_size=50, n_embd=16, n_layer=2, n_head=4, n_positions=32, bos_token_id=1,
+        eos_token_id=2,
+    ),
     "gpt_neo": _hf(
         tf.GPTNeoConfig, tf.GPTNeoModel, vocab_size=50, hidden_size=16, num_layers=2, num_heads=4, window_size=3,
         attention_types=[[["global", "local"], 1]], max_position_embeddings=32, intermediate_size=24,

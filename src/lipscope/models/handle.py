@@ -238,7 +238,9 @@ class Model:
 
 def refuse_unmeasurable(model: nn.Module) -> None:
     """Refuse quantised, sharded, off-loaded or training-mode models, with the reason."""
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+    method = str(getattr(model, "quantization_method", None) or "").lower()
+    # GGUF files are de-quantised on loading: what is measured are ordinary floating weights.
+    if (getattr(model, "is_quantized", False) or method) and not method.endswith("gguf"):
         raise ValueError("the model's weights are quantised; load it without quantisation (its kernels have no derivatives)")
     for name, p in model.named_parameters():
         if p.device.type == "meta" or type(p).__name__ == "DTensor":
