@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         as_mask,
     )
     from lipscope.facade import local_lipschitz
+    from lipscope.models.handle import Model
+    from lipscope.models.load import load
+    from lipscope.models.scan import Scan, scan
     from lipscope.spectral.autodiff import AutodiffOperator
     from lipscope.spectral.dense import Auto, Dense
     from lipscope.spectral.golub_kahan import GolubKahan
@@ -43,17 +46,21 @@ _HOME = {
     "Full": "attention.masks",
     "GolubKahan": "spectral.golub_kahan",
     "Mask": "attention.masks",
+    "Model": "models.handle",
     "Operator": "spectral.operator",
     "Packed": "attention.masks",
     "Padding": "attention.masks",
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
+    "Scan": "models.scan",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
     "Window": "attention.masks",
     "as_mask": "attention.masks",
     "influence": "token_influence",
+    "load": "models.load",
     "local_lipschitz": "facade",
+    "scan": "models.scan",
     "spectral_norm": "spectral.norm",
 }
 
@@ -68,18 +75,22 @@ __all__ = [
     "Full",
     "GolubKahan",
     "Mask",
+    "Model",
     "Operator",
     "Packed",
     "Padding",
     "Power",
     "PrefixLM",
+    "Scan",
     "SpectralNorm",
     "Status",
     "Window",
     "__version__",
     "as_mask",
     "influence",
+    "load",
     "local_lipschitz",
+    "scan",
     "spectral_norm",
 ]
 

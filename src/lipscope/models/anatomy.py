@@ -205,7 +205,11 @@ def _output_projection(event: _Event, core: tuple[int, CoreCall] | None, survey:
     if isinstance(event.module, nn.MultiheadAttention):
         return event
     start = core[0] if core else event.enter
-    linear = [e for e in survey.events if is_linear(e.module)]
+    linear: list[_Event] = []
+    for e in survey.events:
+        # The parts of a composite linear map (a low-rank adapter, say) are not projections of their own.
+        if is_linear(e.module) and not (linear and e.inside(linear[-1])):
+            linear.append(e)
     within = [e for e in linear if e.enter > start and e.inside(event)]
     if within:
         return within[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+
+if TYPE_CHECKING:
+    from lipscope.models.scan import Scan
 
 
 class Model:
@@ -196,6 +199,53 @@ class Model:
                 # Left padding: positions count real tokens, as generation does.
                 result["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
         return result
+
+    def measure(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        text: str | Sequence[str] | None = None,
+        attention_mask: Tensor | None = None,
+        inputs: dict[str, Any] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        scope: str = "attention",
+        solver: Solver | None = None,
+    ) -> Scan:
+        """σ on exactly these tokens.
+
+        Args:
+            input_ids: token ids (n,) or (B, n).
+            inputs_embeds: embedded tokens (n, d) or (B, n, d).
+            text: one or more texts, tokenised as the model expects.
+            attention_mask: 1 at real tokens, 0 at padding, (B, n).
+            inputs: the model's keyword arguments as they are (images, audio, …).
+            layers: layer indices, all by default.
+            heads: head indices for scope ``head``, all by default.
+            scope: see ``lipscope.models.scopes``.
+            solver: ``Auto()`` by default.
+
+        Returns:
+            A ``Scan``: one row per layer, head and input.
+        """
+        from lipscope.models.measure import measure_recording
+        from lipscope.models.scan import Scan
+
+        given = self.token_inputs(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, text=text, attention_mask=attention_mask, inputs=inputs
+        )
+        recording = self.record(given)
+        rows: list[dict[str, Any]] = []
+        for layer in self.check_layers(layers, scope):
+            rows += measure_recording(self, recording, layer=layer, scope=scope, heads=heads, solver=solver)
+        return Scan(tuple(rows))
+
+    def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
+        """The listed layers, all by default; one for scope ``model``."""
+        if scope == "model":
+            return [0]
+        return [self.layer(i).index for i in (range(len(self.layers)) if layers is None else layers)]
 
     def describe(self) -> str:
         """One paragraph on the model and a line per layer."""

@@ -125,7 +125,7 @@ class ByteTokenizer:
 
     pad_token_id = 0
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         """Token ids of a text."""
         return {"input_ids": list(text.encode())}
 
@@ -230,7 +230,9 @@ def _auto_model(source: str | Path, *, local_files_only: bool = True, **options:
 def _tokenizer(source: str | Path, *, local_files_only: bool = True, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(source), local_files_only=local_files_only, **options)
+    tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=local_files_only, **options)
+    # Without tokenizer files transformers makes one up that knows no word.
+    return tokenizer if getattr(tokenizer, "vocab_size", 1) else None
 
 
 def _directory(entry: Entry) -> Path:
