@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__
+from lipscope import __version__, cli_models
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
@@ -151,6 +151,9 @@ class _one_clear_line:  # noqa: N801 - reads as a statement: with _one_clear_lin
         message = " ".join(str(error).split()) or type(error).__name__
         typer.echo(f"lipscope: {message}", err=True)
         raise typer.Exit(2)
+
+
+cli_models.register(app, _one_clear_line)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import statistics
@@ -44,12 +45,17 @@ class Scan:
         """The rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
         return import_module("pandas").DataFrame(list(self.rows))
 
+    def csv_text(self) -> str:
+        """The rows as CSV."""
+        file = io.StringIO()
+        writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return file.getvalue()
+
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV."""
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(self.rows[0]))
-            writer.writeheader()
-            writer.writerows(self.rows)
+        Path(path).write_text(self.csv_text(), encoding="utf-8")
 
     def to_json(self) -> str:
         """The rows as JSON."""
