@@ -14,11 +14,25 @@ from typer.testing import CliRunner
 import lipscope
 from lipscope.cli import app
 from lipscope.models.tokens import token_view
-from lipscope.models.zoo import ByteTokenizer
+from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
 from model_families import FAMILIES
 
 runner = CliRunner()
-SCAN = ["scan", "gpt2-random", "--text", "python-docs", "--layers", "0,-1", "--lengths", "6,8,10", "--inputs", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named model that loads at once."""
+
+    def load(entry: Entry) -> Loaded:
+        model = FAMILIES["gpt2"]()
+        model.resize_token_embeddings(256)
+        return Loaded(model, ByteTokenizer(), entry.name, ("random weights",))
+
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", None, None, (), load))
+
+
+SCAN = ["scan", "tiny", "--text", "python-docs", "--layers", "0,-1", "--lengths", "6,8,10", "--inputs", "2"]
 
 
 def test_lists() -> None:
@@ -46,10 +60,10 @@ def test_scan_prints_writes_and_agrees(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["scan", "tiny", "--layers", "x"], "--layers must be"),
-        (["scan", "tiny", "--layers", "40"], "layer must lie between 0 and 1"),
+        (["scan", "tiny", "--layers", "40", "--lengths", "8"], "layer must lie between 0 and 1"),
         (["scan", "tiny", "--lengths", "5000"], "32 positions"),
-        (["scan", "tiny", "--text", "nowhere.txt"], "neither a corpus"),
-        (["scan", "tiny", "--scope", "mlp"], "unknown scope"),
+        (["scan", "tiny", "--text", "nowhere.txt", "--lengths", "8"], "neither a corpus"),
+        (["scan", "tiny", "--scope", "mlp", "--lengths", "8"], "unknown scope"),
         (["scan", "./nowhere"], "no directory"),
         (["tokens", "tiny", "--text", " "], "text is empty"),
     ],
