@@ -78,7 +78,7 @@ def measure(
     softcap: Annotated[float | None, typer.Option(help="c in c·tanh(s/c).")] = None,
     rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimate.")] = 1e-4,
     delta: Annotated[float, typer.Option(help="Allowed failure probability of the upper end.")] = 1e-6,
-    interval: Annotated[float | None, typer.Option(help="Go on until upper/lower − 1 is at most this.")] = None,
+    interval: Annotated[float, typer.Option(help="Go on until upper/lower − 1 is at most this.")] = 0.1,
     max_steps: Annotated[int, typer.Option(help="Most operator pairs (J, Jᵀ) per input.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of the random start.")] = 0,
     dtype: Annotated[Precision | None, typer.Option(help="Compute in this precision.")] = None,

@@ -50,6 +50,7 @@ class AutodiffOperator(Operator):
             self._g = torch.zeros_like(self._Y).requires_grad_(True)
             self._pullback = _differentiate(self._Y, self._X, self._g, create_graph=True)
         self._refuse_mixing()
+        self._check_adjoint()
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g: one backward pass."""
@@ -59,10 +60,13 @@ class AutodiffOperator(Operator):
         """J·u: one backward pass through the graph of g ↦ Jᵀg."""
         if not self._pullback.requires_grad:
             raise ValueError(_NOT_TWICE)
-        (product,) = torch.autograd.grad(
-            self._pullback, self._g, u.reshape(self._X.shape), retain_graph=True, allow_unused=True
-        )
-        return torch.zeros_like(self._Y).flatten(1) if product is None else product.flatten(1)
+        with _refusing_single_derivatives():
+            (product,) = torch.autograd.grad(
+                self._pullback, self._g, u.reshape(self._X.shape), retain_graph=True, allow_unused=True
+            )
+        if product is None:
+            raise ValueError(_NOT_TWICE)
+        return product.flatten(1)
 
     def select(self, items: Tensor) -> Operator:
         """The listed items. The graph is shared, so the products still run on the whole batch."""
@@ -79,6 +83,16 @@ class AutodiffOperator(Operator):
                 "the map mixes batch items: the output of the first depends on the others. Measure one input at a time, "
                 "or put layers such as BatchNorm into eval mode."
             )
+
+    def _check_adjoint(self) -> None:
+        """⟨Ju, g⟩ = ⟨u, Jᵀg⟩ for a random pair: a hand-written second derivative inside the map may be wrong."""
+        generator = torch.Generator().manual_seed(1)
+        u = torch.randn(self._X.shape, dtype=self.dtype, generator=generator).to(self.device).flatten(1)
+        g = torch.randn(self._Y.shape, dtype=self.dtype, generator=generator).to(self.device).flatten(1)
+        Ju, Jg = self.matvec(u), self.rmatvec(g)
+        gap = ((Ju * g).sum() - (u * Jg).sum()).abs()
+        if gap > 1e-3 * (Ju.norm() * g.norm() + u.norm() * Jg.norm()):
+            raise ValueError(f"{_NOT_TWICE} (the products J·u and Jᵀ·g are not adjoint)")
 
 
 class _Selection(Operator):
@@ -178,8 +192,9 @@ def _refuse_randomness(function: TensorMap, X: Tensor, Y: Tensor) -> None:
     """Evaluate again: dropout and other random maps give another answer, and have no Jacobian."""
     with torch.no_grad():
         again = function(X.detach())
+    Y = Y.detach()
     difference = (again - Y).abs().max() if again.shape == Y.shape else torch.tensor(float("inf"))
-    if difference > 64 * torch.finfo(Y.dtype).eps * Y.detach().abs().max():
+    if difference > 64 * torch.finfo(Y.dtype).eps * Y.abs().max():
         raise ValueError(
             f"the map is random: two evaluations at the same input differ by {float(difference):.3g}. "
             "Switch dropout and sampling off (module.eval()) or fix the random numbers inside the map."
@@ -187,15 +202,22 @@ def _refuse_randomness(function: TensorMap, X: Tensor, Y: Tensor) -> None:
 
 
 def _differentiate(Y: Tensor, X: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
-    try:
+    with _refusing_single_derivatives():
         (gradient,) = torch.autograd.grad(Y, X, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    except RuntimeError as error:
-        if "derivative" in str(error):
-            raise ValueError(f"{_NOT_TWICE} ({error})") from error
-        raise
     if gradient is None:
         raise ValueError("the map's output does not depend on its input")
     return gradient
+
+
+@contextmanager
+def _refusing_single_derivatives() -> Iterator[None]:
+    """Turn torch's complaints about missing second derivatives into one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "derivative" in str(error) or "differentiate twice" in str(error):
+            raise ValueError(f"{_NOT_TWICE} ({error})") from error
+        raise
 
 
 _NOT_TWICE = (

@@ -56,7 +56,7 @@ class Auto:
         delta: allowed probability that the probabilistic upper bound fails.
         k: number of leading singular triplets.
         vectors: also return singular vectors.
-        interval: requested width upper/lower − 1 of the interval, or None.
+        interval: widest relative interval upper/lower − 1 to stop with, or None.
         seed: seed of the start vector.
         dense_below: largest min(M, N) solved densely.
     """
@@ -66,13 +66,18 @@ class Auto:
     delta: float = 1e-6
     k: int = 1
     vectors: bool = False
-    interval: float | None = None
+    interval: float | None = 0.1
     seed: int = 0
     dense_below: int = 128
+
+    def __post_init__(self) -> None:
+        self._iterative()  # refuses bad options even when the dense solver would not need them
+
+    def _iterative(self) -> GolubKahan:
+        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``, by the cheaper method."""
         if min(operator.shape) <= self.dense_below and max(operator.shape) <= 64 * self.dense_below:
             return Dense(k=self.k, vectors=self.vectors).solve(operator)
-        iterative = GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
-        return iterative.solve(operator)
+        return self._iterative().solve(operator)

@@ -27,9 +27,9 @@ _BASIS_CHUNK = 32
 class GolubKahan:
     """Golub–Kahan–Lanczos with full re-orthogonalisation; every batch item stops on its own.
 
-    An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol``. The estimate is
-    min(r, r²/gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to the next Ritz value; it is relative, so c·f stops
-    where f does. Independently of it, ``lower`` and ``upper`` are valid at every step.
+    An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol`` and its interval is
+    no wider than ``interval``. The error estimate is min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to
+    the next Ritz value; it is relative, so c·f stops where f does. ``lower`` and ``upper`` are valid at every step.
 
     Attributes:
         rtol: requested relative accuracy of the estimate.
@@ -37,7 +37,8 @@ class GolubKahan:
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets.
         vectors: also return singular vectors.
-        interval: also go on until upper/lower − 1 is at most this; None leaves the width of the interval as it comes.
+        interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
+            almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched.
         memory: bytes the Krylov bases of one sub-batch may take; larger batches are solved in turns.
     """
@@ -47,7 +48,7 @@ class GolubKahan:
     delta: float = 1e-6
     k: int = 1
     vectors: bool = False
-    interval: float | None = None
+    interval: float | None = 0.1
     seed: int = 0
     memory: int = 1 << 30
 
@@ -125,12 +126,13 @@ class _Run:
         return step == self.steps or self.active.numel() <= 64 or step % 4 == 0
 
     def _retire_converged(self, step: int) -> None:
-        ritz = _RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
-        if not bool(torch.isfinite(ritz.values).all()):
+        if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
+        ritz = _RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
         done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
         if self.config.interval is not None:
-            done &= self._upper(ritz.values, step) <= (1 + self.config.interval) * ritz.values[:, 0]
+            everyone = torch.arange(done.numel(), device=done.device)
+            done &= self._upper(ritz, everyone, step) <= (1 + self.config.interval) * ritz.values[:, 0]
         if step == self.whole_space:
             done = torch.ones_like(done)
         recorded = self.output.iterations[self.active] > 0
@@ -150,7 +152,7 @@ class _Run:
         out, k = self.output, self.config.k
         values = ritz.values[rows]
         out.estimate[items] = values[:, 0]
-        out.upper[items] = self._upper(ritz.values, step)[rows]
+        out.upper[items] = self._upper(ritz, rows, step)
         out.singular_values[items] = values[:, :k]
         out.iterations[items] = step
         out.residual[items] = ritz.residual[rows, 0]
@@ -164,8 +166,8 @@ class _Run:
         if self.config.vectors:
             out.record_vectors(items, right, self.U.combine(rows, ritz.left[rows, :, :wanted]))
 
-    def _upper(self, ritz: Tensor, step: int) -> Tensor:
-        return polynomial_upper_bound(ritz, self.alpha[:, :step], self.beta[:, :step], self.overlap)
+    def _upper(self, ritz: _RitzPairs, rows: Tensor, step: int) -> Tensor:
+        return polynomial_upper_bound(ritz.values[rows], self.alpha[rows, :step], self.beta[rows, :step], self.overlap)
 
     def _keep(self, rows: Tensor) -> None:
         self.active = self.active[rows]
@@ -181,7 +183,7 @@ class _Basis:
     """Orthonormal rows per item, stored (B, capacity, N) and grown in chunks."""
 
     def __init__(self, first: Tensor) -> None:
-        self._store = first.new_zeros(first.shape[0], _BASIS_CHUNK, first.shape[1])
+        self._store = first.new_empty(first.shape[0], _BASIS_CHUNK, first.shape[1])
         self._store[:, 0] = first
         self.count = 1
 
@@ -205,7 +207,7 @@ class _Basis:
 
     def append(self, x: Tensor) -> None:
         if self.count == self._store.shape[1]:
-            self._store = torch.cat([self._store, torch.zeros_like(self._store[:, :_BASIS_CHUNK])], dim=1)
+            self._store = torch.cat([self._store, torch.empty_like(self._store[:, :_BASIS_CHUNK])], dim=1)
         self._store[:, self.count] = x
         self.count += 1
 
@@ -216,7 +218,9 @@ class _Basis:
         return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(Q.dtype).tiny)
 
     def keep(self, rows: Tensor) -> None:
-        self._store = self._store[rows]
+        kept = self._store.new_empty(rows.numel(), *self._store.shape[1:])
+        kept[:, : self.count] = self._store[rows, : self.count]
+        self._store = kept
 
 
 class _RitzPairs:
@@ -233,14 +237,15 @@ class _RitzPairs:
         self.residual: Tensor = beta[:, -1:] * left[:, -1, :].abs()
 
     def relative_error(self, rounding: float) -> Tensor:
-        """Estimated relative error of the k leading values: the largest of min(r, r²/gap)/θ over them."""
+        """Estimated relative error of the k leading values: the largest of min(r, r²/2gap)/θ over them."""
         k, values = self.k, self.values
         r, theta = self.residual[:, :k], values[:, :k]
         following = torch.nn.functional.pad(values, (0, 1))[:, 1 : k + 1]
         # With a single Ritz value nothing is known of the gap yet.
         gap = (theta - following) if values.shape[1] > k else torch.zeros_like(theta)
         tiny = torch.finfo(torch.float64).tiny
-        refined = r.square() / gap.clamp_min(tiny)
+        # Of the symmetric form [[0, J], [Jᵀ, 0]] the unit vector (u, v)/√2 has residual r/√2: hence the factor ½.
+        refined = r.square() / (2 * gap).clamp_min(tiny)
         error = torch.minimum(r, refined) / theta.clamp_min(tiny)
         exhausted = r <= rounding * values[:, :1]
         return error.masked_fill(exhausted, 0.0).amax(-1)
@@ -260,7 +265,7 @@ def polynomial_upper_bound(ritz: Tensor, alpha: Tensor, beta: Tensor, overlap: f
     # (t − 1)^degree ≤ ∏(t − rootsᵢ), so this exponent brackets the root from above.
     high = (target / degree).clamp(min=-80.0)
     low = torch.full_like(high, -80.0)
-    for _ in range(100):
+    for _ in range(64):
         middle = (low + high) / 2
         t = 1 + middle.exp()
         value = torch.log((t[:, None] - roots).clamp_min(torch.finfo(torch.float64).tiny)).sum(-1)

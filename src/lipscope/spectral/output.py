@@ -31,14 +31,15 @@ _EXPLANATIONS = {
         "and the interval only covers that rounding."
     ),
     Status.CONVERGED: (
-        "The iteration reached the requested relative accuracy. The lower end is a value that the map really attains; "
-        "the upper end holds except with the stated probability delta over the random start. Ask for a smaller rtol to "
-        "narrow the interval."
+        "The iteration reached the requested relative accuracy and width of the interval. The lower end is a value that "
+        "the map really attains; the upper end holds except with the stated probability delta over the random start. "
+        "Ask for a smaller interval to narrow it."
     ),
     Status.MAX_STEPS: (
-        "The iteration used up max_steps before its error estimate fell below rtol. Usually several singular values lie "
-        "close together at the top of the spectrum, or rtol is below what the dtype can resolve. The interval is still "
-        "valid, only wider. Raise max_steps, ask for a larger rtol, or compute in float64 when rtol is below 1e-6."
+        "The iteration used up max_steps before its error estimate fell below rtol or its interval was narrow enough. "
+        "Usually several singular values lie close together at the top of the spectrum, or rtol is below what the dtype "
+        "can resolve. The interval is still valid, only wider. Raise max_steps, ask for a larger rtol or interval, or "
+        "compute in float64 when rtol is below 1e-6."
     ),
 }
 

@@ -1,0 +1,220 @@
+"""Laws of the solvers: intervals contain the truth, scale does not matter, items are independent of their batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+import cases
+import lipscope
+from lipscope.spectral.golub_kahan import polynomial_upper_bound
+from lipscope.spectral.start import overlap_quantile
+
+SOLVERS = {
+    "golub_kahan": lipscope.GolubKahan(rtol=1e-8),
+    "power": lipscope.Power(rtol=1e-12, max_steps=5000),
+    "dense": lipscope.Dense(),
+}
+
+
+def spectrum(values, M: int, N: int, seed: int) -> torch.Tensor:
+    """A matrix M×N with the given singular values and random singular vectors."""
+    left = torch.linalg.qr(cases.random(M, M, seed=seed)).Q
+    right = torch.linalg.qr(cases.random(N, N, seed=seed + 1)).Q
+    middle = torch.zeros(M, N, dtype=torch.float64)
+    middle[: len(values), : len(values)] = torch.diag(torch.as_tensor(values, dtype=torch.float64))
+    return left @ middle @ right.T
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    M=st.integers(1, 40),
+    N=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    rank=st.integers(1, 40),
+    magnitude=st.sampled_from([1e-12, 1.0, 1e9]),
+    seed=st.integers(0, 10_000),
+    rtol=st.sampled_from([1e-2, 1e-4, 1e-10]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_interval_contains_the_largest_singular_value(M, N, batch, rank, magnitude, seed, rtol, dtype):
+    A = cases.random(batch, M, min(rank, N), seed=seed) @ cases.random(batch, min(rank, N), N, seed=seed + 1) * magnitude
+    A = A.to(dtype)
+    truth = torch.linalg.svdvals(A.double())[:, 0]
+    for solver in (lipscope.GolubKahan(rtol=rtol), lipscope.Power(rtol=rtol), lipscope.Dense()):
+        out = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+        lower, estimate, upper = (torch.as_tensor(x, dtype=torch.float64) for x in (out.lower, out.estimate, out.upper))
+        assert (lower <= estimate).all()
+        assert (estimate <= upper).all()
+        assert (lower <= truth).all()
+        assert (truth <= upper).all()
+
+
+@pytest.mark.parametrize("delta", [0.05, 0.3])
+def test_the_upper_bound_fails_as_often_as_it_says(delta):
+    """One value above a flat rest is the worst case: after one step the bound fails when the overlap is below g.
+
+    Then γ/√(1 − γ²) < g decides exactly, so the failure count over many starts follows the binomial law of rate δ.
+    """
+    A = spectrum([1.0] + [0.5] * 99, 100, 100, seed=3)
+    trials, failures = 2000, 0
+    for seed in range(trials):
+        solver = lipscope.GolubKahan(rtol=1e-9, max_steps=1, delta=delta, seed=seed)
+        failures += lipscope.spectral_norm(lipscope.DenseOperator(A), solver).upper < 1 - 1e-9
+    assert binom.ppf(0.001, trials, delta) <= failures <= binom.ppf(0.999, trials, delta)
+
+
+def test_the_upper_bound_tightens_with_the_steps():
+    A = spectrum(np.linspace(1, 0.01, 80), 80, 80, seed=1)
+    widths = []
+    for steps in (5, 10, 20, 40, 80):
+        solver = lipscope.GolubKahan(rtol=1e-14, interval=1e-10, max_steps=steps)
+        out = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+        widths.append(out.upper / out.lower - 1)
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < 1e-10
+
+
+def test_polynomial_upper_bound_of_one_step_is_its_closed_form():
+    """k = 1: (t − α²) = αβ/g."""
+    alpha, beta = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[0.5]], dtype=torch.float64)
+    upper = polynomial_upper_bound(alpha, alpha, beta, overlap=1e-3)
+    assert float(upper) == pytest.approx(math.sqrt(4 + 1 / 1e-3), rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50, 10_000])
+def test_overlap_quantile_against_sampling(size):
+    g = overlap_quantile(size, 0.2)
+    x = torch.randn(20_000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rest = torch.distributions.Chi2(max(size - 1, 1)).sample((20_000, 1)) * (size > 1)
+    frequency = float(((x / (x.square() + rest).sqrt()).abs() < g).double().mean())
+    assert frequency == pytest.approx(0.2 if size > 1 else 0.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("factor", [1e-20, 1e-3, 1e15])
+def test_scale_equivariance(name, factor):
+    """σ(c·f) = c·σ(f), in the same number of steps: stopping is relative."""
+    A = cases.random(2, 30, 25, seed=0)
+    one = lipscope.spectral_norm(lipscope.DenseOperator(A), SOLVERS[name])
+    other = lipscope.spectral_norm(lipscope.DenseOperator(factor * A), SOLVERS[name])
+    torch.testing.assert_close(other.estimate, factor * one.estimate, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(other.upper, factor * one.upper, rtol=1e-9, atol=0.0)
+    assert torch.equal(other.iterations, one.iterations)
+
+
+def test_batch_equals_loop():
+    """Each item gives the same answer in the same steps, alone, in any company, and whatever the memory limit."""
+    easy = spectrum([5.0, 0.1, 0.1], 40, 50, seed=0)
+    hard = spectrum(np.linspace(1, 0.9, 40), 40, 50, seed=2)
+    A = torch.stack([easy, hard, 3 * easy, torch.zeros_like(easy), hard.flip(0)])
+    solver = lipscope.GolubKahan(rtol=1e-7, k=2, vectors=True)
+    together = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+    assert len(set(together.iterations.tolist())) > 1, "the items should stop at different steps"
+    in_turns = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-7, k=2, memory=1))
+    torch.testing.assert_close(in_turns.estimate, together.estimate, rtol=1e-13, atol=0)
+    for b in range(len(A)):
+        alone = lipscope.spectral_norm(lipscope.DenseOperator(A[b]), solver)
+        assert alone.iterations == together.iterations[b]
+        assert alone.estimate == pytest.approx(float(together.estimate[b]), rel=1e-13)
+        assert alone.upper == pytest.approx(float(together.upper[b]), rel=1e-9)
+        torch.testing.assert_close(alone.right, together.right[b], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("solver", [lipscope.GolubKahan(rtol=1e-10, k=4, vectors=True), lipscope.Dense(k=4, vectors=True)])
+def test_top_triplets(solver):
+    A = spectrum([7.0, 5.0, 5.0, 1.0, 0.5, 0.2], 30, 20, seed=0)
+    out = lipscope.spectral_norm(lipscope.DenseOperator(A[None].repeat(2, 1, 1)), solver)
+    if isinstance(solver, lipscope.GolubKahan):
+        # A repeated value has one copy in any single-vector Krylov space: the distinct values are found.
+        expected = torch.tensor([7.0, 5.0, 1.0, 0.5], dtype=torch.float64)
+    else:
+        expected = torch.tensor([7.0, 5.0, 5.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(out.singular_values[1], expected, rtol=1e-9, atol=1e-9)
+    for c in range(4):
+        v, u, s = out.right[0, c], out.left[0, c], expected[c]
+        torch.testing.assert_close(A @ v, s * u, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(A.T @ u, s * v, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.right[0] @ out.right[0].T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_zero_rank_one_and_identity(name):
+    solver = SOLVERS[name]
+    zero = lipscope.spectral_norm(lipscope.DenseOperator(torch.zeros(7, 9, dtype=torch.float64)), solver)
+    assert (zero.lower, zero.estimate, zero.upper) == (0.0, 0.0, 0.0)
+    rank_one = torch.outer(torch.arange(1.0, 8.0), torch.ones(9)).double()
+    out = lipscope.spectral_norm(lipscope.DenseOperator(rank_one), solver)
+    assert out.estimate == pytest.approx(float(rank_one.norm()), rel=1e-12)
+    out = lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(9, dtype=torch.float64)), solver)
+    assert out.estimate == pytest.approx(1.0, rel=1e-12)
+
+
+def test_interval_option_narrows_the_interval():
+    A = spectrum(np.linspace(1, 0.01, 200), 200, 200, seed=1)
+    loose = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=None))
+    tight = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=1e-3))
+    assert tight.upper / tight.lower - 1 <= 1.1e-3 < loose.upper / loose.lower - 1
+    assert tight.lower <= 1 <= tight.upper
+
+
+def test_a_hidden_top_vector_is_not_overlooked():
+    """A start almost orthogonal to the top vector looks converged at the second value; the guard goes on."""
+    size = 200
+    A = torch.diag(torch.cat([torch.tensor([1.3, 1.0]), torch.linspace(0.3, 0.1, size - 2)]).double())
+    start = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[0]
+    # Turn the matrix so that the start of seed 0 has a tiny overlap with its top vector.
+    top = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    top = top - (1 - 1e-5) * (top @ start) / (start @ start) * start
+    Q = torch.linalg.qr(torch.cat([top[:, None], cases.random(size, size - 1, seed=2)], dim=1)).Q
+    turned = lipscope.DenseOperator(Q @ A @ Q.T)
+    fooled = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2, interval=None))
+    careful = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2))
+    assert fooled.converged
+    assert fooled.estimate < 1.1
+    assert fooled.upper >= 1.3, "the interval is honest even then"
+    assert careful.estimate == pytest.approx(1.3, rel=1e-2)
+
+
+def test_not_converged_says_so_and_stays_valid():
+    A = spectrum(np.linspace(1, 0.999, 100), 100, 100, seed=1)
+    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-12, max_steps=5))
+    assert not out.converged
+    assert out.status is lipscope.Status.MAX_STEPS
+    assert "max_steps" in out.message
+    assert "did not converge" in str(out)
+    assert out.lower <= 1 <= out.upper
+
+
+def test_non_finite_products_are_refused():
+    A = torch.full((3, 3), float("nan"))
+    for solver in (lipscope.GolubKahan(), lipscope.Power(), lipscope.Dense()):
+        with pytest.raises(FloatingPointError):
+            lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+
+
+@pytest.mark.parametrize(
+    "options", [{"rtol": 0}, {"rtol": 2}, {"delta": 0}, {"delta": 1}, {"max_steps": 0}, {"k": 0}, {"interval": 0}]
+)
+def test_bad_options_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        lipscope.GolubKahan(**options)
+
+
+def test_too_many_triplets_are_refused():
+    for solver in (lipscope.GolubKahan(k=4), lipscope.Dense(k=4)):
+        with pytest.raises(ValueError, match="k = 4"):
+            lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(3)), solver)
+
+
+def test_auto_is_exact_when_small_and_iterative_when_large():
+    small = lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(5)))
+    large = lipscope.spectral_norm(lipscope.DenseOperator(cases.random(300, 300, seed=0)))
+    assert (small.upper_kind, small.delta) == ("exact", None)
+    assert (large.upper_kind, large.delta) == ("probabilistic", 1e-6)
