@@ -6,7 +6,9 @@ is imported. Weights come from safetensors; pickled checkpoints run code when op
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import socket
 from collections.abc import Callable
@@ -147,7 +149,9 @@ def _smollm2(entry: Entry) -> Loaded:
     import torch
 
     directory, file = _directory(entry), Path(entry.files or "").name
-    model = _auto_model(directory, gguf_file=file, dtype=torch.float32)
+    # De-quantising draws a progress bar that transformers cannot be asked to leave out.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = _auto_model(directory, gguf_file=file, dtype=torch.float32)
     return Loaded(model, _tokenizer(directory, gguf_file=file), entry.name, ("weights de-quantised from 4 bits",))
 
 
