@@ -62,18 +62,16 @@ def main() -> None:
     per_input = attention_time / options.inputs
     loop_per_input = loop_time / few
     threads, version = torch.get_num_threads(), torch.__version__
-    print(
-        f"GPT-2, random weights, {options.layers} layers, n = {options.n}, {options.inputs} inputs, scope attention, float32"
-    )
+    print(f"GPT-2, random weights, {options.layers} layers, n = {options.n}, {options.inputs} inputs, float32")
     print(f"{platform.processor() or platform.machine()}, {threads} threads, torch {version}")
-    print(f"{'':24}{'s per input':>12}{'worst error':>14}")
-    print(
-        f"{'textbook loop':24}{loop_per_input:12.3f}{max(loop_errors):14.1e}   {sum(steps) / len(steps):.0f} steps on average"
-    )
-    print(f"{'lipscope, layers':24}{per_input:12.3f}{max(errors):14.1e}   {loop_per_input / per_input:.1f}× faster")
-    print(
-        f"{'lipscope, all heads':24}{head_time / options.inputs:12.3f}{'':14}   {head_time / attention_time:.2f}× the layers"
-    )
+    mean_steps = sum(steps) / len(steps)
+    for name, seconds, error, remark in (
+        ("textbook loop", loop_per_input, max(loop_errors), f"{mean_steps:.0f} steps on average"),
+        ("lipscope, layers", per_input, max(errors), f"{loop_per_input / per_input:.1f}× faster"),
+        ("lipscope, all heads", head_time / options.inputs, None, f"{head_time / attention_time:.2f}× the layers"),
+    ):
+        worst = "" if error is None else f"{error:.1e}"
+        print(f"{name:20} {seconds:8.3f} s per input   worst error {worst:>8}   {remark}")
     print(f"recording all layers took {recorded:.2f} s")
 
 
