@@ -48,7 +48,7 @@ def main() -> None:
     for i in layers:
         module = handle.layers[i].host
         layer = lipscope.Attention.from_fused(
-            module.c_attn.weight, module.c_proj.weight, heads=12, transposed=True, mask="causal"
+            module.c_attn.weight.detach(), module.c_proj.weight.detach(), heads=12, transposed=True, mask="causal"
         )
         X = recording.hosts[i].tokens[:few]
         begin = time.perf_counter()
