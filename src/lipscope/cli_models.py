@@ -57,6 +57,9 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             str | None,
             typer.Option(help="head, attention, norm+attention, attention+residual, block or model.", show_default=False),
         ] = None,
+        pack: Annotated[
+            bool, typer.Option("--pack", help="Fill each input with documents that do not see each other.")
+        ] = False,
         rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimates.")] = 1e-3,
         seed: Annotated[int, typer.Option(help="Where in the text the inputs lie, and the solver's start.")] = 0,
         dtype: Annotated[str | None, typer.Option(help="float32 or float64.")] = None,
@@ -82,7 +85,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             with _progress() as progress:
                 result = run(
                     handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
-                    solver=Auto(rtol=rtol, seed=seed), seed=seed, progress=progress,
+                    solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, progress=progress,
                 )  # fmt: skip
             if out is not None:
                 _write(result, out)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Cut, Layer, first_tensor, tokens_of
 from lipscope.models.precision import double_throughout
-from lipscope.models.seam import using_seam
+from lipscope.models.seam import packed, using_seam
 from lipscope.spectral.autodiff import differentiable_attention
 
 
@@ -66,6 +66,7 @@ class Recording:
         outputs: the recorded output of every W_O, in the model's token layout.
         last_hidden: the model's output.
         real: True at real tokens, (B, n); None when nothing is padded.
+        documents: lengths of the documents packed into each input, or None.
         run: runs the model on these inputs again.
     """
 
@@ -75,15 +76,22 @@ class Recording:
     last_hidden: Tensor
     real: Tensor | None
     run: Callable[[], Any]
+    documents: tuple[int, ...] | None = None
 
 
-def record(model: nn.Module, layers: list[Layer], run: Callable[[], Any], padding: Tensor | None = None) -> Recording:
+def record(
+    model: nn.Module,
+    layers: list[Layer],
+    run: Callable[[], Any],
+    padding: Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> Recording:
     """Run the model once on the seam and record every layer's calls."""
     hosts: dict[int, Call] = {}
     blocks: dict[int, Call] = {}
     outputs: dict[int, Tensor] = {}
     with ExitStack() as stack:
-        stack.enter_context(replaying(model))
+        stack.enter_context(replaying(model, documents))
         for layer in layers:
             _record_calls(stack, layer.host, layer, hosts)
             _record_calls(stack, layer.block, layer, blocks)
@@ -92,17 +100,17 @@ def record(model: nn.Module, layers: list[Layer], run: Callable[[], Any], paddin
             last_hidden = last_hidden_state(run())
     for layer in layers:
         check_finite(layer, outputs[layer.index])
-    return Recording(hosts, blocks, outputs, last_hidden, _real_tokens(padding), run)
+    return Recording(hosts, blocks, outputs, last_hidden, _real_tokens(padding), run, documents)
 
 
 @contextmanager
-def replaying(model: nn.Module) -> Iterator[None]:
+def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Iterator[None]:
     """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.requires_grad_(False)
     try:
-        with using_seam(model), differentiable_attention(), double_throughout(model_dtype(model)):
+        with using_seam(model), packed(documents), differentiable_attention(), double_throughout(model_dtype(model)):
             yield
     finally:
         for p in parameters:

@@ -15,7 +15,7 @@ from lipscope.attention.operator import AttentionOperator, HeadOperator
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import Recording, model_dtype, record, replaying
 from lipscope.models.plain import AffineParts, plain_attention
-from lipscope.models.probe import position_limit, probe_inputs
+from lipscope.models.probe import first_position, position_limit, probe_inputs
 from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
 from lipscope.models.selftest import run_self_tests
 from lipscope.spectral.autodiff import refuse_training_dropout
@@ -86,13 +86,22 @@ class Model:
         """Where the model lives."""
         return next(self.model.parameters()).device
 
-    def record(self, inputs: dict[str, Any]) -> Recording:
-        """One forward pass on ``inputs`` (the model's keyword arguments), all layers recorded."""
+    def record(self, inputs: dict[str, Any], documents: Sequence[int] | None = None) -> Recording:
+        """One forward pass on ``inputs`` (the model's keyword arguments), all layers recorded.
+
+        Args:
+            inputs: see ``token_inputs``; for packed documents see ``packed_inputs``.
+            documents: lengths of the documents packed into each input; attention then never crosses a boundary.
+        """
+        if documents is not None and not all(layer.through_seam for layer in self.layers):
+            raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
         padding = inputs.get("attention_mask")
         tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
         if not isinstance(padding, Tensor) or tokens is None or padding.shape != tokens.shape[:2]:
             padding = None
-        return record(self.model, self.layers, self._runner(inputs), padding)
+        return record(
+            self.model, self.layers, self._runner(inputs), padding, None if documents is None else tuple(documents)
+        )
 
     def layer(self, index: int) -> Layer:
         """One attention layer; negative indices count from the end."""
@@ -134,6 +143,8 @@ class Model:
         where, solver = self.layer(layer), solver or Auto()
         operator = self.operator(layer, recording, scope, analytic=analytic)
         mask = where.mask if recording.real is None else f"{where.mask}&padding"
+        if recording.documents is not None:
+            mask += "&packed:" + ",".join(map(str, recording.documents))
         if scope != "head":
             result = summarise(solver.solve(operator), operator, scope=scope, mask=mask, input_dtype=self.dtype)
             return reshape_batch(result, (operator.batch,))
@@ -199,6 +210,23 @@ class Model:
                 # Left padding: positions count real tokens, as generation does.
                 result["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
         return result
+
+    def packed_inputs(self, documents: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[int]]:
+        """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``.
+
+        Positions start again in every document, so each is measured as if it stood alone.
+        """
+        lengths = [len(document) for document in documents]
+        if not lengths or min(lengths) < 1:
+            raise ValueError("every packed document needs at least one token")
+        ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
+        _check_ids(ids, self.model)
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self._accepts("position_ids"):
+            start = first_position(self.model)
+            positions = torch.cat([torch.arange(length) for length in lengths]) + start
+            inputs["position_ids"] = positions[None].to(self.device)
+        return inputs, lengths
 
     def measure(
         self,

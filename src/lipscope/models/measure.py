@@ -46,8 +46,9 @@ def measure_recording(
         finished.append(
             {
                 "model": handle.name, "layer": handle.layer(layer).index, "head": h, "scope": scope, "mask": row["mask"],
-                "n": lengths[b], "input": first_input + b, "lower": row["lower"], "estimate": row["estimate"],
-                "upper": row["upper"], "upper_kind": row["upper_kind"], "delta": row["delta"],
+                "n": lengths[b], "input": first_input + b, "document": None,
+                "lower": row["lower"], "estimate": row["estimate"], "upper": row["upper"],
+                "upper_kind": row["upper_kind"], "delta": row["delta"],
                 "radius_max": radius_max[b], "radius_rms": radius_rms[b],
                 "entropy": statistics.get("entropy"), "max_logit": statistics.get("max_logit"),
                 "sink_mass": statistics.get("sink_mass"), "iterations": row["iterations"], "status": row["status"],
@@ -65,7 +66,8 @@ def attention_statistics(handle: Model, layer: int, recording: Recording) -> dic
     """
     where = handle.layer(layer)
     if where.through_seam:
-        call = core_call(handle.model, recording.hosts[where.index], recording.hosts[where.index].tokens)
+        host = recording.hosts[where.index]
+        call = core_call(handle.model, host, host.tokens, recording.documents)
         core, rule, heads = Linearisation.at(call.q, call.k, call.v, call.rule), call.rule, call.q.shape[1]
     elif isinstance(where.out, nn.MultiheadAttention):
         plain = handle.attention(layer, recording)

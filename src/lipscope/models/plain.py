@@ -44,7 +44,7 @@ def plain_attention(
     if not layer.through_seam or not layer.batch_first:
         return None
     known = {} if known is None else known
-    at_tokens = core_call(model, call, call.tokens)
+    at_tokens = core_call(model, call, call.tokens, recording.documents)
     if layer.index not in known:
         known[layer.index] = _probe(model, call)
     parts = known[layer.index]
@@ -84,7 +84,7 @@ def torch_attention(layer: Layer, call: Call) -> Attention:
     return Attention.from_torch(module, mask=mask)
 
 
-def core_call(model: nn.Module, call: Call, tokens: Tensor) -> CoreCall:
+def core_call(model: nn.Module, call: Call, tokens: Tensor, documents: tuple[int, ...] | None = None) -> CoreCall:
     """What the attention core receives when ``call`` is replayed on ``tokens``."""
     seen: list[CoreCall] = []
 
@@ -92,7 +92,7 @@ def core_call(model: nn.Module, call: Call, tokens: Tensor) -> CoreCall:
         seen.append(core)
         raise _CoreReachedError
 
-    with replaying(model), observing_core(observe), torch.no_grad(), contextlib.suppress(_CoreReachedError):
+    with replaying(model, documents), observing_core(observe), torch.no_grad(), contextlib.suppress(_CoreReachedError):
         call(tokens)
     return seen[0]
 

@@ -60,10 +60,15 @@ def position_limit(model: nn.Module) -> int | None:
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not isinstance(limit, int) or limit <= 0 or getattr(config, "model_type", "") == "t5":
         return None
-    if getattr(config, "model_type", "") in _SHIFTED_POSITIONS:
-        # Positions start after the padding index.
-        limit -= (getattr(config, "pad_token_id", 1) or 0) + 1
-    return limit
+    return limit - first_position(model)
+
+
+def first_position(model: nn.Module) -> int:
+    """The position id of the first token: 0, except in models that count from the padding index."""
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", "") not in _SHIFTED_POSITIONS:
+        return 0
+    return int(getattr(config, "pad_token_id", 1) or 0) + 1
 
 
 _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")

@@ -20,6 +20,7 @@ from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.handle import Model
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
+from lipscope.models.packing import measure_packed, packed_chunks
 from lipscope.models.probe import position_limit
 from lipscope.models.text import Chunker, parse_lengths, read_text
 from lipscope.spectral.norm import Solver
@@ -102,7 +103,8 @@ class Scan:
     def _groups(self) -> dict[tuple[int, int | None], list[dict[str, Any]]]:
         groups: dict[tuple[int, int | None], list[dict[str, Any]]] = {}
         for row in self.rows:
-            groups.setdefault((row["layer"], row["head"]), []).append(row)
+            if row["document"] is None:
+                groups.setdefault((row["layer"], row["head"]), []).append(row)
         return groups
 
 
@@ -120,6 +122,7 @@ def scan(
     scope: str | None = None,
     solver: Solver | None = None,
     seed: int = 0,
+    pack: bool = False,
     batch_tokens: int = 4096,
     progress: Progress | None = None,
     **load_options: Any,
@@ -136,6 +139,8 @@ def scan(
         scope: ``"attention"`` by default, ``"head"`` when heads are asked for.
         solver: ``Auto()`` by default.
         seed: where in the text the inputs lie.
+        pack: fill each input with several documents that do not see each other; rows of the chunk have ``document``
+            None, rows of its documents their number. A text of one document is packed by paragraphs.
         batch_tokens: most tokens in one forward pass.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
@@ -167,10 +172,20 @@ def scan(
     if inputs < 1:
         raise ValueError(f"inputs must be at least 1, got {inputs}")
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
-    chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
     chosen = handle.check_layers(layers, scope)
     rows: list[dict[str, Any]] = []
     done, total = 0, len(sizes) * inputs * len(chosen)
+    if pack:
+        for n, bundle in packed_chunks(documents, handle.tokenizer, sizes, inputs, seed).items():
+            for which, chunk in enumerate(bundle):
+                rows += measure_packed(
+                    handle, chunk, layers=chosen, scope=scope, heads=chosen_heads, solver=solver, which=which
+                )
+                done += len(chosen)
+                if progress is not None:
+                    progress(done, total, f"n = {n}, {len(chunk)} documents")
+        return Scan(tuple(rows))
+    chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
     for n in sizes:
         ids = torch.tensor(chunks[n])
         for start in range(0, inputs, max(1, batch_tokens // n)):

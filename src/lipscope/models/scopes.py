@@ -69,7 +69,7 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
             raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
 
     def function(x: Tensor) -> Tensor:
-        with replaying(model):
+        with replaying(model, recording.documents):
             y = _batch_first(inner(_batch_first(x, layer)), layer)
         y = y.reshape(*x.shape[:2], -1)
         return y if recording.real is None else y * recording.real[..., None].to(y)

@@ -9,9 +9,9 @@ and causality is silently lost. Models that do not go through this function keep
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lipscope.attention.masks import Causal, Window
+from lipscope.attention.masks import Causal, Packed, Window
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.core_function import attention_core
 
@@ -50,6 +50,22 @@ def observing_core(observer: CoreObserver) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+_documents: list[Tensor] = []
+
+
+@contextmanager
+def packed(lengths: Sequence[int] | None) -> Iterator[None]:
+    """Inside, tokens see only tokens of their own document, for documents of these lengths packed into one sequence."""
+    if lengths is None:
+        yield
+        return
+    _documents.append(Packed(tuple(lengths), causal=False).allowed(sum(lengths)))
+    try:
+        yield
+    finally:
+        _documents.pop()
 
 
 def uses_interface(model: nn.Module) -> bool:
@@ -133,6 +149,9 @@ def seam_attention(
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
     allowed = _allowed_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
     rule = score_rule(attention_mask, position_bias, allowed, softcap, s_aux, working, key.shape[2])
+    if _documents:
+        same_document = _documents[-1].to(query.device)
+        rule = replace(rule, allowed=same_document if rule.allowed is None else rule.allowed & same_document)
     call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule, sliding_window)
     for observer in list(_observers):
         observer(call)
