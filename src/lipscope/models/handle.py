@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.models.admission import backbone, check_ids, in_dtype, refuse_unmeasurable
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import Recording, model_dtype, record, replaying
 from lipscope.models.plain import AffineParts, plain_attention
 from lipscope.models.probe import first_position, position_limit, probe_inputs
 from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
 from lipscope.models.selftest import run_self_tests
-from lipscope.spectral.autodiff import refuse_training_dropout
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
@@ -61,12 +60,12 @@ class Model:
         dtype: torch.dtype | None = None,
         check: bool = True,
     ) -> None:
-        model = _backbone(model, part)
+        model = backbone(model, part)
         refuse_unmeasurable(model)
         self.name = name or type(model).__name__
         self.notes = tuple(notes)
         self.tokenizer = tokenizer
-        self.model = _in_dtype(model, dtype)
+        self.model = in_dtype(model, dtype)
         self._affine: dict[int, AffineParts | None] = {}
         inputs = probe_inputs(self.model)
         with replaying(self.model):
@@ -199,7 +198,7 @@ class Model:
         if limit is not None and tokens.shape[1] > limit:
             raise ValueError(f"n = {tokens.shape[1]} tokens are more than the {limit} positions of {self.name}")
         if input_ids is not None:
-            _check_ids(tokens, self.model)
+            check_ids(tokens, self.model)
         else:
             tokens = tokens.to(self.dtype)
         result: dict[str, Any] = {given[0] if text is None else "input_ids": tokens.to(self.device)}
@@ -220,7 +219,7 @@ class Model:
         if not lengths or min(lengths) < 1:
             raise ValueError("every packed document needs at least one token")
         ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
-        _check_ids(ids, self.model)
+        check_ids(ids, self.model)
         inputs: dict[str, Any] = {"input_ids": ids}
         if self._accepts("position_ids"):
             start = first_position(self.model)
@@ -312,60 +311,6 @@ class Model:
         pad = self.tokenizer.pad_token_id or 0
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
         return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-
-
-def refuse_unmeasurable(model: nn.Module) -> None:
-    """Refuse quantised, sharded, off-loaded or training-mode models, with the reason."""
-    method = str(getattr(model, "quantization_method", None) or "").lower()
-    # GGUF files are de-quantised on loading: what is measured are ordinary floating weights.
-    if (getattr(model, "is_quantized", False) or method) and not method.endswith("gguf"):
-        raise ValueError("the model's weights are quantised; load it without quantisation (its kernels have no derivatives)")
-    for name, p in model.named_parameters():
-        if p.device.type == "meta" or type(p).__name__ == "DTensor":
-            raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
-        if not p.is_floating_point():
-            raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
-    if not any(True for _ in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no parameters, so no attention to measure")
-    refuse_training_dropout(model)
-
-
-def _backbone(model: nn.Module, part: str | None) -> nn.Module:
-    """The model without its task head; the chosen part of an encoder–decoder model."""
-    get_encoder: Any = getattr(model, "get_encoder", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and get_encoder is not None:
-        encoder: nn.Module = get_encoder()
-        if encoder is model:
-            return model
-        if part is None:
-            raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' "
-                "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
-            )
-        if part != "encoder":
-            raise ValueError(f"part must be 'encoder', got {part!r}: cross-attention has two inputs and is not measured")
-        return encoder
-    if part is not None and part != "encoder":
-        raise ValueError(f"part applies to encoder–decoder models; {type(model).__name__} has one part")
-    base = getattr(model, "base_model", model)
-    return base if isinstance(base, nn.Module) else model
-
-
-def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    current = model_dtype(model)
-    wanted = dtype or (current if current in (torch.float32, torch.float64) else torch.float32)
-    if wanted not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be float32 or float64, got {wanted}")
-    # A copy: the caller's model keeps its dtype.
-    return model if wanted == current else copy.deepcopy(model).to(wanted)
-
-
-def _check_ids(ids: Tensor, model: nn.Module) -> None:
-    if ids.is_floating_point():
-        raise ValueError(f"input_ids must be integers, got {ids.dtype}; embedded tokens go into inputs_embeds")
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(vocabulary, int) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
-        raise ValueError(f"input_ids must lie between 0 and {vocabulary - 1}, got {int(ids.min())} … {int(ids.max())}")
 
 
 def _hides_heads(layer: Layer) -> bool:
