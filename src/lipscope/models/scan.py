@@ -70,6 +70,33 @@ class Scan:
             for key, rows in groups.items()
         }
 
+    def plot(self, ax: Any = None) -> Any:
+        """σ against n on logarithmic axes, one line per layer or head through the medians; needs ``lipscope[report]``.
+
+        Args:
+            ax: matplotlib axes to draw on; new ones by default.
+
+        Returns:
+            The axes.
+        """
+        axes = ax if ax is not None else import_module("matplotlib.pyplot").subplots()[1]
+        for (layer, head), rows in self._groups().items():
+            lengths = sorted({row["n"] for row in rows})
+            at = [[row["estimate"] for row in rows if row["n"] == n] for n in lengths]
+            (line,) = axes.plot(
+                lengths, [statistics.median(values) for values in at], marker="o",
+                label=f"layer {layer}" + ("" if head is None else f", head {head}"),
+            )  # fmt: skip
+            axes.fill_between(lengths, list(map(min, at)), list(map(max, at)), color=line.get_color(), alpha=0.15)
+        first = self.rows[0]
+        notes = f"\n{first['notes']}" if first["notes"] else ""
+        axes.set(
+            xscale="log", yscale="log", xlabel="tokens n", ylabel=f"σ, scope {first['scope']}",
+            title=f"{first['model']}, mask {first['mask']}{notes}",
+        )  # fmt: skip
+        axes.legend(fontsize="small")
+        return axes
+
     def worst(self) -> list[dict[str, Any]]:
         """One summary per (layer, head), the largest median σ at the longest length first."""
         summaries = []
