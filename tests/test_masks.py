@@ -46,7 +46,8 @@ def test_visible_entries_are_those_of_the_definition(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.float32).min, "own"])
 def test_additive_masks_may_write_hidden_as_the_lowest_number(dtype, lowest):
-    value = torch.finfo(dtype).min if lowest == "own" else lowest
+    # The lowest number of float32 is no bfloat16: the nearest one is -inf.
+    value = torch.finfo(dtype).min if lowest == "own" else torch.tensor(lowest).to(dtype).item()
     hidden = torch.ones(4, 4).triu(1).bool()
     additive = torch.zeros(4, 4, dtype=dtype).masked_fill(hidden, value)
     mask = lipscope.as_mask(additive)

@@ -19,7 +19,8 @@ MODULES = [m.name for m in pkgutil.walk_packages([str(SOURCE)], "lipscope.") if 
 MAY_IMPORT = {
     "spectral": set(),
     "attention": {"spectral"},
-    "facade": {"attention", "spectral"},
+    "bounds": {"attention", "spectral"},
+    "facade": {"bounds", "attention", "spectral"},
     "token_influence": {"facade", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
 }

@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 import cases
 import lipscope
-from lipscope.spectral.golub_kahan import polynomial_upper_bound
+from lipscope.spectral.ritz import polynomial_upper_bound
 from lipscope.spectral.start import overlap_quantile
 
 SOLVERS = {
@@ -60,14 +60,15 @@ def test_interval_contains_the_largest_singular_value(M, N, batch, rank, magnitu
 def test_the_upper_bound_fails_as_often_as_it_says(delta):
     """One value above a flat rest is the worst case: after one step the bound fails when the overlap is below g.
 
-    Then γ/√(1 − γ²) < g decides exactly, so the failure count over many starts follows the binomial law of rate δ.
+    Then γ/√(1 − γ²) < g decides exactly, so the failure count over many starts follows a binomial law. Its rate is δ/2:
+    the other half is kept for recurrences that start afresh.
     """
     A = spectrum([1.0] + [0.5] * 99, 100, 100, seed=3)
     trials, failures = 2000, 0
     for seed in range(trials):
         solver = lipscope.GolubKahan(rtol=1e-9, max_steps=1, delta=delta, seed=seed)
         failures += lipscope.spectral_norm(lipscope.DenseOperator(A), solver).upper < 1 - 1e-9
-    assert binom.ppf(0.001, trials, delta) <= failures <= binom.ppf(0.999, trials, delta)
+    assert binom.ppf(0.001, trials, delta / 2) <= failures <= binom.ppf(0.999, trials, delta / 2)
 
 
 def test_the_upper_bound_tightens_with_the_steps():
@@ -84,7 +85,8 @@ def test_the_upper_bound_tightens_with_the_steps():
 def test_polynomial_upper_bound_of_one_step_is_its_closed_form():
     """k = 1: (t − α²) = αβ/g."""
     alpha, beta = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([[0.5]], dtype=torch.float64)
-    upper = polynomial_upper_bound(alpha, alpha, beta, overlap=1e-3)
+    start, overlap = torch.tensor([0]), torch.tensor([1e-3], dtype=torch.float64)
+    upper = polynomial_upper_bound(alpha, beta, first=start, overlap=overlap, floor=torch.zeros(1, dtype=torch.float64))
     assert float(upper) == pytest.approx(math.sqrt(4 + 1 / 1e-3), rel=1e-12)
 
 
@@ -200,11 +202,79 @@ def test_non_finite_products_are_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"rtol": 0}, {"rtol": 2}, {"delta": 0}, {"delta": 1}, {"max_steps": 0}, {"k": 0}, {"interval": 0}]
+    ("solver", "options"),
+    [
+        (solver, options)
+        for solver, names in (
+            (lipscope.GolubKahan, "rtol delta max_steps k interval"),
+            (lipscope.Auto, "rtol delta max_steps k interval"),
+            (lipscope.Power, "rtol delta max_steps"),
+            (lipscope.Dense, "k"),
+        )
+        for options in ({"rtol": 0}, {"rtol": 2}, {"delta": 0}, {"delta": 1}, {"max_steps": 0}, {"k": 0}, {"interval": 0})
+        if next(iter(options)) in names.split()
+    ],
 )
-def test_bad_options_are_refused_by_name(options):
+def test_bad_options_are_refused_by_name(solver, options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        lipscope.GolubKahan(**options)
+        solver(**options)
+
+
+def test_fewer_steps_than_triplets_are_refused():
+    with pytest.raises(ValueError, match="max_steps must be at least 1 and at least k = 5, got 3"):
+        lipscope.GolubKahan(k=5, max_steps=3)
+
+
+@pytest.mark.parametrize("solver", [lipscope.GolubKahan(), lipscope.Power(), lipscope.Dense()], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "exponents"), [(torch.float32, (-36, -22, 18, 30)), (torch.float64, (-250, -160, 160, 250))]
+)
+def test_extreme_scales(solver, dtype, exponents):
+    A = cases.random(30, 30, seed=0, dtype=dtype)
+    for exponent in exponents:
+        scaled = A * 10.0**exponent
+        truth = float(torch.linalg.svdvals(scaled.double())[0])
+        out = lipscope.spectral_norm(lipscope.DenseOperator(scaled), solver)
+        assert out.lower <= truth <= out.upper
+        assert out.estimate == pytest.approx(truth, rel=0.05)
+
+
+class Spike(lipscope.Operator):
+    """I + c·wwᵀ: two distinct singular values only, so a Krylov space is exhausted after two steps."""
+
+    def __init__(self, w: torch.Tensor, c: float) -> None:
+        self.w, self.c = w, c
+        self.batch, self.input_shape, self.output_shape = 1, tuple(w.shape), tuple(w.shape)
+        self.dtype, self.device = w.dtype, w.device
+
+    def matvec(self, u):
+        return u + self.c * self.w * (u @ self.w)[:, None]
+
+    rmatvec = matvec
+
+    def select(self, items):
+        return self
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("overlap", [1e-7, 2e-6, 1e-4])
+def test_exhaustion_is_not_taken_for_certainty(dtype, overlap):
+    """A start that misses the spike to rounding sees the identity; the bound and a fresh start still find 1.2."""
+    size = 10_000
+    start = torch.randn(1, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)[0]
+    start /= start.norm()
+    w = cases.random(size, seed=5)
+    w = w - (w @ start) * start
+    w = (w / w.norm()) * (1 - overlap**2) ** 0.5 + overlap * start
+    out = lipscope.spectral_norm(Spike(w.to(dtype), 0.2))
+    assert out.lower <= 1.2 <= out.upper
+    assert out.estimate == pytest.approx(1.2, rel=1e-4)
+
+
+def test_repeated_values_are_found_when_the_space_is_exhausted():
+    out = lipscope.spectral_norm(lipscope.DenseOperator(3 * torch.eye(200)), lipscope.GolubKahan(k=3, vectors=True))
+    assert out.singular_values.flatten().tolist() == pytest.approx([3.0, 3.0, 3.0], rel=1e-6)
+    torch.testing.assert_close(out.right @ out.right.T, torch.eye(3), rtol=0, atol=1e-5)
 
 
 def test_too_many_triplets_are_refused():

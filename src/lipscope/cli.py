@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_models
+from lipscope import __version__, cli_bounds, cli_models
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
@@ -131,9 +131,10 @@ def _print_result(result: SpectralNorm) -> None:
 
 
 def _caption(result: SpectralNorm) -> str:
-    if result.upper_kind == "probabilistic":
-        return f"lower is attained; upper fails with probability ≤ {result.delta:g}"
-    return f"{result.upper_kind}, up to the rounding allowance {result.rounding:.1e}"
+    kinds = " or ".join(dict.fromkeys(row["upper_kind"] for row in result.to_rows()))
+    if "probabilistic" in kinds:
+        return f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
+    return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
 
 
 class _one_clear_line:  # noqa: N801 - reads as a statement: with _one_clear_line(debug)
@@ -153,6 +154,7 @@ class _one_clear_line:  # noqa: N801 - reads as a statement: with _one_clear_lin
         raise typer.Exit(2)
 
 
+cli_bounds.register(app, _one_clear_line)
 cli_models.register(app, _one_clear_line)
 
 

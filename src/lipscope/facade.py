@@ -7,14 +7,18 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike, as_mask
+from lipscope.attention.norm_operator import NormAttentionOperator
+from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.bounds.certificates import affordable, certified_upper
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
 
 ATTENTION_SCOPES = ("attention", "head")
+_ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
 
 
 def local_lipschitz(
@@ -25,6 +29,8 @@ def local_lipschitz(
     mask: MaskLike = None,
     solver: Solver | None = None,
     dtype: torch.dtype | None = None,
+    norm: Normalisation | None = None,
+    certificate: bool | None = None,
 ) -> SpectralNorm:
     """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
 
@@ -33,11 +39,16 @@ def local_lipschitz(
     Args:
         map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
         X: tokens (n, d), or a batch (B, n, d). A module that needs a batch dimension gets (1, n, d).
-        scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default) or ``"head"`` (each head before
-            W_O, in one go). For another callable, a label for the result; ``"map"`` by default.
+        scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default), ``"head"`` (each head before
+            W_O, in one go) or ``"norm+attention"`` (u ↦ attention(norm(u)), with X = u). For another callable, a label
+            for the result; ``"map"`` by default.
         mask: replaces the layer's own mask (attention layers only).
         solver: ``Auto()`` by default.
         dtype: dtype of the computation; that of X by default, float32 for half-precision X.
+        norm: the normalisation of scope ``"norm+attention"``.
+        certificate: for an ``Attention``, also compute the certified upper bound (float64, one head at a time, memory a
+            dozen n×n matrices), and report the least upper end with its kind. None: when that is estimated to cost no
+            more than the measurement and the value is not exact already.
 
     Returns:
         A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a
@@ -58,7 +69,7 @@ def local_lipschitz(
     compute = dtype or (X.dtype if X.dtype in (torch.float32, torch.float64) else torch.float32)
     if compute not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {compute}")
-    operator = make_operator(map, batched.to(compute), scope, mask, bare=X.ndim == 2)
+    operator = make_operator(map, batched.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
     shape = () if X.ndim == 2 else (X.shape[0],)
     if isinstance(operator, HeadOperator):
         shape = (*shape, operator.batch // batched.shape[0])
@@ -69,11 +80,36 @@ def local_lipschitz(
         mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention) else None,
         input_dtype=X.dtype,
     )
+    if certificate and not isinstance(map, Attention):
+        raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
+    if isinstance(map, Attention):
+        wanted = certificate
+        if wanted is None:
+            wanted = affordable(map, batched.shape[1], result, len(batched), scope or "attention")
+        if wanted:
+            layer = (map if mask is None else map.with_mask(mask)).to(device=X.device)
+            result = with_certificate(result, _certificate(layer, batched, scope or "attention", norm))
     return reshape_batch(result, shape)
 
 
+def _certificate(layer: Attention, X: Tensor, scope: str, norm: Normalisation | None) -> Tensor:
+    """Certified upper bounds, one per item of the operator; a normalisation enters by its exact norm at every token."""
+    if scope != "norm+attention" or norm is None:
+        return certified_upper(layer, X, scope).flatten()
+    at = norm.linearise(X.double())
+    # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
+    gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
+    return certified_upper(layer, norm(X.double()), gains=gains)
+
+
 def make_operator(
-    map: Attention | TensorMap, X: Tensor, scope: str | None = None, mask: MaskLike = None, *, bare: bool = False
+    map: Attention | TensorMap,
+    X: Tensor,
+    scope: str | None = None,
+    mask: MaskLike = None,
+    *,
+    bare: bool = False,
+    norm: Normalisation | None = None,
 ) -> Operator:
     """The Jacobian operator of ``map`` at X (B, n, d) for a scope.
 
@@ -83,6 +119,7 @@ def make_operator(
         scope: see ``local_lipschitz``.
         mask: replaces the layer's own mask.
         bare: the callable takes tokens without a batch dimension.
+        norm: the normalisation of scope ``"norm+attention"``.
 
     Returns:
         An operator with one item per input, or per (input, head).
@@ -98,11 +135,17 @@ def make_operator(
     layer = map if mask is None else map.with_mask(mask)
     layer = layer.to(dtype=X.dtype, device=X.device)
     scope = scope or "attention"
+    if scope == "norm+attention":
+        if not isinstance(norm, LayerNorm | RMSNorm):
+            raise ValueError("scope 'norm+attention' needs norm, a LayerNorm or an RMSNorm")
+        return NormAttentionOperator(layer, norm, X)
+    if norm is not None:
+        raise ValueError(f"norm belongs to scope 'norm+attention', not to {scope!r}")
     if scope == "attention":
         return AttentionOperator(layer, X)
     if scope == "head":
         return HeadOperator(layer, X)
-    raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(ATTENTION_SCOPES)}")
+    raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
 
 
 def check_tokens(X: Tensor) -> Tensor:

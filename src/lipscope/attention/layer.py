@@ -241,11 +241,13 @@ class Attention:
 
     def project(self, X: Tensor) -> Triple:
         """Scaled queries, keys and values of tokens (B, n, d), biases included."""
+
+        def shifted(target: Tensor, vector: Tensor | None, factor: float) -> Tensor:
+            # Out of place: for one token the heads are views of one tensor, which autograd does not let us change.
+            return target if vector is None else target + factor * vector.detach().reshape(target.shape[1], 1, -1)
+
         q, k, v = self.split_heads(X @ self.qkv.mT)
-        for target, vector, factor in ((q, self.q_bias, self.tau), (k, self.k_bias, 1.0), (v, self.v_bias, 1.0)):
-            if vector is not None:
-                target += factor * vector.detach().reshape(target.shape[1], 1, -1)
-        return q, k, v
+        return shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
 
     def score_rule(self, n: int, batch: int) -> ScoreRule:
         """Mask, bias, soft-cap and sinks for sequences of n tokens."""

@@ -23,6 +23,10 @@ class Dense:
     k: int = 1
     vectors: bool = False
 
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}")
+
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``."""
         M, N = operator.shape

@@ -7,6 +7,10 @@ superdiagonal β) and Jᵀ U_k = V_k B_kᵀ + β_k v_{k+1} e_kᵀ. The largest s
 v_{k+1} = q_k(JᵀJ) v₁ has norm one, with q_k(t) = ∏ᵢ(t − θᵢ²) / ∏ⱼ αⱼβⱼ, so γ·q_k(σ²) ≤ 1 where γ = |⟨v₁, top right
 singular vector⟩|. Except with probability δ, γ ≥ g(δ), and then σ² is at most the root t > θ₁² of q_k(t) = 1/g(δ). The
 failure event does not depend on k, so the bound holds at a stopping time chosen by looking at the iterates.
+
+**Exhaustion.** When β_k vanishes to rounding, the Krylov space is invariant and says nothing more. The iteration goes on
+from a fresh random vector orthogonal to it: the rest of the space gets its own recurrence and its own bound, with half of
+the failure probability left, and σ is at most the larger of that bound and the values already found.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
-from lipscope.spectral.start import overlap_quantile, random_unit_vector
-
-_BASIS_CHUNK = 32
+from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
+from lipscope.spectral.start import check_delta, overlap_quantile, random_unit_vector
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,15 @@ class GolubKahan:
         rtol: requested relative accuracy of the estimate.
         max_steps: most operator pairs (J, Jᵀ) spent on one item.
         delta: allowed probability that ``upper`` fails.
-        k: number of leading singular triplets.
+        k: number of leading singular triplets. A singular value that is repeated may be found once only: one start
+            vector sees one copy. ``Dense`` counts copies.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
-        seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched.
-        memory: bytes the Krylov bases of one sub-batch may take; larger batches are solved in turns.
+        seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched (but
+            for rounding).
+        memory: bytes that the first 32 vectors of the Krylov bases of one sub-batch may take; larger batches are solved
+            in turns.
     """
 
     rtol: float = 1e-4
@@ -55,21 +62,20 @@ class GolubKahan:
     def __post_init__(self) -> None:
         if not 0 < self.rtol < 1:
             raise ValueError(f"rtol must lie strictly between 0 and 1, got {self.rtol}")
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must lie strictly between 0 and 1, got {self.delta}")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_delta(self.delta)
         if self.interval is not None and not self.interval > 0:
             raise ValueError(f"interval must be positive or None, got {self.interval}")
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
+        if self.max_steps < self.k:
+            raise ValueError(f"max_steps must be at least 1 and at least k = {self.k}, got {self.max_steps}")
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``."""
         M, N = operator.shape
         if self.k > min(M, N):
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
-        basis_bytes = (M + N) * _BASIS_CHUNK * torch.finfo(operator.dtype).bits // 8
+        basis_bytes = (M + N) * Basis.CHUNK * torch.finfo(operator.dtype).bits // 8
         turn = max(1, self.memory // basis_bytes)
         if operator.batch <= turn:
             return _Run(self, operator).solve()
@@ -88,19 +94,25 @@ class _Run:
         self.whole_space = min(M + 1, N)
         self.steps = min(config.max_steps, self.whole_space)
         self.active = torch.arange(operator.batch, device=operator.device)
-        self.overlap = overlap_quantile(N, config.delta)
         start = random_unit_vector(operator, config.seed)
-        self.V = _Basis(start.expand(operator.batch, N))
-        self.U = _Basis.empty(operator.batch, M, start)
+        self.V = Basis(operator.batch, N, start)
+        self.U = Basis(operator.batch, M, start)
+        self.V.append(start.expand(operator.batch, N))
         # Bidiagonal entries in float64 whatever the operator's dtype: the small problem is never the weak link.
         self.alpha = start.new_zeros(operator.batch, self.steps, dtype=torch.float64)
         self.beta = torch.zeros_like(self.alpha)
+        # Where the recurrence of each item last started afresh, and how often it did.
+        self.fresh = torch.zeros(operator.batch, dtype=torch.int64, device=operator.device)
+        self.restarts = torch.zeros_like(self.fresh)
+        # The bounds of recurrences that have ended.
+        self.known = torch.full_like(self.alpha[:, 0], torch.inf)
         self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
 
     def solve(self) -> SolverOutput:
         for step in range(1, self.steps + 1):
             self._extend(step)
-            if self._worth_checking(step):
+            # Every other step: small SVDs of many items cost as much as the products.
+            if step == self.steps or (step >= self.config.k and step % 2 == 0):
                 self._retire_converged(step)
                 if self.active.numel() == 0:
                     break
@@ -113,22 +125,42 @@ class _Run:
         if j > 0:
             u = u - self.beta[:, j - 1, None].to(u.dtype) * self.U.last
         u = self.U.orthogonalise(u)
-        self.alpha[:, j] = _append_normalised(self.U, u, self.alpha.amax(1))
+        self.alpha[:, j] = norm = self._norm_or_zero(u)
+        self.U.append(unit_rows(u, norm))
 
         v = self.operator.rmatvec(self.U.last) - self.alpha[:, j, None].to(u.dtype) * self.V.last
         v = self.V.orthogonalise(v)
-        self.beta[:, j] = _append_normalised(self.V, v, self.alpha.amax(1))
+        self.beta[:, j] = norm = self._norm_or_zero(v)
+        v = unit_rows(v, norm)
+        exhausted = norm == 0
+        if bool(exhausted.any()):
+            everyone = torch.arange(exhausted.numel(), device=exhausted.device)
+            self.known = torch.where(exhausted, torch.minimum(self.known, self._current(everyone, step)), self.known)
+            v = torch.where(exhausted[:, None], self._fresh_direction(step), v)
+            self.fresh = torch.where(exhausted, step, self.fresh)
+            self.restarts = self.restarts + exhausted.long()
+        self.V.append(v)
 
-    def _worth_checking(self, step: int) -> bool:
-        """Small SVDs of many items cost as much as the products, so large batches are checked every fourth step."""
-        if step < self.config.k:
-            return False
-        return step == self.steps or self.active.numel() <= 64 or step % 4 == 0
+    def _norm_or_zero(self, x: Tensor) -> Tensor:
+        """‖x‖, or zero when it is at the rounding level of what the recurrence has seen."""
+        norm = scaled_norm(x)
+        return norm.masked_fill(norm <= self._negligible(x.dtype), 0.0)
+
+    def _negligible(self, dtype: torch.dtype) -> Tensor:
+        return 8 * torch.finfo(dtype).eps * torch.maximum(self.alpha.amax(1), self.beta.amax(1))
+
+    def _fresh_direction(self, step: int) -> Tensor:
+        """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
+        x = random_unit_vector(self.operator, self.config.seed + step).expand(self.operator.batch, -1)
+        for _ in range(2):
+            x = self.V.orthogonalise(x)
+        norm = scaled_norm(x)
+        return unit_rows(x, norm.masked_fill(norm <= 1e-3 / self.operator.shape[1] ** 0.5, 0.0))
 
     def _retire_converged(self, step: int) -> None:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
-        ritz = _RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
+        ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
         done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
         if self.config.interval is not None:
             everyone = torch.arange(done.numel(), device=done.device)
@@ -144,7 +176,28 @@ class _Run:
         if staying.numel() <= 0.75 * self.active.numel():
             self._keep(staying)
 
-    def _record(self, step: int, ritz: _RitzPairs, rows: Tensor, done: Tensor) -> None:
+    def _upper(self, ritz: RitzPairs, rows: Tensor, step: int) -> Tensor:
+        """The least upper bound known for the listed rows, after ``step`` steps."""
+        values = ritz.values[rows, 0]
+        if step == self.whole_space:
+            return values
+        # What was found before the current recurrence began lies in its complement and counts too.
+        bound = torch.minimum(self.known[rows], torch.maximum(self._current(rows, step), values))
+        return torch.maximum(bound, values)
+
+    def _current(self, rows: Tensor, step: int) -> Tensor:
+        """The bound of the current recurrences. The r-th may fail with probability δ/2^{r+1}, together at most δ."""
+        N, most = self.operator.shape[1], int(self.restarts[rows].max())
+        overlap = [overlap_quantile(N, self.config.delta / 2 ** (r + 1)) for r in range(most + 1)]
+        return polynomial_upper_bound(
+            self.alpha[rows, :step],
+            self.beta[rows, :step],
+            first=self.fresh[rows],
+            overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]],
+            floor=self._negligible(self.operator.dtype)[rows],
+        )
+
+    def _record(self, step: int, ritz: RitzPairs, rows: Tensor, done: Tensor) -> None:
         """Write the results of the rows that stop now; they are never touched again."""
         if rows.numel() == 0:
             return
@@ -166,130 +219,18 @@ class _Run:
         if self.config.vectors:
             out.record_vectors(items, right, self.U.combine(rows, ritz.left[rows, :, :wanted]))
 
-    def _upper(self, ritz: _RitzPairs, rows: Tensor, step: int) -> Tensor:
-        return polynomial_upper_bound(ritz.values[rows], self.alpha[rows, :step], self.beta[rows, :step], self.overlap)
-
     def _keep(self, rows: Tensor) -> None:
         self.active = self.active[rows]
         if rows.numel() == 0:
             return
         self.operator = self.operator.select(rows)
         self.alpha, self.beta = self.alpha[rows], self.beta[rows]
+        self.fresh, self.restarts, self.known = self.fresh[rows], self.restarts[rows], self.known[rows]
         self.U.keep(rows)
         self.V.keep(rows)
 
 
-class _Basis:
-    """Orthonormal rows per item, stored (B, capacity, N) and grown in chunks."""
-
-    def __init__(self, first: Tensor) -> None:
-        self._store = first.new_empty(first.shape[0], _BASIS_CHUNK, first.shape[1])
-        self._store[:, 0] = first
-        self.count = 1
-
-    @classmethod
-    def empty(cls, batch: int, size: int, like: Tensor) -> _Basis:
-        basis = cls(like.new_zeros(batch, size))
-        basis.count = 0
-        return basis
-
-    @property
-    def last(self) -> Tensor:
-        return self._store[:, self.count - 1]
-
-    def orthogonalise(self, x: Tensor) -> Tensor:
-        """Remove the components of x along the basis; the recurrence has removed most of them already."""
-        if self.count == 0:
-            return x
-        Q = self._store[:, : self.count]
-        coefficients = torch.bmm(Q, x.unsqueeze(-1))
-        return torch.baddbmm(x.unsqueeze(-1), Q.transpose(1, 2), coefficients, alpha=-1).squeeze(-1)
-
-    def append(self, x: Tensor) -> None:
-        if self.count == self._store.shape[1]:
-            self._store = torch.cat([self._store, torch.empty_like(self._store[:, :_BASIS_CHUNK])], dim=1)
-        self._store[:, self.count] = x
-        self.count += 1
-
-    def combine(self, rows: Tensor, coefficients: Tensor) -> Tensor:
-        """Unit vectors Σ_j coefficients[:, j, c] · q_j of the listed items, shape (rows, c, N)."""
-        Q = self._store[rows, : coefficients.shape[1]]
-        vectors = torch.bmm(coefficients.transpose(1, 2).to(Q.dtype), Q)
-        return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(Q.dtype).tiny)
-
-    def keep(self, rows: Tensor) -> None:
-        kept = self._store.new_empty(rows.numel(), *self._store.shape[1:])
-        kept[:, : self.count] = self._store[rows, : self.count]
-        self._store = kept
-
-
-class _RitzPairs:
-    """Singular values of the small bidiagonals, their vectors, and the residuals ‖Jᵀu − θv‖ = β_k·|last entry of x|."""
-
-    def __init__(self, alpha: Tensor, beta: Tensor, k: int) -> None:
-        B = torch.diag_embed(alpha)
-        if alpha.shape[1] > 1:
-            B = B + torch.diag_embed(beta[:, :-1], offset=1)
-        left, values, right_t = torch.linalg.svd(B)
-        self.k = k
-        self.values: Tensor = values
-        self.left, self.right = left, right_t.transpose(1, 2)
-        self.residual: Tensor = beta[:, -1:] * left[:, -1, :].abs()
-
-    def relative_error(self, rounding: float) -> Tensor:
-        """Estimated relative error of the k leading values: the largest of min(r, r²/2gap)/θ over them."""
-        k, values = self.k, self.values
-        r, theta = self.residual[:, :k], values[:, :k]
-        following = torch.nn.functional.pad(values, (0, 1))[:, 1 : k + 1]
-        # With a single Ritz value nothing is known of the gap yet.
-        gap = (theta - following) if values.shape[1] > k else torch.zeros_like(theta)
-        tiny = torch.finfo(torch.float64).tiny
-        # Of the symmetric form [[0, J], [Jᵀ, 0]] the unit vector (u, v)/√2 has residual r/√2: hence the factor ½.
-        refined = r.square() / (2 * gap).clamp_min(tiny)
-        error = torch.minimum(r, refined) / theta.clamp_min(tiny)
-        exhausted = r <= rounding * values[:, :1]
-        return error.masked_fill(exhausted, 0.0).amax(-1)
-
-
-def polynomial_upper_bound(ritz: Tensor, alpha: Tensor, beta: Tensor, overlap: float) -> Tensor:
-    """The root t ≥ θ₁² of ∏(t − θᵢ²) = ∏ αⱼβⱼ / overlap, as √t: an upper bound for σ when γ ≥ overlap.
-
-    The left side increases in t beyond θ₁², so bisection in the relative distance finds the root; logarithms keep the
-    products in range.
-    """
-    scale = ritz[:, :1].clamp_min(torch.finfo(torch.float64).tiny)
-    roots = (ritz / scale).square()
-    target = (alpha.clamp_min(0) / scale).log().sum(-1) + (beta / scale).log().sum(-1)
-    target = target - torch.tensor(overlap, dtype=torch.float64).log().to(target)
-    degree = ritz.shape[1]
-    # (t − 1)^degree ≤ ∏(t − rootsᵢ), so this exponent brackets the root from above.
-    high = (target / degree).clamp(min=-80.0)
-    low = torch.full_like(high, -80.0)
-    for _ in range(64):
-        middle = (low + high) / 2
-        t = 1 + middle.exp()
-        value = torch.log((t[:, None] - roots).clamp_min(torch.finfo(torch.float64).tiny)).sum(-1)
-        above = value >= target
-        high = torch.where(above, middle, high)
-        low = torch.where(above, low, middle)
-    upper = scale[:, 0] * (1 + high.exp()).sqrt()
-    return torch.where(ritz[:, 0] > 0, upper, torch.zeros_like(upper))
-
-
-def _append_normalised(basis: _Basis, x: Tensor, scale: Tensor) -> Tensor:
-    """Append x/‖x‖ and return ‖x‖ in float64.
-
-    A norm at the rounding level of ``scale`` means that the Krylov space is exhausted (it is invariant, and a random
-    start makes it contain the top singular vector): zero is appended and returned, and the recurrence ends there.
-    """
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    norm = norm.masked_fill(norm <= 8 * torch.finfo(x.dtype).eps * scale, 0.0)
-    inverse = torch.where(norm > 0, 1 / norm, 0.0)
-    basis.append(x * inverse.to(x.dtype)[:, None])
-    return norm
-
-
 _NON_FINITE = (
-    "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input in the chosen "
-    "dtype: check the input and the weights for extreme values, or compute in float64."
+    "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input: check the input and "
+    "the weights for extreme values, compute in float64, or rescale."
 )

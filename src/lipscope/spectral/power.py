@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
-from lipscope.spectral.start import overlap_quantile, random_unit_vector
+from lipscope.spectral.start import check_delta, overlap_quantile, random_unit_vector
 
 
 @dataclass(frozen=True)
@@ -36,43 +37,47 @@ class Power:
     vectors: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.rtol < 1:
+            raise ValueError(f"rtol must lie strictly between 0 and 1, got {self.rtol}")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_delta(self.delta)
+
     def solve(self, operator: Operator) -> SolverOutput:
         """Largest singular value of every item of ``operator``."""
         _, N = operator.shape
         out = SolverOutput.empty(operator, 1, self.vectors, "power", self.delta)
         v = random_unit_vector(operator, self.seed).expand(operator.batch, N)
         overlap = math.log(overlap_quantile(N, self.delta))
-        tiny = torch.finfo(operator.dtype).tiny
         log_growth = torch.zeros(operator.batch, dtype=torch.float64, device=operator.device)
         previous = torch.zeros_like(log_growth)
         for step in range(1, self.max_steps + 1):
             u = operator.matvec(v)
-            theta = torch.linalg.vector_norm(u, dim=-1, dtype=torch.float64)
+            theta = scaled_norm(u)
             if not bool(torch.isfinite(theta).all()):
-                raise FloatingPointError("A product with the Jacobian returned NaN or infinity; see GolubKahan.")
+                raise FloatingPointError("A product with the Jacobian returned NaN or infinity: does the map overflow here?")
+            u = unit_rows(u, theta)
             w = operator.rmatvec(u)
-            growth = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float64)
-            log_growth = log_growth + growth.log()
+            growth = scaled_norm(w)
+            log_growth = log_growth + theta.log() + growth.log()
             done = (theta - previous) <= self.rtol * theta
             leaving = (done | (step == self.max_steps)) & (out.iterations == 0)
             items = leaving.nonzero()[:, 0]
             if items.numel():
-                unit = theta[items].clamp_min(tiny)
                 out.estimate[items] = theta[items]
                 out.singular_values[items, 0] = theta[items]
                 out.upper[items] = torch.maximum(((log_growth[items] - overlap) / (2 * step)).exp(), theta[items])
                 out.iterations[items] = step
-                out.residual[items] = torch.linalg.vector_norm(
-                    w[items].double() / unit[:, None] - theta[items, None] * v[items].double(), dim=-1
-                )
+                out.residual[items] = scaled_norm(w[items].double() - theta[items, None] * v[items].double())
                 out.converged[items] = done[items]
                 for item in items.tolist():
                     out.status[item] = Status.CONVERGED if bool(done[item]) else Status.MAX_STEPS
                 out.record_energy(items, operator.token_energy(v[items]))
                 if self.vectors:
-                    out.record_vectors(items, v[items, None], (u[items] / unit.to(u.dtype)[:, None])[:, None])
+                    out.record_vectors(items, v[items, None], u[items, None])
             if bool((out.iterations > 0).all()):
                 break
             previous = theta
-            v = w / growth.clamp_min(tiny).to(w.dtype)[:, None]
+            v = unit_rows(w, growth)
         return out

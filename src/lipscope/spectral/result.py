@@ -26,7 +26,7 @@ class SpectralNorm:
         estimate: best estimate of σ.
         upper: σ ≤ upper, in the sense of ``upper_kind``.
         upper_kind: ``"exact"`` (dense SVD), ``"probabilistic"`` (fails with probability at most ``delta``) or
-            ``"certified"`` (closed form, deterministic).
+            ``"certified"`` (closed form, deterministic); nested tuples for a batch, like ``status``.
         delta: failure probability of a probabilistic upper bound, else None.
         iterations: operator pairs (J, Jᵀ) spent.
         residual: ‖Jᵀu − estimate·v‖ for the returned singular pair; *some* singular value lies within it.
@@ -43,12 +43,13 @@ class SpectralNorm:
         token_energy: share of the worst direction on each token, last dimension n, summing to one.
         right: leading right singular vectors (unit input directions), when asked for.
         left: leading left singular vectors (the matching output directions), when asked for.
+        certified: the certified upper bound where one was computed, whether or not it is the least.
     """
 
     lower: Any
     estimate: Any
     upper: Any
-    upper_kind: UpperKind
+    upper_kind: Any
     delta: float | None
     iterations: Any
     residual: Any
@@ -65,6 +66,7 @@ class SpectralNorm:
     token_energy: Tensor | None = None
     right: Tensor | None = None
     left: Tensor | None = None
+    certified: Any = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -87,7 +89,9 @@ class SpectralNorm:
             row |= {"scope": self.scope, "mask": self.mask, "n": self.tokens}
             for name in ("lower", "estimate", "upper"):
                 row[name] = float(_at(getattr(self, name), index))
-            row |= {"upper_kind": self.upper_kind, "delta": self.delta}
+            kind = str(_at(self.upper_kind, index))
+            row |= {"upper_kind": kind, "delta": self.delta if kind == "probabilistic" else None}
+            row["certified"] = None if self.certified is None else float(_at(self.certified, index))
             row["iterations"] = int(_at(self.iterations, index))
             row["residual"] = float(_at(self.residual, index))
             row["converged"] = bool(_at(self.converged, index))
@@ -103,12 +107,13 @@ class SpectralNorm:
         about = [f"mask {self.mask}"] if self.mask else []
         about += [f"n = {self.tokens}"] if self.tokens is not None else []
         about += [self.dtype if self.dtype == self.input_dtype else f"{self.dtype} (from {self.input_dtype})"]
-        kind: str = self.upper_kind
-        if kind == "probabilistic":
+        kinds = list(dict.fromkeys(row["upper_kind"] for row in rows))
+        kind = " or ".join(kinds)
+        if "probabilistic" in kinds:
             kind += f", fails with probability ≤ {self.delta:g}"
         lines = [f"{head}: {', '.join(about)}; upper end {kind}; solver {self.solver}"]
         shown = rows if len(rows) <= _MAX_LINES else rows[: _MAX_LINES - 1]
-        lines += [_line(row) for row in shown]
+        lines += [_line(row, mixed=len(kinds) > 1) for row in shown]
         if len(shown) < len(rows):
             lines.append(f"  … and {len(rows) - len(shown)} more; to_rows() has them all")
         unfinished = sum(row["status"] == Status.MAX_STEPS for row in rows)
@@ -138,7 +143,7 @@ def summarise(
         lower=output.estimate * (1 - allowance),
         estimate=output.estimate,
         upper=output.upper * (1 + allowance),
-        upper_kind="exact" if output.solver == "dense" else "probabilistic",
+        upper_kind=("exact" if output.solver == "dense" else "probabilistic",) * operator.batch,
         delta=output.delta,
         iterations=output.iterations,
         residual=output.residual,
@@ -171,14 +176,31 @@ def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:
         name: number(getattr(result, name)) for name in ("lower", "estimate", "upper", "iterations", "residual", "converged")
     }
     changes |= {name: tensor(getattr(result, name)) for name in ("singular_values", "token_energy", "right", "left")}
-    return replace(result, status=_nest(list(result.status), shape), **changes)
+    if result.certified is not None:
+        changes["certified"] = number(result.certified)
+    changes |= {name: _nest(list(getattr(result, name)), shape) for name in ("status", "upper_kind")}
+    return replace(result, **changes)
 
 
-def _line(row: dict[str, Any]) -> str:
+def with_certificate(result: SpectralNorm, certified: Tensor) -> SpectralNorm:
+    """Enter certified upper bounds (B,) into a flat batch: the least upper end counts, with its kind.
+
+    A certificate is a theorem about exact arithmetic; the upper end is not taken below the estimate that was computed.
+    """
+    better = certified < result.upper
+    upper = torch.where(better, torch.maximum(certified, result.estimate), result.upper)
+    kinds = tuple("certified" if b else kind for b, kind in zip(better.tolist(), result.upper_kind, strict=True))
+    return replace(result, upper=upper, upper_kind=kinds, certified=certified)
+
+
+def _line(row: dict[str, Any], *, mixed: bool) -> str:
     where = " ".join(f"{name} {row[name]}" for name in ("input", "head") if name in row)
     interval = f"σ ∈ [{row['lower']:.6g}, {row['upper']:.6g}], estimate {row['estimate']:.6g}"
     steps = f", {row['iterations']} steps, residual {row['residual']:.1e}" if row["iterations"] else ""
-    return f"  {where + ': ' if where else ''}{interval}{steps}, {row['status']}"
+    kind = f", upper {row['upper_kind']}" if mixed else ""
+    if row["certified"] is not None and row["upper_kind"] != "certified":
+        kind += f", certified ≤ {row['certified']:.6g}"
+    return f"  {where + ': ' if where else ''}{interval}{kind}{steps}, {row['status']}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -198,7 +220,7 @@ def _at(value: Any, index: tuple[int, ...]) -> Any:
     return value
 
 
-def _nest(values: list[Status], shape: tuple[int, ...]) -> Any:
+def _nest(values: list[Any], shape: tuple[int, ...]) -> Any:
     if not shape:
         return values[0]
     width = len(values) // shape[0]

@@ -21,6 +21,12 @@ def random_unit_vector(operator: Operator, seed: int) -> Tensor:
     return unit.to(dtype=operator.dtype, device=operator.device)
 
 
+def check_delta(delta: float) -> None:
+    """Refuse failure probabilities that are none, or too small for the quantile to be computed."""
+    if not 1e-30 <= delta < 1:
+        raise ValueError(f"delta must be at least 1e-30 and less than 1, got {delta}")
+
+
 def overlap_quantile(size: int, delta: float) -> float:
     """The g with P[|⟨v₁, w⟩| < g] = delta: the squared overlap follows the Beta(½, (N−1)/2) law."""
     from scipy.special import betaincinv

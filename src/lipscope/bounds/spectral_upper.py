@@ -1,0 +1,116 @@
+"""Upper bounds for spectral norms that are theorems, not estimates: a power iteration only ever gives a lower bound.
+
+Nonnegative N, any x > 0 (Collatz–Wielandt):   ‖N‖₂² = λ_max(NᵀN) ≤ max_i (NᵀN x)_i / x_i.
+Any M (Schatten norms):                        ‖M‖₂ ≤ ‖(MᵀM)^p‖_F^{1/2p},  too large by at most rank^{1/4p}.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_SMALLEST = 1e-280
+# Multiplications of one squaring of the whole batch above which fewer squarings are made.
+_LARGE = 1 << 23
+
+
+def nonnegative_norm(N: Tensor, steps: int = 40) -> float:
+    """Collatz–Wielandt bound for the spectral norm of a nonnegative matrix, after a few power steps for x.
+
+    Every x > 0 gives a valid bound; power steps only make it tight. All sums are of nonnegative terms, so each carries a
+    relative error of at most (number of terms)·eps, which is added.
+
+    Args:
+        N: matrix (m, n), entries ≥ 0, float64.
+        steps: power steps.
+
+    Returns:
+        A number ≥ ‖N‖₂.
+
+    Example:
+        >>> import torch
+        >>> round(nonnegative_norm(torch.ones(3, 3, dtype=torch.float64)), 9)
+        3.0
+    """
+    return _best_vector(N, steps)[0]
+
+
+def perron_vector(N: Tensor, steps: int = 40) -> Tensor:
+    """The x > 0 at which ``nonnegative_norm`` found its bound, close to the leading right singular vector."""
+    return _best_vector(N, steps)[1]
+
+
+def collatz_wielandt(N: Tensor, x: Tensor) -> float:
+    """√(max_i (NᵀN x)_i/x_i) ≥ ‖N‖₂ for a fixed x > 0: increasing in every entry of N, unlike the best such bound."""
+    size = _largest(N)
+    N = N / size
+    ratio = float((N.mT @ (N @ x) / x).max())
+    return size * math.sqrt(ratio) * _rounding(N) if math.isfinite(ratio) else math.inf
+
+
+def _best_vector(N: Tensor, steps: int) -> tuple[float, Tensor]:
+    size = _largest(N)
+    N = N / size
+    x = best_x = N.new_ones(N.shape[1])
+    best = math.inf
+    for step in range(steps):
+        y = N.mT @ (N @ x)
+        ratio = float((y / x).max())
+        if not math.isfinite(ratio):
+            break
+        improved = ratio < best * (1 - 1e-6)
+        if ratio < best:
+            best, best_x = ratio, x
+        top = float(y.max())
+        if top == 0.0 or (step > 4 and not improved):
+            break
+        # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
+        x = (y / top).clamp_min(_SMALLEST)
+    return size * math.sqrt(best) * _rounding(N), best_x
+
+
+def _largest(N: Tensor) -> float:
+    """The largest entry, to divide by: squares of very small or large entries would leave the range of floats."""
+    return max(float(N.abs().max()), _SMALLEST)
+
+
+def _rounding(N: Tensor) -> float:
+    return 1 + (sum(N.shape) + 8) * torch.finfo(N.dtype).eps
+
+
+def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: bool = False) -> Tensor:
+    """Schatten bound for the spectral norms of a batch of matrices (…, a, b): products only, no decomposition.
+
+    With G = MᵀM scaled to unit Frobenius norm and squared s times, ‖M‖₂² ≤ ‖G^{2^s}‖_F^{1/2^s}. Equal singular values
+    are the worst case: for 64 of them the bound is 6.7 % too large with s = 4 and 30 % with s = 2.
+
+    Args:
+        M: matrices, float64.
+        squarings: s; by default 4, and 2 for large batches, where each squaring costs as much as the matrices themselves.
+        symmetric: the matrices are symmetric, so that M may stand for G and one product is saved.
+
+    Returns:
+        Upper bounds (…).
+    """
+    scale = M.abs().amax((-2, -1)).clamp_min(_SMALLEST)
+    M = M / scale[..., None, None]
+    G = M if symmetric else M.mT @ M if M.shape[-1] <= M.shape[-2] else M @ M.mT
+    terms = sum(M.shape[-2:])
+    if squarings is None:
+        squarings = 4 if G.numel() * G.shape[-1] <= _LARGE else 2
+    exponent = 1.0
+    squarings += symmetric
+    log = torch.zeros(G.shape[:-2], dtype=M.dtype, device=M.device)
+    for step in range(squarings + 1):
+        size = torch.linalg.matrix_norm(G)
+        log = log + exponent * torch.log(size)
+        if step == squarings:
+            break
+        G = G * size.clamp_min(_SMALLEST).reciprocal()[..., None, None]
+        G = G @ G
+        exponent /= 2
+    # A square of a matrix of unit Frobenius norm is off by terms·eps, and its own norm is at least 1/√rank.
+    bound: Tensor = scale * torch.exp(log if symmetric else log / 2) * (1 + 4 * terms**1.5 * torch.finfo(M.dtype).eps)
+    return bound

@@ -1,0 +1,158 @@
+"""What the bounds need to know of a layer's weights: norms, and triangular factors that stand for tall matrices.
+
+A head enters every bound through products such as W_O W_V (d_out × d) of rank at most d_head. With thin QR factors
+W_O = Q R_O, W_Kᵀ = Q R_K, τW_Qᵀ = Q R_Q, all norms are those of d_head × d_head matrices:
+
+    ‖W_O z‖ = ‖R_O z‖     ‖W_Kᵀ q‖ = ‖R_K q‖     ‖W_O C τW_Q‖ = ‖R_O C R_Qᵀ‖
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """One head in float64, seen through its output weights (or without them).
+
+    Attributes:
+        R_O: stands for W_O of this head, (r, dv); None for the identity.
+        R_K: stands for W_Kᵀ, (r, dk).
+        R_Q: stands for τW_Qᵀ, (r, dk).
+        VK: R_O W_V W_Kᵀ, (r, dk): maps a scaled query q_i to V a_i.
+        V: stands for W_O W_V, (r, m), in coordinates of the span of the rows of W_V and W_K.
+        K: W_Kᵀ in the same coordinates, (m, dk).
+        KQ: W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j.
+        out: ‖W_O‖ of this head, 1 for the identity.
+        query: |τ|‖W_Q‖ of this head.
+        value: ‖W_O W_V‖.
+        interaction: ‖A‖ = τ‖W_Kᵀ W_Q‖.
+        query_bias: τ‖W_Kᵀ b_Q‖.
+        key_bias: τ‖W_Qᵀ b_K‖.
+        value_bias: ‖W_O b_V‖.
+        score_scale: |τ|‖W_Q‖_F‖W_K‖_F, for the rounding of the scores.
+        query_shift: ‖b_Q‖/‖W_Q‖_F, the token norm that the query bias stands for, likewise.
+        key_shift: ‖b_K‖/‖W_K‖_F.
+    """
+
+    R_O: Tensor | None
+    R_K: Tensor
+    R_Q: Tensor
+    VK: Tensor
+    V: Tensor
+    K: Tensor
+    KQ: Tensor
+    out: float
+    query: float
+    value: float
+    interaction: float
+    query_bias: float
+    key_bias: float
+    value_bias: float
+    score_scale: float
+    query_shift: float
+    key_shift: float
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """All heads of a layer, with W_O inside (``image``) and without (``plain``).
+
+    Attributes:
+        image: heads followed by their block of W_O; the same objects as ``plain`` when the layer has no W_O.
+        plain: heads alone.
+        out: ‖W_O‖, 1 without W_O.
+        queries: |τ|‖W_Q‖ of the heads stacked; keys and values that several heads share count once per head.
+        keys: ‖W_K‖ likewise.
+        values: ‖W_V‖ likewise.
+        total: ‖Σ_h W_O^h W_V^h‖.
+    """
+
+    image: tuple[HeadWeights, ...]
+    plain: tuple[HeadWeights, ...]
+    out: float
+    queries: float
+    keys: float
+    values: float
+    total: float
+
+
+def spectral(M: Tensor) -> float:
+    """Spectral norm of a float64 matrix from its SVD, rounded up by a relative 1e-12."""
+    return float(torch.linalg.matrix_norm(M, 2)) * (1 + 1e-12)
+
+
+def triangle(M: Tensor) -> Tensor:
+    """R with ‖Rz‖ = ‖Mz‖ for every z, at most as tall as M is wide."""
+    return M if M.shape[0] <= M.shape[1] else torch.linalg.qr(M, mode="r").R
+
+
+def layer_weights(layer: Attention) -> LayerWeights:
+    """The weights of ``layer`` as the bounds see them; computed once per layer object."""
+    if layer not in _CACHE:
+        _CACHE[layer] = _compute(layer.to(torch.float64))
+    return _CACHE[layer]
+
+
+_CACHE: WeakKeyDictionary[Attention, LayerWeights] = WeakKeyDictionary()
+
+
+def _compute(layer: Attention) -> LayerWeights:
+    with torch.no_grad():
+        singles = [layer.head(h) for h in range(layer.heads)]
+        plain = tuple(_head(single, None) for single in singles)
+        W_V = torch.cat([single.v for single in singles])
+        keys = _root_norm(torch.cat([single.k for single in singles]))
+        queries, values = abs(layer.tau) * _root_norm(layer.q), _root_norm(W_V)
+        if layer.out is None:
+            return LayerWeights(plain, plain, 1.0, queries, keys, values, values)
+        blocks = layer.out.split(layer.value_width, dim=1)
+        image = tuple(_head(single, block) for single, block in zip(singles, blocks, strict=True))
+        # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
+        total = _root_norm(layer.out @ W_V)
+        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total)
+
+
+def _root_norm(M: Tensor) -> float:
+    gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12)
+
+
+def _head(single: Attention, out: Tensor | None) -> HeadWeights:
+    tau = single.tau
+
+    def size(vector: Tensor | None, through: Tensor | None = None) -> float:
+        if vector is None:
+            return 0.0
+        return float(torch.linalg.vector_norm(vector if through is None else through @ vector)) * (1 + 1e-12)
+
+    R_O = None if out is None else triangle(out)
+    R_K, R_Q = triangle(single.k.mT), triangle(tau * single.q.mT)
+    V = single.v if R_O is None else R_O @ single.v
+    basis = torch.linalg.qr(torch.cat([single.v, single.k]).mT).Q
+    return HeadWeights(
+        R_O=R_O,
+        R_K=R_K,
+        R_Q=R_Q,
+        VK=V @ single.k.mT,
+        V=V @ basis,
+        K=basis.mT @ single.k.mT,
+        KQ=tau * single.k @ single.q.mT,
+        out=1.0 if R_O is None else spectral(R_O),
+        query=spectral(R_Q),
+        value=spectral(triangle(V.mT)),
+        interaction=spectral(R_K @ R_Q.mT),
+        query_bias=abs(tau) * size(single.q_bias, R_K),
+        key_bias=size(single.k_bias, R_Q),
+        value_bias=size(single.v_bias, R_O),
+        score_scale=abs(tau) * float(torch.linalg.matrix_norm(single.q) * torch.linalg.matrix_norm(single.k)),
+        query_shift=size(single.q_bias) / max(float(torch.linalg.matrix_norm(single.q)), 1e-300),
+        key_shift=size(single.k_bias) / max(float(torch.linalg.matrix_norm(single.k)), 1e-300),
+    )

@@ -1,0 +1,134 @@
+"""Bounds against each other, against closed forms, and as functions of their parameters."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lipscope
+from lipscope.bounds import Constants, castin2024, lower, refined, softmax_jacobian
+from lipscope.bounds.refined import causal_norm
+
+positive = st.floats(0.0, 30.0)
+lengths = st.integers(1, 5000)
+
+
+@given(st.floats(1e-3, 10), positive, st.floats(0, 3), lengths)
+def test_refined_is_below_the_paper(V, A, R, n):
+    layer = Constants.of_norms(V, A)
+    general, meanfield = castin2024.general(layer, R, n).value, castin2024.meanfield(layer, R).value
+    assert refined.unmasked(layer, R, n).value <= min(general, meanfield) * (1 + 1e-12)
+    assert refined.unmasked(layer, R).value <= meanfield * (1 + 1e-12)
+    assert refined.masked(layer, R, n).value <= general * (1 + 1e-12)
+
+
+@given(positive, st.floats(0.01, 3), st.floats(1.0, 1.5), st.integers(1, 300), st.integers(0, 50))
+def test_set_bounds_grow_with_radius_and_length(A, R, factor, n, more):
+    layer = Constants.of_norms(1.0, A)
+    for bound in (castin2024.general, refined.unmasked, refined.masked, refined.visibility):
+        value = bound(layer, R, n).value
+        assert value <= bound(layer, R * factor, n).value * (1 + 1e-9)
+        assert value <= bound(layer, R, n + more).value * (1 + 1e-9)
+    assert castin2024.meanfield(layer, R).value <= castin2024.meanfield(layer, R * factor).value * (1 + 1e-12)
+
+
+@given(positive, st.floats(0.01, 3), st.integers(1, 60))
+def test_refined_has_the_closed_forms_of_its_docstring(A, R, n):
+    a = A * R**2
+    layer = Constants.of_norms(1.0, A)
+    harmonic = sum(1 / i for i in range(1, n + 1))
+    ours = refined.unmasked(layer, R, n).value
+    assert ours <= (math.hypot(1, a) * min(math.sqrt(n), castin2024.exp(a)) + a) * (1 + 1e-12)
+    masked = refined.masked(layer, R, n).value
+    first = math.hypot(1, a) * min(math.sqrt(n), castin2024.exp(a) * math.sqrt(harmonic))
+    assert masked <= (min(first, (1 + 2 * a) * causal_norm(a)) + a) * (1 + 1e-12)
+    assert refined.visibility(layer, R, n).value == pytest.approx(ours, rel=1e-12)
+    same_column = math.hypot(1, a) * math.sqrt(sum(1 / (1 + i * math.exp(-2 * a)) for i in range(n))) + a
+    assert refined.visibility(layer, R, n, "causal").value == pytest.approx(same_column, rel=1e-12)
+
+
+def test_infinite_length_is_the_limit():
+    layer = Constants.of_norms(2.0, 0.5)
+    assert refined.unmasked(layer, 1.0, 10**9).value == pytest.approx(refined.unmasked(layer, 1.0).value, rel=1e-6)
+    assert refined.unmasked(layer, 1.0).value == pytest.approx(2 * (math.hypot(1, 0.5) * math.exp(0.5) + 0.5))
+    assert refined.masked(layer, 1.0, 10**7).value <= refined.masked(layer, 1.0).value
+    assert math.isinf(castin2024.meanfield(Constants.of_norms(1.0, 1e6), 1.0).value)
+
+
+def test_the_causal_column_sum_beyond_the_summed_head():
+    """The integral that replaces the tail is from above, and within one term."""
+    layer, n = Constants.of_norms(1.0, 4.0), 150_000
+    exact = math.sqrt(float((1 / (1 + math.exp(-8) * torch.arange(n, dtype=torch.float64))).sum())) * math.hypot(1, 4) + 4
+    ours = refined._causal_column(n, 4.0)
+    assert exact <= math.sqrt(ours) * math.hypot(1, 4) + 4
+    assert refined.masked(layer, 1.0, n).value <= exact * (1 + 1e-6)
+
+
+def uniform(V, mask=None):
+    return lipscope.Attention(torch.zeros_like(V), V, V, mask=mask)
+
+
+def test_uniform_averaging_has_the_norm_of_its_values():
+    V = torch.tensor([[2.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    exact = float(torch.linalg.matrix_norm(V, 2))
+    X = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = lipscope.local_lipschitz(uniform(V), X, solver=lipscope.GolubKahan(), certificate=True)
+    assert result.estimate == pytest.approx(exact)
+    assert result.certified == pytest.approx(exact, rel=1e-9)
+    assert refined.unmasked(uniform(V), 5.0, 7).value == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(("n", "norm"), [(2, 1.144), (10, 1.410), (100, 1.630)])
+def test_causal_averaging_is_the_cesaro_matrix(n, norm):
+    V = torch.ones(1, 1, dtype=torch.float64)
+    X = torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = lipscope.local_lipschitz(uniform(V, "causal"), X, solver=lipscope.Dense(), certificate=True)
+    assert result.estimate == pytest.approx(norm, abs=5e-4)
+    # The block-norm certificate is exact here: blocks are numbers.
+    assert result.certified == pytest.approx(result.estimate, rel=1e-5)
+    assert result.estimate <= refined.masked(uniform(V, "causal"), 1.0, n).value <= 2 + 1e-9
+
+
+@given(st.floats(-2, 2), st.floats(-2, 2), st.floats(-2, 2))
+@settings(deadline=None)
+def test_two_tokens_on_a_line(x, y, A):
+    """f₁ = y + p(x − y), p = 1/(1 + e^{−Ax(x−y)}), and its mirror image: the Jacobian by hand."""
+
+    def row(x, y):
+        p = 1 / (1 + math.exp(-A * x * (x - y)))
+        slope = p * (1 - p) * (x - y) * A
+        return p + slope * (2 * x - y), (1 - p) - slope * x
+
+    first, mirrored = row(x, y), row(y, x)
+    J = torch.tensor([first, mirrored[::-1]], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    result = lipscope.local_lipschitz(
+        lipscope.Attention(A * one, one, one), torch.tensor([[x], [y]], dtype=torch.float64), certificate=True
+    )
+    sigma = float(torch.linalg.matrix_norm(J, 2))
+    assert result.estimate == pytest.approx(sigma, rel=1e-9, abs=1e-12)
+    assert sigma <= result.certified * (1 + 1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.floats(-2, 2), st.booleans(), st.booleans())
+def test_softmax_jacobian_norm(seed, n, sharp, ties, sink):
+    s = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 10**sharp
+    if ties:
+        s = s.round()
+    p = torch.softmax(s, 0) * (0.7 if sink else 1.0)
+    exact = float(torch.linalg.eigvalsh(torch.diag(p) - torch.outer(p, p))[-1])
+    ours, g1 = float(softmax_jacobian.largest_eigenvalue(p)), float(softmax_jacobian.g1(p))
+    assert ours == pytest.approx(exact, rel=1e-9, abs=1e-13)
+    assert ours <= g1 + 1e-12
+    assert g1 <= 0.5 + 1e-12
+
+
+@pytest.mark.parametrize("a", [0.001, 0.01, 0.1, 0.3, 1.0, 2.0, 4.0, 8.0, 20.0])
+def test_mean_field_bounds_match_within_a_factor_two(a):
+    """Symmetric A with γ_min = −‖A‖ and V = I: upper and lower mean-field constants differ by 1.38 to 2.00."""
+    A = torch.diag(torch.tensor([-a, a / 3], dtype=torch.float64))
+    low = lower.meanfield(A, torch.eye(2, dtype=torch.float64), 1.0).value
+    high = refined.unmasked(Constants.of_norms(1.0, a), 1.0).value
+    assert 1.37 <= high / low <= 2.01

@@ -1,0 +1,185 @@
+"""Certificates at one input, on a ball, and inside a result."""
+
+import itertools
+import math
+import resource
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lipscope
+from bound_cases import problem
+from lipscope.bounds import certified_radius, certified_upper, certify
+from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
+
+EXACT = 1 + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10**6))
+def test_certificates_hold_for_the_layer_and_for_every_head(seed):
+    case = problem(seed, n_max=16)
+    assert case.sigma <= float(certified_upper(case.layer, case.X[None])[0]) * EXACT, case.label
+    heads = lipscope.local_lipschitz(case.layer, case.X, scope="head", solver=lipscope.Dense()).estimate
+    assert bool((heads <= certified_upper(case.layer, case.X[None], "head")[0] * EXACT).all()), case.label
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.integers(1, 30), st.sampled_from((0.0, 0.5, 0.95)))
+def test_collatz_wielandt_is_above_and_close(seed, m, n, sparse):
+    G = torch.Generator().manual_seed(seed)
+    N = torch.rand(m, n, generator=G, dtype=torch.float64)
+    N = N * (torch.rand(m, n, generator=G) >= sparse)
+    exact, bound = float(torch.linalg.matrix_norm(N, 2)), nonnegative_norm(N)
+    assert exact <= bound * EXACT
+    if sparse == 0.0:
+        assert bound <= 1.001 * exact
+
+
+def test_collatz_wielandt_survives_blocks_of_very_different_size():
+    N = torch.block_diag(torch.ones(3, 3), 1e-200 * torch.ones(2, 2), torch.zeros(2, 2)).double()
+    assert nonnegative_norm(N) == pytest.approx(3.0)
+    assert nonnegative_norm(torch.zeros(3, 3, dtype=torch.float64)) == 0.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 12), st.floats(-100, 100))
+def test_schatten_bound_is_above_and_close(seed, m, n, size):
+    M = torch.randn(4, m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 10**size
+    exact, bound = torch.linalg.matrix_norm(M, 2), matrix_norm_upper(M)
+    assert bool((exact <= bound * EXACT).all())
+    assert bool((bound <= exact * min(m, n) ** (1 / 64) * EXACT).all())
+    S = M[:, :, :m] @ M[:, :, :m].mT
+    exact, bound = torch.linalg.matrix_norm(S, 2), matrix_norm_upper(S, symmetric=True)
+    assert bool((exact <= bound * EXACT).all())
+
+
+def bert_like(heads=4, d=32, n=24, dtype=torch.float32, mask=None):
+    G = torch.Generator().manual_seed(0)
+    W = [torch.randn(d, d, generator=G) / math.sqrt(d) for _ in range(4)]
+    layer = lipscope.Attention(*W, heads=heads, mask=mask).to(dtype)
+    return layer, torch.randn(3, n, d, generator=G, dtype=dtype)
+
+
+def test_a_result_reports_the_least_upper_end_with_its_kind():
+    layer, X = bert_like(heads=1)
+    X = X * torch.tensor([1e-3, 1.0, 3.0])[:, None, None]
+    result = lipscope.local_lipschitz(layer, X, certificate=True)
+    plain = lipscope.local_lipschitz(layer, X, certificate=False)
+    assert plain.certified is None
+    assert plain.upper_kind == ("probabilistic",) * 3
+    certified = certified_upper(layer, X)
+    assert torch.equal(result.certified, certified)
+    assert bool((result.upper <= torch.minimum(plain.upper, certified) * (1 + 1e-5)).all())
+    assert bool((result.lower <= result.upper).all())
+    assert bool((result.estimate <= result.upper).all())
+    for item, (row, kind) in enumerate(zip(result.to_rows(), result.upper_kind, strict=True)):
+        assert row["upper_kind"] == kind == ("certified" if certified[item] < plain.upper[item] else "probabilistic")
+        assert (row["delta"] is None) == (kind == "certified")
+        assert row["certified"] == pytest.approx(float(certified[item]))
+    assert "certified" in result.upper_kind
+    assert "certified" in str(result)
+
+
+def test_kinds_follow_the_shape_of_the_batch():
+    layer, X = bert_like()
+    heads = lipscope.local_lipschitz(layer, X, scope="head", certificate=True)
+    assert heads.certified.shape == (3, 4)
+    assert [len(kinds) for kinds in heads.upper_kind] == [4, 4, 4]
+    one = lipscope.local_lipschitz(layer, X[0], certificate=True)
+    assert isinstance(one.upper_kind, str)
+    assert isinstance(one.certified, float)
+    exact = lipscope.local_lipschitz(layer, X[0], solver=lipscope.Dense())
+    assert (exact.upper_kind, exact.certified) == ("exact", None)
+
+
+def test_certificates_do_not_depend_on_the_batch_or_on_unused_masks():
+    layer, X = bert_like(dtype=torch.float64, mask="causal")
+    together = certified_upper(layer, X)
+    alone = torch.cat([certified_upper(layer, x[None]) for x in X])
+    assert torch.allclose(together, alone, rtol=1e-12)
+    pads = certified_upper(layer.with_mask("causal&pad-right:0,3,5"), X)
+    shorter = certified_upper(layer, X[1:2, :-3])
+    assert float(pads[1]) == pytest.approx(float(shorter[0]), rel=1e-6)
+
+
+def test_a_certificate_needs_a_layer_and_a_known_scope():
+    with pytest.raises(ValueError, match="needs an Attention layer"):
+        lipscope.local_lipschitz(torch.tanh, torch.ones(3, 3), certificate=True)
+    layer, X = bert_like()
+    with pytest.raises(ValueError, match="attention, head"):
+        certified_upper(layer, X, "block")
+
+
+def test_scores_beyond_float64_give_no_certificate():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    layer = lipscope.Attention(one, one, one)
+    assert math.isinf(float(certified_upper(layer, 1e8 * torch.ones(1, 2, 1, dtype=torch.float64))[0]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from((0.0, 1e-3, 0.05, 0.5, 3.0)), st.integers(0, 10**6))
+def test_ball_certificates_hold_everywhere_in_the_ball(seed, radius, direction):
+    case = problem(seed, n_max=8)
+    L = certify(case.layer, case.X, radius=radius).value
+    G = torch.Generator().manual_seed(direction)
+    for share in (0.3, 1.0, 1.0):
+        E = torch.randn(case.X.shape, generator=G, dtype=torch.float64)
+        if share == 1.0:
+            E[torch.randint(len(E), (), generator=G)] *= 10
+        X = case.X + share * radius * E / E.norm()
+        sigma = lipscope.local_lipschitz(case.layer, X, solver=lipscope.Dense()).estimate
+        assert sigma <= L * EXACT, case.label
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_ball_certificates_grow_with_the_radius(seed):
+    case = problem(seed, n_max=8)
+    values = [certify(case.layer, case.X, radius=r).value for r in (0.0, 1e-4, 1e-2, 0.1, 0.3, 1.0, 10.0, 1e3)]
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(values))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_ball_certificates_tend_to_the_local_one(seed):
+    case = problem(seed, n_max=8, plain=True)
+    local = float(certified_upper(case.layer, case.X[None])[0])
+    tiny = 1e-9 * case.radius
+    assert certify(case.layer, case.X, radius=tiny).value == pytest.approx(local, rel=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from((1e-3, 0.1, 1.0)), st.integers(0, 10**6))
+def test_within_the_certified_radius_the_output_moves_less(seed, moves, direction):
+    case = problem(seed, n_max=8)
+    radius = certified_radius(case.layer, case.X, moves=moves)
+    assert radius > 0
+    if math.isfinite(radius):
+        assert radius * certify(case.layer, case.X, radius=radius).value <= moves * EXACT
+        E = torch.randn(case.X.shape, generator=torch.Generator().manual_seed(direction), dtype=torch.float64)
+        distance = float((case.layer(case.X + radius * E / E.norm()) - case.layer(case.X)).norm())
+        assert distance <= moves * EXACT
+
+
+def test_ball_certificates_refuse_bad_arguments():
+    layer, X = bert_like()
+    with pytest.raises(ValueError, match="negative"):
+        certify(layer, X[0], radius=-1.0)
+    with pytest.raises(ValueError, match="shape"):
+        certify(layer, X, radius=1.0)
+    with pytest.raises(ValueError, match="positive"):
+        certified_radius(layer, X[0], moves=0.0)
+
+
+@pytest.mark.slow
+def test_two_thousand_tokens_in_two_gibibytes():
+    G = torch.Generator().manual_seed(0)
+    W = [torch.randn(768, 768, generator=G) * 0.02 for _ in range(4)]
+    layer = lipscope.Attention(*W, heads=12, mask="causal")
+    X = torch.randn(1, 2048, 768, generator=G)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert math.isfinite(float(certified_upper(layer, X)[0]))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 1024**2

@@ -1,0 +1,37 @@
+"""``lipscope bounds`` prints a table, or rows as JSON, and one clear line when something is wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from lipscope.cli import app
+
+
+@pytest.fixture
+def files(tmp_path):
+    G = torch.Generator().manual_seed(0)
+    weights, tokens = tmp_path / "weights.safetensors", tmp_path / "tokens.safetensors"
+    save_file({name: torch.randn(4, 4, generator=G) for name in ("q", "k", "v", "out")}, weights)
+    save_file({"tokens": torch.randn(5, 4, generator=G)}, tokens)
+    return str(weights), str(tokens)
+
+
+def test_table_and_json(files):
+    weights, tokens = files
+    shown = CliRunner().invoke(app, ["bounds", weights, "--tokens", tokens, "--mask", "causal", "--heads", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "castin2024.general" in shown.output
+    result = CliRunner().invoke(app, ["bounds", weights, "--radius", "1", "--n", "10", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.output)}
+    assert rows["refined.unmasked"]["value"] <= rows["castin2024.general"]["value"]
+    assert rows["lower.groups"]["side"] == "lower"
+    assert rows["refined.unmasked"]["sigma"] is None
+
+
+def test_one_clear_line(files):
+    result = CliRunner().invoke(app, ["bounds", files[0]])
+    assert result.exit_code == 2
+    assert "give tokens X" in result.output
