@@ -173,8 +173,9 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
     by_head = summaries[0]["head"] is not None
     title = f"σ of {first['model']} on {text}, largest first\nscope {first['scope']} · mask {first['mask']} · "
     title += first["dtype"] + (f"\n{first['notes']}" if first["notes"] else "")
-    caption = "σ of every input at this n lies between lower and upper; "
-    caption += "exact" if first["upper_kind"] == "exact" else f"an upper end fails with probability ≤ {first['delta']:g}"
+    caption = "σ of every input at this n lies between lower and upper"
+    chances = [row["delta"] for row in result.rows if row["delta"] is not None]
+    caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
     table = Table(title=escape(title), title_justify="left", caption=caption)
     names = ["layer", *(["head"] if by_head else []), "n", "median σ", "lower", "upper", "|x|", "entropy", "on first"]
     for name in [*names, *(["σ ~ n^α, α in"] if fits else [])]:

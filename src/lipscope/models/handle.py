@@ -157,7 +157,9 @@ class Model:
             inputs = operator.batch
             parts = [solver.solve(HeadOfOperator(operator, h, where.heads)) for h in chosen]
             output = _interleave(parts, inputs)
-            operator = HeadOfOperator(operator, 0, where.heads)
+            # Only its shape, batch and rounding are read below: one item per input and head.
+            items = torch.arange(inputs, device=operator.device).repeat_interleave(len(chosen))
+            operator = HeadOfOperator(operator.select(items), 0, where.heads)
         result = summarise(output, operator, scope=scope, mask=mask, input_dtype=self.dtype)
         return reshape_batch(result, (inputs, len(chosen)))
 
