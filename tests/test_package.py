@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "bounds": {"attention", "spectral"},
     "facade": {"bounds", "attention", "spectral"},
     "token_influence": {"facade", "attention", "spectral"},
+    "models": {"facade", "bounds", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
 }
 

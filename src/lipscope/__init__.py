@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from lipscope.attention.norms import LayerNorm, RMSNorm
     from lipscope.bounds.ball import certify
     from lipscope.facade import local_lipschitz
+    from lipscope.models.handle import Model
+    from lipscope.models.load import load
+    from lipscope.models.scan import Scan, scan
     from lipscope.spectral.autodiff import AutodiffOperator
     from lipscope.spectral.dense import Auto, Dense
     from lipscope.spectral.golub_kahan import GolubKahan
@@ -46,19 +49,23 @@ _HOME = {
     "GolubKahan": "spectral.golub_kahan",
     "LayerNorm": "attention.norms",
     "Mask": "attention.masks",
+    "Model": "models.handle",
     "Operator": "spectral.operator",
     "Packed": "attention.masks",
     "Padding": "attention.masks",
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
     "RMSNorm": "attention.norms",
+    "Scan": "models.scan",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
     "Window": "attention.masks",
     "as_mask": "attention.masks",
     "certify": "bounds.ball",
     "influence": "token_influence",
+    "load": "models.load",
     "local_lipschitz": "facade",
+    "scan": "models.scan",
     "spectral_norm": "spectral.norm",
 }
 
@@ -74,12 +81,14 @@ __all__ = [
     "GolubKahan",
     "LayerNorm",
     "Mask",
+    "Model",
     "Operator",
     "Packed",
     "Padding",
     "Power",
     "PrefixLM",
     "RMSNorm",
+    "Scan",
     "SpectralNorm",
     "Status",
     "Window",
@@ -87,7 +96,9 @@ __all__ = [
     "as_mask",
     "certify",
     "influence",
+    "load",
     "local_lipschitz",
+    "scan",
     "spectral_norm",
 ]
 

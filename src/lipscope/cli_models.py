@@ -1,0 +1,226 @@
+"""Commands for models and texts: ``models``, ``corpora``, ``scan``, ``tokens``. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lipscope.models.scan import Scan
+    from lipscope.models.tokens import TokenView
+
+ClearErrors = Callable[[bool], AbstractContextManager[None]]
+
+ModelName = Annotated[
+    str, typer.Argument(help="A name from `lipscope models`, a directory, or a hub name.", show_default=False)
+]
+Debug = Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")]
+AllowPickle = Annotated[bool, typer.Option(help="Accept pickled weights, which can run code when opened.")]
+TrustCode = Annotated[bool, typer.Option(help="Run model code from the hub.")]
+Part = Annotated[str | None, typer.Option(help="'encoder' of an encoder–decoder model.")]
+
+
+def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
+    """Add the commands to the application."""
+
+    @app.command()
+    def models() -> None:
+        """List the named models, and which of them work without a network now."""
+        from lipscope.models.zoo import ZOO
+
+        rows = [(e.name, e.summary, e.size, e.licence, "yes" if e.missing is None else e.missing) for e in ZOO.values()]
+        _print_table(("name", "model", "download", "licence", "available offline"), rows)
+        typer.echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
+
+    @app.command()
+    def corpora() -> None:
+        """List the named texts, and which of them are on this machine."""
+        from lipscope.models.text import CORPORA
+
+        rows = [(c.name, c.summary, c.licence, "yes" if c.available else c.advice) for c in CORPORA.values()]
+        _print_table(("name", "text", "licence", "available"), rows)
+        typer.echo("Any UTF-8 file, or a directory of .txt, .md and .rst files, works too.")
+
+    @app.command()
+    def scan(
+        model: ModelName,
+        text: Annotated[str, typer.Option(help="A name from `lipscope corpora`, a file, or a directory.")] = "python-docs",
+        layers: Annotated[str, typer.Option(help="'all', or indices such as 0,6,-1.")] = "all",
+        heads: Annotated[bool, typer.Option("--heads", help="Measure every head on its own (scope head).")] = False,
+        lengths: Annotated[str, typer.Option(help="8,16,32 or 8:512:log or 8:64:8.")] = "16:128:log",
+        inputs: Annotated[int, typer.Option(help="Inputs per length, disjoint in the text.")] = 4,
+        scope: Annotated[
+            str | None,
+            typer.Option(help="head, attention, norm+attention, attention+residual, block or model.", show_default=False),
+        ] = None,
+        pack: Annotated[
+            bool, typer.Option("--pack", help="Fill each input with documents that do not see each other.")
+        ] = False,
+        rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimates.")] = 1e-3,
+        seed: Annotated[int, typer.Option(help="Where in the text the inputs lie, and the solver's start.")] = 0,
+        dtype: Annotated[str | None, typer.Option(help="float32 or float64.")] = None,
+        part: Part = None,
+        out: Annotated[Path | None, typer.Option(help="Directory for rows.csv, rows.json and fits.csv.")] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+        as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
+        top: Annotated[int, typer.Option(help="Lines of the table.")] = 20,
+        allow_pickle: AllowPickle = False,
+        trust_remote_code: TrustCode = False,
+        debug: Debug = False,
+    ) -> None:
+        """Measure σ of a model's layers, or heads, on a text."""
+        with clear_errors(debug):
+            from lipscope.models.load import load
+            from lipscope.models.scan import scan as run
+            from lipscope.spectral.dense import Auto
+
+            chosen = _parse_layers(layers)
+            handle = load(
+                model, part=part, dtype=_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+            )
+            with _progress() as progress:
+                result = run(
+                    handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
+                    solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, progress=progress,
+                )  # fmt: skip
+            if out is not None:
+                _write(result, out)
+            if as_json:
+                typer.echo(result.to_json())
+            elif as_csv:
+                typer.echo(result.csv_text(), nl=False)
+            else:
+                _print_scan(result, text, top)
+
+    @app.command()
+    def tokens(
+        model: ModelName,
+        text: Annotated[str, typer.Option(help="The text itself.", show_default=False)],
+        layer: Annotated[int, typer.Option(help="Layer index; negative ones count from the end.")] = 0,
+        scope: Annotated[str, typer.Option(help="attention, norm+attention, attention+residual, block.")] = "attention",
+        pairs: Annotated[int, typer.Option(help="How many pairs of tokens to list.")] = 8,
+        part: Part = None,
+        allow_pickle: AllowPickle = False,
+        trust_remote_code: TrustCode = False,
+        debug: Debug = False,
+    ) -> None:
+        """Show which tokens carry the worst direction of a layer, and which pairs influence each other most."""
+        with clear_errors(debug):
+            from lipscope.models.load import load
+            from lipscope.models.tokens import token_view
+
+            handle = load(model, part=part, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+            _print_tokens(token_view(handle, text, layer, scope=scope), handle.name, layer, pairs)
+
+
+def _parse_layers(text: str) -> list[int] | None:
+    if text == "all":
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers must be 'all' or indices such as 0,6, got {text!r}") from None
+
+
+def _dtype(name: str | None) -> Any:
+    if name is None:
+        return None
+    if name not in ("float32", "float64"):
+        raise ValueError(f"--dtype must be float32 or float64, got {name!r}")
+    import torch
+
+    return getattr(torch, name)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error with the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("recording", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _write(result: Scan, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "rows.csv").write_text(result.csv_text(), encoding="utf-8")
+    (directory / "rows.json").write_text(result.to_json(), encoding="utf-8")
+    if len({row["n"] for row in result.rows}) >= 3:
+        lines = ["layer,head,c,alpha,alpha_low,alpha_high,level,aic_power,aic_saturating,better"]
+        for (layer, head), fit in result.fit().items():
+            numbers = (fit.c, fit.alpha, fit.alpha_low, fit.alpha_high, fit.level, fit.aic_power, fit.aic_saturating)
+            lines.append(",".join([str(layer), "" if head is None else str(head), *map(str, numbers), fit.better]))
+        (directory / "fits.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    typer.echo(f"rows are in {directory}", err=True)
+
+
+def _print_scan(result: Scan, text: str, top: int) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    first = result.rows[0]
+    summaries = result.worst()
+    fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
+    by_head = summaries[0]["head"] is not None
+    title = f"σ of {first['model']} on {text}, largest first\nscope {first['scope']} · mask {first['mask']} · "
+    title += first["dtype"] + (f"\n{first['notes']}" if first["notes"] else "")
+    caption = "σ of every input at this n lies between lower and upper"
+    chances = [row["delta"] for row in result.rows if row["delta"] is not None]
+    caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
+    table = Table(title=escape(title), title_justify="left", caption=caption)
+    names = ["layer", *(["head"] if by_head else []), "n", "median σ", "lower", "upper", "|x|", "entropy", "on first"]
+    for name in [*names, *(["σ ~ n^α, α in"] if fits else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for s in summaries[:top]:
+        cells = [str(s["layer"]), *([str(s["head"])] if by_head else []), str(s["n"])]
+        cells += [f"{s[name]:.4g}" for name in ("median", "lower", "upper")] + [f"{s['radius_rms']:.3g}"]
+        cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
+        if fits:
+            fit = fits[(s["layer"], s["head"])]
+            cells.append(f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}")
+        table.add_row(*cells)
+    Console().print(table)
+    if len(summaries) > top:
+        typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
+    if not all(row["converged"] for row in result.rows):
+        typer.echo("Some estimates did not converge; their intervals are valid but wide.")
+
+
+def _print_tokens(view: TokenView, name: str, layer: int, pairs: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    r = view.result
+    console.print(f"{name}, layer {layer}, scope {r.scope}: σ ∈ [{r.lower:.4g}, {r.upper:.4g}], estimate {r.estimate:.4g}")
+    console.print("Share of each token in the worst direction (the redder, the more):")
+    line, peak = Text(), float(view.energy.max()) or 1.0
+    for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
+        cold = int(255 * (1 - share / peak))
+        line.append(f"{token}", style=f"black on rgb(255,{cold},{cold})")
+        line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
+    console.print(line)
+    console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")
+    for i, j, value in view.strongest_pairs(pairs):
+        console.print(Text(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})"))
+
+
+def _print_table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name in ("name", "licence", "download"))
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,68 @@
+"""What may be measured: the part of a model that counts, in a dtype that works, and clear refusals for the rest."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.capture import model_dtype
+from lipscope.spectral.autodiff import refuse_training_dropout
+
+
+def refuse_unmeasurable(model: nn.Module) -> None:
+    """Refuse quantised, sharded, off-loaded or training-mode models, with the reason."""
+    method = str(getattr(model, "quantization_method", None) or "").lower()
+    # GGUF files are de-quantised on loading: what is measured are ordinary floating weights.
+    if (getattr(model, "is_quantized", False) or method) and not method.endswith("gguf"):
+        raise ValueError("the model's weights are quantised; load it without quantisation (its kernels have no derivatives)")
+    for name, p in model.named_parameters():
+        if p.device.type == "meta" or type(p).__name__ == "DTensor":
+            raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
+        if not p.is_floating_point():
+            raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters, so no attention to measure")
+    refuse_training_dropout(model)
+
+
+def backbone(model: nn.Module, part: str | None) -> nn.Module:
+    """The model without its task head; the chosen part of an encoder–decoder model."""
+    get_encoder: Any = getattr(model, "get_encoder", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and get_encoder is not None:
+        encoder: nn.Module = get_encoder()
+        if encoder is model:
+            return model
+        if part is None:
+            raise ValueError(
+                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' "
+                "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
+            )
+        if part != "encoder":
+            raise ValueError(f"part must be 'encoder', got {part!r}: cross-attention has two inputs and is not measured")
+        return encoder
+    if part is not None and part != "encoder":
+        raise ValueError(f"part applies to encoder–decoder models; {type(model).__name__} has one part")
+    base = getattr(model, "base_model", model)
+    return base if isinstance(base, nn.Module) else model
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model in float32 or float64; its own dtype when that is one of them."""
+    current = model_dtype(model)
+    wanted = dtype or (current if current in (torch.float32, torch.float64) else torch.float32)
+    if wanted not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {wanted}")
+    # A copy: the caller's model keeps its dtype.
+    return model if wanted == current else copy.deepcopy(model).to(wanted)
+
+
+def check_ids(ids: Tensor, model: nn.Module) -> None:
+    """Refuse token ids outside the vocabulary."""
+    if ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers, got {ids.dtype}; embedded tokens go into inputs_embeds")
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(vocabulary, int) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+        raise ValueError(f"input_ids must lie between 0 and {vocabulary - 1}, got {int(ids.min())} … {int(ids.max())}")

@@ -1,0 +1,326 @@
+"""Where the attention of a model is: found by watching one forward pass, not by knowing architectures.
+
+A survey notes every module call and every call of the attention core. From it follow, per layer: the block, the module
+whose call is replayed (``host``), the output projection W_O, whether a normalisation comes before attention, and where
+the attention branch joins the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.seam import CoreCall, observing_core
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A place inside a forward pass: the input or the output of a module."""
+
+    module: nn.Module
+    at: Literal["input", "output"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One attention layer of a model.
+
+    Attributes:
+        index: position among the model's attention layers.
+        name: name of the block inside the model.
+        block: the Transformer block.
+        host: the module whose call is replayed for the attention map; its tokens are what attention sees.
+        out: the output projection W_O (for ``nn.MultiheadAttention`` that module itself).
+        heads: number of query heads.
+        kv_heads: number of key heads, or None when the model does not hand its keys over.
+        through_seam: False when the model keeps its own eager attention.
+        causal: the layer claims that no token sees its future.
+        mask: the layer's mask in words.
+        normed: a normalisation comes between the block's input and attention.
+        stream: where the residual stream leaves the attention sub-layer.
+        stream_adds_input: the block's input is still to be added at ``stream``.
+        batch_first: tokens are (B, n, d); otherwise (n, B, d).
+        occurrence: which call of these modules it is, for models that use one layer several times.
+    """
+
+    index: int
+    name: str
+    block: nn.Module
+    host: nn.Module
+    out: nn.Module
+    heads: int
+    kv_heads: int | None
+    through_seam: bool
+    causal: bool
+    mask: str
+    normed: bool
+    stream: Cut
+    stream_adds_input: bool
+    batch_first: bool = True
+    occurrence: int = 0
+
+
+@dataclass(eq=False)
+class _Event:
+    """One module call of the survey, with its place in time."""
+
+    module: nn.Module
+    tokens: Tensor | None
+    mask: Tensor | None
+    enter: int
+    exit: int = -1
+    output: Tensor | None = None
+
+    def inside(self, other: _Event) -> bool:
+        return other.enter <= self.enter and self.exit <= other.exit
+
+
+@dataclass(eq=False)
+class _Survey:
+    events: list[_Event] = field(default_factory=list)
+    cores: list[tuple[int, CoreCall]] = field(default_factory=list)
+    clock: int = 0
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+
+def find_layers(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
+    """The attention layers of ``model`` in the order in which ``run()`` calls them.
+
+    Raises:
+        ValueError: when the model has no self-attention, or a layer's parts cannot be told apart.
+    """
+    survey = _Survey()
+    with _watching(model, survey), torch.no_grad():
+        run()
+    names = {module: name for name, module in model.named_modules()}
+    elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
+    attentions = _attention_calls(model, survey)
+    if not attentions:
+        raise ValueError(
+            f"{type(model).__name__} has no self-attention that could be found: no call went through the transformers "
+            "attention interface, and no submodule is an attention module with an output projection"
+        )
+    return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in enumerate(attentions)]
+
+
+@contextmanager
+def _watching(model: nn.Module, survey: _Survey) -> Iterator[None]:
+    stack: list[_Event] = []
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+        event = _Event(module, tokens_of(args, kwargs), mask_of(args, kwargs), survey.tick())
+        survey.events.append(event)
+        stack.append(event)
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        event = stack.pop()
+        event.exit, event.output = survey.tick(), first_tensor(output)
+
+    def core(call: CoreCall) -> None:
+        survey.cores.append((survey.tick(), call))
+
+    handles: list[Any] = []
+    for part in model.modules():
+        handles.append(part.register_forward_pre_hook(entering, with_kwargs=True))
+        handles.append(part.register_forward_hook(leaving))
+    try:
+        with observing_core(core):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[_Event, tuple[int, CoreCall] | None]]:
+    """Self-attention calls: by the seam if it saw any, else torch's own module, else by name."""
+    if survey.cores:
+        found: list[tuple[_Event, tuple[int, CoreCall] | None]] = []
+        for time, call in survey.cores:
+            around = [e for e in survey.events if e.module is call.module and e.enter < time < e.exit]
+            found.append((around[-1], (time, call)))
+        return found
+    torch_modules = [e for e in survey.events if isinstance(e.module, nn.MultiheadAttention)]
+    if torch_modules:
+        return [(event, None) for event in torch_modules]
+    return [
+        (event, None)
+        for event in survey.events
+        if _is_attention(event.module)
+        and not any(_is_attention(part) for part in event.module.modules() if part is not event.module)
+        and any(is_linear(part) for part in event.module.modules())
+    ]
+
+
+def _describe(
+    index: int,
+    event: _Event,
+    core: tuple[int, CoreCall] | None,
+    survey: _Survey,
+    attentions: list[tuple[_Event, tuple[int, CoreCall] | None]],
+    names: dict[nn.Module, str],
+    elements: set[nn.Module],
+) -> Layer:
+    out = _output_projection(event, core, survey)
+    host = min((e for e in survey.events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
+    label = f"layer {index} ({type(event.module).__name__})"
+    if host.tokens is None or event.tokens is None or not same(host.tokens, event.tokens):
+        raise ValueError(
+            f"{label}: the output projection is outside the attention module, and nothing smaller than "
+            f"{type(host.module).__name__} holds both, so the attention map cannot be separated from the block"
+        )
+    block = _block(host, survey, [e for e, _ in attentions], elements)
+    u = block.tokens if block.tokens is not None else host.tokens
+    normed = not same(u, host.tokens)
+    stream, adds_input = _stream(u, host.tokens, out, block, survey, normed)
+    mask, causal = _mask(event, core)
+    return Layer(
+        index=index,
+        name=names.get(block.module, ""),
+        block=block.module,
+        host=host.module,
+        out=out.module,
+        heads=core[1].q.shape[1] if core else _head_count(event.module, label),
+        kv_heads=core[1].k.shape[1] if core else None,
+        through_seam=core is not None,
+        causal=causal,
+        mask=mask,
+        normed=normed,
+        stream=stream,
+        stream_adds_input=adds_input,
+        batch_first=bool(getattr(event.module, "batch_first", True)),
+        occurrence=sum(earlier.module is event.module for earlier, _ in attentions[:index]),
+    )
+
+
+def _output_projection(event: _Event, core: tuple[int, CoreCall] | None, survey: _Survey) -> _Event:
+    """The last linear map inside the attention module, or the first one that takes the module's output."""
+    if isinstance(event.module, nn.MultiheadAttention):
+        return event
+    start = core[0] if core else event.enter
+    linear: list[_Event] = []
+    for e in survey.events:
+        # The parts of a composite linear map (a low-rank adapter, say) are not projections of their own.
+        if is_linear(e.module) and not (linear and e.inside(linear[-1])):
+            linear.append(e)
+    within = [e for e in linear if e.enter > start and e.inside(event)]
+    if within:
+        return within[-1]
+    for after in linear:
+        if after.enter > event.exit and same(after.tokens, event.output):
+            return after
+    raise ValueError(f"{type(event.module).__name__}: no output projection W_O was found in or after this attention module")
+
+
+def _block(host: _Event, survey: _Survey, attentions: list[_Event], elements: set[nn.Module]) -> _Event:
+    """The outermost list element (else the outermost module) around ``host`` with this attention alone inside."""
+    around = [e for e in survey.events if host.inside(e) and sum(a.inside(e) for a in attentions) == 1]
+    listed = [e for e in around if e.module in elements]
+    return (listed or around)[0]
+
+
+def _stream(u: Tensor, x: Tensor, out: _Event, block: _Event, survey: _Survey, normed: bool) -> tuple[Cut, bool]:
+    """Where the residual stream continues after attention.
+
+    Follow the branch through dropout and a normalisation of its own (Gemma-2, OLMo-2) to the first module that takes
+    something else: the stream itself, or, in a parallel block, the block's input again.
+    """
+    branch, cut = [out.output], Cut(out.module, "output")
+    for event in survey.events:
+        if event.enter <= out.exit or not event.inside(block) or event.tokens is None:
+            continue
+        if any(same(event.tokens, tensor) for tensor in branch):
+            branch.append(event.output)
+            if any(True for _ in event.module.parameters()):
+                cut = Cut(event.module, "output")
+        elif same(event.tokens, u) or same(event.tokens, x):
+            break
+        else:
+            post_norm = not normed and "norm" in type(event.module).__name__.lower()
+            joined = branch[-1] is not None and _close(event.tokens, u.reshape(-1) + branch[-1].reshape(-1))
+            return Cut(event.module, "output" if post_norm and joined else "input"), False
+    return cut, True
+
+
+def _mask(event: _Event, core: tuple[int, CoreCall] | None) -> tuple[str, bool]:
+    """The mask in words, and whether the layer claims to be causal."""
+    claims = bool(getattr(event.module, "is_causal", False))
+    if core is not None:
+        allowed, window = core[1].rule.allowed, core[1].window
+        causal = claims or _hides_future(allowed)
+        kind = "causal" if causal else "full"
+        return f"window:{window}" + ("" if causal else ":both") if window else kind, causal
+    mask = event.mask
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask > torch.finfo(torch.float32).min / 2
+    causal = claims or _hides_future(mask)
+    # Its own code may hide more than the mask it was given (GPT-Neo's local layers do).
+    return ("causal" if causal else "full") + " (the model's own)", causal
+
+
+def _hides_future(allowed: Tensor | None) -> bool:
+    return allowed is not None and allowed.shape[-1] > 1 and not bool(allowed.triu(1).any())
+
+
+def _head_count(module: nn.Module, label: str) -> int:
+    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+        for owner in (module, getattr(module, "config", None)):
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                return count
+    raise ValueError(f"{label}: the number of heads is not written on the module (num_heads, num_attention_heads, …)")
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is an affine map of its input: ``nn.Linear``, GPT-2's ``Conv1D``, and their kin."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or type(module).__name__.endswith("Linear")
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tokens among the arguments of a module call: ``hidden_states``, else the first floating tensor."""
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        tokens: Tensor = kwargs["hidden_states"]
+        return tokens
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value
+    return None
+
+
+def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A four-dimensional mask among the arguments of a module call."""
+    for name in ("attention_mask", "mask"):
+        if isinstance(kwargs.get(name), Tensor) and kwargs[name].ndim == 4:
+            mask: Tensor = kwargs[name]
+            return mask
+    square = [v for v in args if isinstance(v, Tensor) and v.ndim == 4 and v.shape[-1] == v.shape[-2]]
+    return square[0] if square else None
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first tensor of a module's output: the output itself, or the head of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
+        return output[0]
+    return None
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal entry by entry, whatever the shape (some blocks flatten batch and tokens)."""
+    return a is not None and b is not None and a.numel() == b.numel() and torch.equal(a.reshape(-1), b.reshape(-1))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() and torch.allclose(a.reshape(-1), b.reshape(-1), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,219 @@
+"""Record each attention layer's call in one forward pass, and replay it on new tokens.
+
+A call keeps everything the model handed over (masks, position embeddings, biases); the KV cache is dropped. Replaying the
+host up to W_O gives the map of scope ``attention``, replaying the block gives the scopes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Cut, Layer, first_tensor, tokens_of
+from lipscope.models.precision import double_throughout
+from lipscope.models.seam import packed, using_seam
+from lipscope.spectral.autodiff import differentiable_attention
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One recorded call of a module; ``tokens`` is the argument that a replay replaces."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: Tensor
+
+    @classmethod
+    def record(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Detach the arguments and forget the KV cache."""
+        tokens = tokens_of(args, kwargs)
+        if tokens is None:
+            raise ValueError(f"{type(module).__name__} was called without a floating-point tensor of tokens")
+        kept = {name: _keep(value) for name, value in kwargs.items()}
+        if "use_cache" in kept:
+            kept["use_cache"] = False
+        return cls(module, tuple(_keep(value) for value in args), kept, tokens.detach())
+
+    def __call__(self, x: Tensor) -> Any:
+        """Call the module again with tokens ``x`` in place of the recorded ones, wherever they appear."""
+        args, kwargs = self.with_tokens(x)
+        return self.module(*args, **kwargs)
+
+    def with_tokens(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``x`` in place of the recorded tokens."""
+        args = tuple(x if self._is_tokens(value) else value for value in self.args)
+        return args, {name: x if self._is_tokens(value) else value for name, value in self.kwargs.items()}
+
+    def _is_tokens(self, value: Any) -> bool:
+        # Self-attention in torch's own words is module(x, x, x): every argument that is this tensor moves with it.
+        return isinstance(value, Tensor) and value.shape == self.tokens.shape and value.data_ptr() == self.tokens.data_ptr()
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What one forward pass left behind.
+
+    Attributes:
+        hosts: the call of every layer's attention host, by layer index.
+        blocks: the call of every block.
+        outputs: the recorded output of every W_O, in the model's token layout.
+        last_hidden: the model's output.
+        real: True at real tokens, (B, n); None when nothing is padded.
+        documents: lengths of the documents packed into each input, or None.
+        run: runs the model on these inputs again.
+    """
+
+    hosts: dict[int, Call]
+    blocks: dict[int, Call]
+    outputs: dict[int, Tensor]
+    last_hidden: Tensor
+    real: Tensor | None
+    run: Callable[[], Any]
+    documents: tuple[int, ...] | None = None
+
+
+def record(
+    model: nn.Module,
+    layers: list[Layer],
+    run: Callable[[], Any],
+    padding: Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> Recording:
+    """Run the model once on the seam and record every layer's calls."""
+    hosts: dict[int, Call] = {}
+    blocks: dict[int, Call] = {}
+    outputs: dict[int, Tensor] = {}
+    with ExitStack() as stack:
+        stack.enter_context(replaying(model, documents))
+        for layer in layers:
+            _record_calls(stack, layer.host, layer, hosts)
+            _record_calls(stack, layer.block, layer, blocks)
+            _record_output(stack, layer, outputs)
+        with torch.no_grad():
+            last_hidden = last_hidden_state(run())
+    for layer in layers:
+        check_finite(layer, outputs[layer.index])
+    return Recording(hosts, blocks, outputs, last_hidden, _real_tokens(padding), run, documents)
+
+
+@contextmanager
+def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Iterator[None]:
+    """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        p.requires_grad_(False)
+    try:
+        with using_seam(model), packed(documents), differentiable_attention(), double_throughout(model_dtype(model)):
+            yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)
+
+
+class _ReachedError(Exception):
+    """Carries a tensor out of a forward pass that need not go on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
+def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
+    """Replay ``call`` on tokens ``x`` and return the tensor at ``cut``; the rest of the pass is skipped."""
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = tokens_of(args, kwargs)
+        if tokens is not None:
+            raise _ReachedError(tokens)
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None:
+            raise _ReachedError(tensor)
+
+    handle = (
+        cut.module.register_forward_pre_hook(entering, with_kwargs=True)
+        if cut.at == "input"
+        else cut.module.register_forward_hook(leaving)
+    )
+    try:
+        call(x)
+    except _ReachedError as reached:
+        return reached.tensor
+    finally:
+        handle.remove()
+    raise RuntimeError(f"the replay of {type(call.module).__name__} never reached {type(cut.module).__name__}")
+
+
+def last_hidden_state(output: Any) -> Tensor:
+    """The last hidden state in a model's output."""
+    tensor = getattr(output, "last_hidden_state", None)
+    tensor = tensor if isinstance(tensor, Tensor) else first_tensor(output)
+    if tensor is None:
+        try:
+            tensor = first_tensor((output[0],))
+        except (KeyError, IndexError, TypeError):
+            tensor = None
+    if tensor is None:
+        raise ValueError(f"the model returned {type(output).__name__} without a last hidden state")
+    return tensor.detach() if not tensor.requires_grad else tensor
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """Floating type of the model's parameters."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            return p.dtype
+    return torch.get_default_dtype()
+
+
+def check_finite(layer: Layer, output: Tensor) -> None:
+    """Refuse NaN or infinite activations, naming the layer where they first appear."""
+    if not bool(torch.isfinite(output).all()):
+        raise FloatingPointError(
+            f"layer {layer.index} ({layer.name}) produces NaN or infinite values on this input. The weights may be damaged "
+            "or the dtype too narrow: try float64."
+        )
+
+
+def _record_calls(stack: ExitStack, module: nn.Module, layer: Layer, into: dict[int, Call]) -> None:
+    calls = count()
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if next(calls) == layer.occurrence:
+            into[layer.index] = Call.record(module, args, kwargs)
+
+    handle = module.register_forward_pre_hook(entering, with_kwargs=True)
+    stack.callback(handle.remove)
+
+
+def _record_output(stack: ExitStack, layer: Layer, into: dict[int, Tensor]) -> None:
+    calls = count()
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if next(calls) == layer.occurrence and tensor is not None:
+            into[layer.index] = tensor.detach()
+
+    handle = layer.out.register_forward_hook(leaving)
+    stack.callback(handle.remove)
+
+
+def _keep(value: Any) -> Any:
+    """Detach tensors; drop KV caches, which would make a replay see the recorded tokens as its past."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_keep(entry) for entry in value) if not hasattr(value, "_fields") else value
+    return None if "Cache" in type(value).__name__ else value
+
+
+def _real_tokens(padding: Tensor | None) -> Tensor | None:
+    return None if padding is None or bool(padding.bool().all()) else padding.bool()

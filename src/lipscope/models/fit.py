@@ -1,0 +1,125 @@
+"""How σ grows with the length n: a power law with a confidence interval, against a curve that saturates.
+
+    power law    log σ = log c + α·log n
+    saturating   log σ = log s + log(n/(n + m))      σ → s for n ≫ m
+
+Both have two coefficients and a residual variance; the smaller AIC = N·log(RSS/N) + 2·3 says which describes the data
+better. The interval on α is a percentile bootstrap over the measurements within each length (over the residuals when every
+length was measured once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class GrowthFit:
+    """σ ≈ c·n^α over the measured lengths, and the saturating alternative.
+
+    Attributes:
+        c: factor of the power law.
+        alpha: its exponent.
+        alpha_low: lower end of the confidence interval on the exponent.
+        alpha_high: upper end.
+        level: its confidence level.
+        limit: s of the saturating curve.
+        half_length: m, the length at which it reaches half its limit.
+        aic_power: AIC of the power law.
+        aic_saturating: AIC of the saturating curve.
+        points: number of measurements.
+    """
+
+    c: float
+    alpha: float
+    alpha_low: float
+    alpha_high: float
+    level: float
+    limit: float
+    half_length: float
+    aic_power: float
+    aic_saturating: float
+    points: int
+
+    @property
+    def better(self) -> str:
+        """``"power law"`` or ``"saturating"``, whichever has the smaller AIC."""
+        return "power law" if self.aic_power <= self.aic_saturating else "saturating"
+
+    def __str__(self) -> str:
+        return (
+            f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in [{self.alpha_low:.3f}, {self.alpha_high:.3f}] at {self.level:.0%}), "
+            f"{self.points} points, AIC prefers {self.better}"
+        )
+
+
+def fit_growth(
+    n: Sequence[float], sigma: Sequence[float], *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> GrowthFit:
+    """Fit both curves to measurements (n, σ).
+
+    Raises:
+        ValueError: when there are fewer than three different lengths, or σ is not positive.
+
+    Example:
+        >>> fit = fit_growth([8, 16, 32, 64], [2.0, 2.83, 4.0, 5.66])
+        >>> round(fit.alpha, 2), fit.better
+        (0.5, 'power law')
+    """
+    x, y = np.asarray(n, dtype=np.float64), np.asarray(sigma, dtype=np.float64)
+    if len(np.unique(x)) < 3:
+        raise ValueError(f"a fit needs at least three different lengths n, got {len(np.unique(x))}")
+    if not (y > 0).all():
+        raise ValueError("a fit in log–log needs σ > 0")
+    log_n, log_y = np.log(x), np.log(y)
+    alpha, log_c = _line(log_n, log_y)
+    generator = np.random.default_rng(seed)
+    groups = [np.flatnonzero(x == value) for value in np.unique(x)]
+    if len(groups) == len(x):
+        # One measurement per length says nothing about the scatter within it: resample the residuals instead.
+        groups = []
+    fitted, left = alpha * log_n + log_c, log_y - alpha * log_n - log_c
+    slopes = []
+    for _ in range(resamples):
+        if groups:
+            rows = np.concatenate([generator.choice(group, len(group)) for group in groups])
+            slopes.append(_line(log_n[rows], log_y[rows])[0])
+        else:
+            slopes.append(_line(log_n, fitted + generator.choice(left, len(left)))[0])
+    low, high = np.quantile(slopes, [(1 - level) / 2, (1 + level) / 2])
+    log_m, log_limit, saturating_rss = _saturating(x, log_y)
+    return GrowthFit(
+        c=float(np.exp(log_c)), alpha=alpha, alpha_low=float(low), alpha_high=float(high), level=level,
+        limit=float(np.exp(log_limit)), half_length=float(np.exp(log_m)),
+        aic_power=_aic(float(np.square(log_y - alpha * log_n - log_c).sum()), len(x)),
+        aic_saturating=_aic(saturating_rss, len(x)), points=len(x),
+    )  # fmt: skip
+
+
+def _line(x: Floats, y: Floats) -> tuple[float, float]:
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / np.square(x - x.mean()).sum())
+    return slope, float(y.mean() - slope * x.mean())
+
+
+def _saturating(n: Floats, log_y: Floats) -> tuple[float, float, float]:
+    """For given m the best log s is a mean, so only log m is searched."""
+
+    def residuals(log_m: float) -> Floats:
+        shape = np.log(n) - np.log(n + np.exp(log_m))
+        return np.asarray(log_y - shape - (log_y - shape).mean(), dtype=np.float64)
+
+    found = minimize_scalar(lambda m: float(np.square(residuals(m)).sum()), bounds=(-20.0, 20.0), method="bounded")
+    log_m = float(found.x)
+    shape = np.log(n) - np.log(n + np.exp(log_m))
+    return log_m, float((log_y - shape).mean()), float(np.square(residuals(log_m)).sum())
+
+
+def _aic(rss: float, points: int) -> float:
+    return points * float(np.log(max(rss, np.finfo(np.float64).tiny) / points)) + 6

@@ -1,0 +1,233 @@
+"""``scan``: σ of every layer (and head) of a model on a text, over a range of lengths."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipscope.models.fit import GrowthFit, fit_growth
+from lipscope.models.handle import Model
+from lipscope.models.load import load
+from lipscope.models.measure import measure_recording
+from lipscope.models.packing import measure_packed, packed_chunks
+from lipscope.models.probe import position_limit
+from lipscope.models.text import Chunker, parse_lengths, read_text
+from lipscope.spectral.norm import Solver
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Rows of a scan: plain dictionaries with the same keys, one per layer, head and input.
+
+    ``lower``, ``estimate`` and ``upper`` are σ; ``radius_max`` and ``radius_rms`` the token norms; ``entropy`` the mean row
+    entropy of attention in nats, ``max_logit`` its largest logit, ``sink_mass`` the mean attention to the first token and
+    to sinks; ``seconds`` the time of that row.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
+        return import_module("pandas").DataFrame(list(self.rows))
+
+    def csv_text(self) -> str:
+        """The rows as CSV."""
+        file = io.StringIO()
+        writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return file.getvalue()
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as CSV."""
+        Path(path).write_text(self.csv_text(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The rows as JSON."""
+        return json.dumps(list(self.rows), indent=1)
+
+    def fit(self, *, level: float = 0.95, seed: int = 0) -> dict[tuple[int, int | None], GrowthFit]:
+        """σ against n for every (layer, head): a power law, and a saturating curve to compare; see ``fit_growth``."""
+        groups = self._groups()
+        return {
+            key: fit_growth([r["n"] for r in rows], [r["estimate"] for r in rows], level=level, seed=seed)
+            for key, rows in groups.items()
+        }
+
+    def plot(self, ax: Any = None) -> Any:
+        """σ against n on logarithmic axes, one line per layer or head through the medians; needs ``lipscope[report]``.
+
+        Args:
+            ax: matplotlib axes to draw on; new ones by default.
+
+        Returns:
+            The axes.
+        """
+        axes = ax if ax is not None else import_module("matplotlib.pyplot").subplots()[1]
+        for (layer, head), rows in self._groups().items():
+            lengths = sorted({row["n"] for row in rows})
+            at = [[row["estimate"] for row in rows if row["n"] == n] for n in lengths]
+            (line,) = axes.plot(
+                lengths, [statistics.median(values) for values in at], marker="o",
+                label=f"layer {layer}" + ("" if head is None else f", head {head}"),
+            )  # fmt: skip
+            axes.fill_between(lengths, list(map(min, at)), list(map(max, at)), color=line.get_color(), alpha=0.15)
+        first = self.rows[0]
+        notes = f"\n{first['notes']}" if first["notes"] else ""
+        axes.set(
+            xscale="log", yscale="log", xlabel="tokens n", ylabel=f"σ, scope {first['scope']}",
+            title=f"{first['model']}, mask {first['mask']}{notes}",
+        )  # fmt: skip
+        axes.legend(fontsize="small")
+        return axes
+
+    def worst(self) -> list[dict[str, Any]]:
+        """One summary per (layer, head), the largest median σ at the longest length first."""
+        summaries = []
+        for (layer, head), rows in self._groups().items():
+            longest = max(r["n"] for r in rows)
+            at = [r for r in rows if r["n"] == longest]
+            summaries.append(
+                {
+                    "layer": layer, "head": head, "n": longest, "inputs": len(at),
+                    "median": statistics.median(r["estimate"] for r in at),
+                    "lower": min(r["lower"] for r in at), "upper": max(r["upper"] for r in at),
+                    "radius_rms": statistics.fmean(r["radius_rms"] for r in at),
+                    "entropy": _mean(r["entropy"] for r in at), "sink_mass": _mean(r["sink_mass"] for r in at),
+                }
+            )  # fmt: skip
+        return sorted(summaries, key=lambda s: -float(s["median"]))
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "empty scan"
+        first = self.rows[0]
+        lines = [f"{first['model']}: {len(self.rows)} measurements of σ[{first['scope']}], {first['dtype']}"]
+        lines += [f"  note: {first['notes']}"] if first["notes"] else []
+        for s in self.worst()[:_SHOWN]:
+            where = f"layer {s['layer']}" + ("" if s["head"] is None else f" head {s['head']}")
+            lines.append(
+                f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in [{s['lower']:.4g}, {s['upper']:.4g}]"
+            )
+        return "\n".join(lines)
+
+    def _groups(self) -> dict[tuple[int, int | None], list[dict[str, Any]]]:
+        groups: dict[tuple[int, int | None], list[dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["document"] is None:
+                groups.setdefault((row["layer"], row["head"]), []).append(row)
+        return groups
+
+
+_SHOWN = 24
+
+
+def scan(
+    model: str | os.PathLike[str] | nn.Module | Model,
+    text: str | os.PathLike[str] | Sequence[str],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: bool | Sequence[int] = False,
+    lengths: Sequence[int] | str = (16, 32, 64, 128),
+    inputs: int = 4,
+    scope: str | None = None,
+    solver: Solver | None = None,
+    seed: int = 0,
+    pack: bool = False,
+    batch_tokens: int = 4096,
+    progress: Progress | None = None,
+    **load_options: Any,
+) -> Scan:
+    """σ of a model's layers on disjoint pieces of a text.
+
+    Args:
+        model: anything ``load`` takes, or a loaded model.
+        text: a corpus name, a file or directory, or a list of documents.
+        layers: layer indices, all by default.
+        heads: True for every head on its own, or the head indices.
+        lengths: numbers of tokens n, or a string such as ``"8:512:log"``.
+        inputs: inputs per length, disjoint in the text.
+        scope: ``"attention"`` by default, ``"head"`` when heads are asked for.
+        solver: ``Auto()`` by default.
+        seed: where in the text the inputs lie.
+        pack: fill each input with several documents that do not see each other; rows of the chunk have ``document``
+            None, rows of its documents their number. A text of one document is packed by paragraphs.
+        batch_tokens: most tokens in one forward pass.
+        progress: called with (measured, total, what) after each layer.
+        **load_options: for ``load``.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: when the text is too short, a length exceeds the model's positions, or a layer, head or scope does not
+            exist.
+
+    Example:
+        >>> import lipscope
+        >>> result = lipscope.scan("gpt2-random", "python-docs", layers=[0], lengths=[8], inputs=1)
+        >>> [row["n"] for row in result.rows]
+        [8]
+    """
+    handle = load(model, **load_options) if not isinstance(model, Model) else model
+    scope = scope or ("head" if heads else "attention")
+    if heads and scope != "head":
+        raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
+    chosen_heads = None if isinstance(heads, bool) else list(heads)
+    sizes = parse_lengths(lengths) if isinstance(lengths, str) else sorted(set(lengths))
+    limit = position_limit(handle.model)
+    if limit is not None and sizes[-1] > limit:
+        raise ValueError(f"n = {sizes[-1]} tokens are more than the {limit} positions of {handle.name}")
+    if handle.tokenizer is None:
+        raise ValueError(f"{handle.name} has no tokenizer, so it cannot read text; use .measure(input_ids=…)")
+    if inputs < 1:
+        raise ValueError(f"inputs must be at least 1, got {inputs}")
+    documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
+    chosen = handle.check_layers(layers, scope)
+    rows: list[dict[str, Any]] = []
+    done, total = 0, len(sizes) * inputs * len(chosen)
+    if pack:
+        for n, bundle in packed_chunks(documents, handle.tokenizer, sizes, inputs, seed).items():
+            for which, chunk in enumerate(bundle):
+                rows += measure_packed(
+                    handle, chunk, layers=chosen, scope=scope, heads=chosen_heads, solver=solver, which=which
+                )
+                done += len(chosen)
+                if progress is not None:
+                    progress(done, total, f"n = {n}, {len(chunk)} documents")
+        return Scan(tuple(rows))
+    chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
+    for n in sizes:
+        ids = torch.tensor(chunks[n])
+        for start in range(0, inputs, max(1, batch_tokens // n)):
+            part = ids[start : start + max(1, batch_tokens // n)]
+            recording = handle.record(handle.token_inputs(input_ids=part))
+            for layer in chosen:
+                rows += measure_recording(
+                    handle, recording, layer=layer, scope=scope, heads=chosen_heads, solver=solver, first_input=start
+                )
+                done += len(part)
+                if progress is not None:
+                    progress(done, total, f"n = {n}, layer {layer}")
+    return Scan(tuple(rows))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

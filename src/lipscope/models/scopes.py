@@ -1,0 +1,163 @@
+"""The scopes of a model's layer as maps on tokens (B, n, d), and their Jacobian operators.
+
+| scope              | from                 | to                                                          |
+|--------------------|----------------------|-------------------------------------------------------------|
+| head               | attention's tokens   | one head's output o^h, before W_O                           |
+| attention          | attention's tokens   | all heads and W_O; no residual, no normalisation            |
+| norm+attention     | the block's tokens   | the same, through the normalisation before attention        |
+| attention+residual | the block's tokens   | the residual stream after attention (post-norm: normalised) |
+| block              | the block's tokens   | the block's output                                          |
+| model              | the first block's    | the model's last hidden state                               |
+
+Outputs at padding tokens are set to zero, so σ is that of the unpadded sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Cut, Layer, first_tensor
+from lipscope.models.capture import Call, Recording, last_hidden_state, replay_until, replaying
+from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
+from lipscope.spectral.operator import Operator
+
+MODEL_SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+
+
+def scope_tokens(layer: Layer, recording: Recording, scope: str) -> Tensor:
+    """The recorded tokens (B, n, d) at which a scope's map is measured."""
+    call = recording.hosts[layer.index] if scope in ("head", "attention") else recording.blocks[layer.index]
+    return _batch_first(call.tokens, layer)
+
+
+def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, layers: list[Layer]) -> TensorMap:
+    """The map of ``scope`` around ``layer``, batch first, with everything else as recorded.
+
+    Scope ``head`` gives all heads, (B, n, H·dv); see ``head_operator``. Scope ``model`` starts at the first layer.
+
+    Raises:
+        ValueError: when the scope is unknown, or the layer has no such map.
+    """
+    host, block = recording.hosts[layer.index], recording.blocks[layer.index]
+    match scope:
+        case "attention":
+            inner = _cut_map(host, Cut(layer.out, "output"))
+        case "head":
+            if isinstance(layer.out, nn.MultiheadAttention):
+                raise ValueError("nn.MultiheadAttention does not show its heads; they are measured from its weights")
+            inner = _cut_map(host, Cut(layer.out, "input"))
+        case "norm+attention":
+            if not layer.normed:
+                raise ValueError(
+                    f"layer {layer.index} ({layer.name}) has no normalisation before attention, so scope norm+attention "
+                    "does not exist for it; use attention, attention+residual or block"
+                )
+            inner = _cut_map(block, Cut(layer.out, "output"))
+        case "attention+residual":
+            inner = _cut_map(block, layer.stream)
+            if layer.stream_adds_input:
+                inner = _plus_input(inner)
+        case "block":
+            inner = _whole(block)
+        case "model":
+            inner = _model_map(model, layers[0], recording)
+        case _:
+            raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
+
+    def function(x: Tensor) -> Tensor:
+        with replaying(model, recording.documents):
+            y = _batch_first(inner(_batch_first(x, layer)), layer)
+        y = y.reshape(*x.shape[:2], -1)
+        return y if recording.real is None else y * recording.real[..., None].to(y)
+
+    return function
+
+
+def scope_operator(model: nn.Module, layer: Layer, recording: Recording, scope: str, layers: list[Layer]) -> Operator:
+    """The Jacobian of a scope's map at the recorded tokens, one item per input."""
+    where = layers[0] if scope == "model" else layer
+    return AutodiffOperator(
+        scope_map(model, where, recording, scope, layers), scope_tokens(where, recording, scope).contiguous()
+    )
+
+
+class HeadOfOperator(Operator):
+    """One head of an operator whose outputs are all heads side by side, (n, H·dv): rows of the Jacobian."""
+
+    def __init__(self, parent: Operator, head: int, heads: int) -> None:
+        n, width = parent.output_shape
+        if width % heads:
+            raise ValueError(f"{heads} heads do not divide the {width} inputs of the output projection")
+        self.parent, self.head, self.heads = parent, head, heads
+        self.batch, self.dtype, self.device = parent.batch, parent.dtype, parent.device
+        self.input_shape, self.output_shape = parent.input_shape, (n, width // heads)
+
+    @property
+    def rounding(self) -> float:
+        """That of the parent."""
+        return self.parent.rounding
+
+    def matvec(self, u: Tensor) -> Tensor:
+        """The head's columns of J·u."""
+        n, dv = self.output_shape
+        return self.parent.matvec(u).reshape(-1, n, self.heads, dv)[:, :, self.head].flatten(1)
+
+    def rmatvec(self, g: Tensor) -> Tensor:
+        """Jᵀ of a cotangent that is zero on the other heads."""
+        n, dv = self.output_shape
+        full = g.new_zeros(g.shape[0], n, self.heads, dv)
+        full[:, :, self.head] = g.reshape(-1, n, dv)
+        return self.parent.rmatvec(full.flatten(1))
+
+    def select(self, items: Tensor) -> HeadOfOperator:
+        """Keep the listed inputs."""
+        return HeadOfOperator(self.parent.select(items), self.head, self.heads)
+
+
+def _cut_map(call: Call, cut: Cut) -> TensorMap:
+    return lambda x: replay_until(call, x, cut)
+
+
+def _plus_input(branch: TensorMap) -> TensorMap:
+    return lambda x: x + branch(x).reshape(x.shape)
+
+
+def _whole(call: Call) -> TensorMap:
+    def function(x: Tensor) -> Tensor:
+        y = first_tensor(call(x))
+        if y is None:
+            raise ValueError(f"{type(call.module).__name__} returned no tensor")
+        return y
+
+    return function
+
+
+def _model_map(model: nn.Module, first: Layer, recording: Recording) -> TensorMap:
+    """From the tokens that enter the first block to the last hidden state."""
+
+    def function(x: Tensor) -> Tensor:
+        calls = count()
+
+        def entering(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            return Call.record(module, args, kwargs).with_tokens(x) if next(calls) == 0 else None
+
+        handle = first.block.register_forward_pre_hook(entering, with_kwargs=True)
+        try:
+            return last_hidden_state(recording.run())
+        finally:
+            handle.remove()
+
+    return function
+
+
+def _batch_first(tokens: Tensor, layer: Layer) -> Tensor:
+    return tokens if layer.batch_first or tokens.ndim != 3 else tokens.transpose(0, 1)
+
+
+def real_rows(values: Tensor, real: Tensor | None) -> Tensor:
+    """Rows of real tokens, flattened over the batch."""
+    return values.flatten(0, 1) if real is None else values[real.to(torch.bool)]

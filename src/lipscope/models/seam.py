@@ -1,0 +1,228 @@
+"""The seam: our attention core in place of a Hugging Face model's own.
+
+``transformers`` calls one function per attention layer with q (after rotary embeddings and QK-norm), k and v (not
+repeated for grouped queries), the mask, the scale, the window, the soft-cap and the sinks. Inside ``using_seam(model)``
+that function is ours. The mask function is registered with it: without one, ``transformers`` hands over no mask at all
+and causality is silently lost. Models that do not go through this function keep their own eager attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from lipscope.attention.masks import Causal, Packed, Window
+from lipscope.attention.scores import ScoreRule
+from lipscope.models.core_function import attention_core
+
+NAME = "lipscope"
+
+
+@dataclass(frozen=True, eq=False)
+class CoreCall:
+    """One call of the attention core: what the model handed over. q carries the scale; the mask includes the window."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: ScoreRule
+    window: int | None = None
+
+
+CoreObserver = Callable[[CoreCall], None]
+_observers: list[CoreObserver] = []
+
+
+@contextmanager
+def observing_core(observer: CoreObserver) -> Iterator[None]:
+    """Hand every call of the core to ``observer`` before it is computed; the observer may raise to stop the model."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+_documents: list[Tensor] = []
+
+
+@contextmanager
+def packed(lengths: Sequence[int] | None) -> Iterator[None]:
+    """Inside, tokens see only tokens of their own document, for documents of these lengths packed into one sequence."""
+    if lengths is None:
+        yield
+        return
+    _documents.append(Packed(tuple(lengths), causal=False).allowed(sum(lengths)))
+    try:
+        yield
+    finally:
+        _documents.pop()
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Whether the model's attention goes through the ``transformers`` attention interface."""
+    return any(
+        hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS") and hasattr(part, "config")
+        for part in model.modules()
+        if "Attention" in type(part).__name__
+    )
+
+
+@contextmanager
+def using_seam(model: nn.Module) -> Iterator[bool]:
+    """Run ``model`` on our attention core; yields False when the model keeps its own eager attention.
+
+    Args:
+        model: a ``transformers`` model, or any module (then nothing changes).
+
+    Yields:
+        Whether the model goes through the seam. On exit the model's attention implementation and the registries of
+        ``transformers`` are as they were.
+    """
+    through_seam = uses_interface(model)
+    configs = _configs(model)
+    implementations = [config._attn_implementation for config in configs]
+    with _registered(AttentionInterface, seam_attention), _registered(AttentionMaskInterface, seam_mask):
+        try:
+            for config in configs:
+                # Not the property: its setter would overwrite the sub-configs, which are in the list themselves.
+                config._attn_implementation_internal = NAME if through_seam else "eager"
+            with plain_experts(model):
+                yield through_seam
+        finally:
+            for config, implementation in zip(configs, implementations, strict=True):
+                config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def plain_experts(model: nn.Module) -> Iterator[None]:
+    """Run mixtures of experts in plain torch: their grouped kernels have neither float64 nor second derivatives."""
+    configs = [config for config in _configs(model) if hasattr(config, "_experts_implementation_internal")]
+    implementations = [config._experts_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations, strict=True):
+            config._experts_implementation_internal = implementation
+
+
+def seam_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with ``transformers``: heads' outputs (B, n, H, dv), no weights."""
+    if dropout:
+        raise ValueError(f"{type(module).__name__} runs with dropout {dropout:g}: call .eval() on the model first")
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads")
+    for name, term in (("position bias", position_bias), ("attention mask", attention_mask), ("sink", s_aux)):
+        if term is not None and term.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"the {name} of {type(module).__name__} depends on the tokens (or its parameters still require "
+                "gradients); its derivative is not part of the attention core"
+            )
+    dtype = query.dtype
+    working = dtype if dtype == torch.float64 else torch.float32
+    tau = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
+    allowed = _allowed_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
+    rule = score_rule(attention_mask, position_bias, allowed, softcap, s_aux, working, key.shape[2])
+    if _documents:
+        same_document = _documents[-1].to(query.device)
+        rule = replace(rule, allowed=same_document if rule.allowed is None else rule.allowed & same_document)
+    call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule, sliding_window)
+    for observer in list(_observers):
+        observer(call)
+    return attention_core(call.q, call.k, call.v, call.rule).to(dtype), None
+
+
+def seam_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask function registered with ``transformers``: always an explicit boolean mask, True where visible."""
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def score_rule(
+    mask: Tensor | None,
+    bias: Tensor | None,
+    allowed: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+    n_keys: int,
+) -> ScoreRule:
+    """Mask (boolean or additive), position bias, soft-cap and sinks in the core's own words."""
+    additive = None if bias is None else bias.detach().to(dtype)
+    if mask is not None:
+        mask = mask.detach()[..., :n_keys]
+        if mask.dtype == torch.bool:
+            allowed = mask
+        else:
+            # Libraries write "hidden" as the most negative number, often that of float32 whatever the dtype.
+            lowest = max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min)
+            allowed = mask > lowest / 2
+            finite = mask.masked_fill(~allowed, 0.0).to(dtype)
+            if bool(finite.any()):
+                additive = finite if additive is None else additive + finite
+    return ScoreRule(
+        softcap=softcap or None,
+        additive=additive,
+        allowed=allowed,
+        sinks=None if sinks is None else sinks.detach().to(dtype),
+    )
+
+
+def _allowed_without_mask(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
+    """What fused kernels do when they get no mask: follow ``is_causal`` and the window."""
+    n = key.shape[2]
+    if query.shape[2] != n or (not causal and not window):
+        return None
+    mask = Window(window, causal) if window else Causal()
+    return mask.allowed(n).to(query.device)
+
+
+@contextmanager
+def _registered(interface: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Register under our name with every instance of the interface, and take it back."""
+    before = interface._global_mapping.get(NAME)
+    interface.register(NAME, function)
+    try:
+        yield
+    finally:
+        if before is None:
+            interface._global_mapping.pop(NAME, None)
+        else:
+            interface.register(NAME, before)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The distinct configs that the model's parts consult."""
+    found: dict[int, Any] = {}
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())

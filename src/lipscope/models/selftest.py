@@ -1,0 +1,141 @@
+"""Self-tests on load: a model that fails one would be measured wrongly, so it is refused with the reason.
+
+1. Causality: a layer that claims to be causal leaks exactly 0 from future tokens.
+2. Determinism: the map and its products are bit-identical when repeated (dropout is off).
+3. Replay: a layer replayed at the recorded tokens gives the recorded output, and the whole model on our attention core
+   gives what it gives with its own attention.
+4. Heads: the sum over heads of W_O^h o^h, plus b_O, is the module's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Recording, last_hidden_state, model_dtype
+from lipscope.models.plain import torch_attention
+from lipscope.models.precision import double_throughout
+from lipscope.models.scopes import real_rows, scope_map, scope_tokens
+from lipscope.models.seam import plain_experts
+
+
+class SelfTestError(RuntimeError):
+    """A model does not behave as the measurement assumes."""
+
+
+def run_self_tests(model: nn.Module, layers: list[Layer], recording: Recording) -> None:
+    """Run the four self-tests on every layer, at the recorded tokens.
+
+    Raises:
+        SelfTestError: naming the layer and the test that failed.
+    """
+    for layer in layers:
+        attention = scope_map(model, layer, recording, "attention", layers)
+        x = scope_tokens(layer, recording, "attention")
+        y = check_determinism(attention, x, layer)
+        check_replay(y, recording, layer)
+        if layer.causal:
+            check_causality(attention, x, layer)
+        check_head_sum(model, layer, recording, layers, y)
+    check_own_attention(model, recording)
+
+
+def check_causality(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> None:
+    """Jᵀ of a cotangent on token i must vanish, exactly, on every later token."""
+    n = x.shape[1]
+    x = x.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        y = function(x)
+    for i in sorted({0, n // 2, n - 2} - {-1}):
+        g = torch.zeros_like(y)
+        g[:, i] = torch.linspace(-1, 2, y.shape[-1], dtype=y.dtype, device=y.device)
+        (gradient,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        leak = gradient[:, i + 1 :].abs()
+        if leak.numel() and float(leak.max()) != 0:
+            raise SelfTestError(
+                f"{_name(layer)} claims to be causal, but output token {i} depends on later tokens (leak "
+                f"{float(leak.max()):.3g}). The causal mask is lost on the way to the attention core; σ would be that of "
+                "another map."
+            )
+
+
+def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> Tensor:
+    """The map and Jᵀg, twice, must agree to the last bit."""
+    results = []
+    for _ in range(2):
+        point = x.detach().clone().requires_grad_(True)
+        with torch.enable_grad():
+            y = function(point)
+        (gradient,) = torch.autograd.grad(y, point, torch.ones_like(y))
+        results.append((y.detach(), gradient))
+    (first, gradient), (second, again) = results
+    if not torch.equal(first, second) or not torch.equal(gradient, again):
+        raise SelfTestError(
+            f"{_name(layer)} gives another answer when repeated (difference {float((first - second).abs().max()):.3g}): "
+            "dropout or another random operation is on. Call .eval() on the model."
+        )
+    return first
+
+
+def check_replay(y: Tensor, recording: Recording, layer: Layer) -> None:
+    """The replayed output must be the recorded one."""
+    recorded = recording.outputs[layer.index]
+    recorded = recorded if layer.batch_first or recorded.ndim != 3 else recorded.transpose(0, 1)
+    recorded = real_rows(recorded.reshape(y.shape), recording.real)
+    _require_close(
+        real_rows(y, recording.real), recorded, 64 * torch.finfo(y.dtype).eps,
+        f"{_name(layer)}: replaying the recorded call does not give the recorded output (difference {{:.3g}}). The layer "
+        "keeps state between calls, or takes its tokens from an argument that was not recognised.",
+    )  # fmt: skip
+
+
+def check_own_attention(model: nn.Module, recording: Recording) -> None:
+    """The model on our core must agree with the model on its own attention."""
+    with torch.no_grad(), plain_experts(model), double_throughout(model_dtype(model)):
+        own = last_hidden_state(recording.run())
+    real = recording.real if recording.real is not None and recording.real.shape == own.shape[:2] else None
+    _require_close(
+        real_rows(recording.last_hidden, real), real_rows(own, real), 1e-4 if own.dtype == torch.float32 else 1e-9,
+        f"{type(model).__name__} on the lipscope attention core differs from the model with its own attention "
+        "(difference {:.3g}): its attention has an ingredient that the attention interface does not hand over.",
+    )  # fmt: skip
+
+
+def check_head_sum(model: nn.Module, layer: Layer, recording: Recording, layers: list[Layer], y: Tensor) -> None:
+    """Σ_h W_O^h o^h + b_O = attention output: the heads are cut where they should be."""
+    message = (
+        f"{_name(layer)}: the sum over its {layer.heads} heads differs from the module's output by {{:.3g}}, so the heads "
+        "are not consecutive slices of the output projection's input; per-head numbers would be wrong."
+    )
+    real = recording.real
+    if isinstance(layer.out, nn.MultiheadAttention):
+        total = torch_attention(layer, recording.hosts[layer.index])(scope_tokens(layer, recording, "attention"))
+    else:
+        with torch.no_grad():
+            heads = scope_map(model, layer, recording, "head", layers)(scope_tokens(layer, recording, "head"))
+            if heads.shape[-1] % layer.heads:
+                raise SelfTestError(f"{_name(layer)}: {layer.heads} heads do not divide the width {heads.shape[-1]} of W_O")
+            project: Callable[[Tensor], Any] = layer.out
+            offset = project(torch.zeros_like(heads))
+            total = offset.clone()
+            width = heads.shape[-1] // layer.heads
+            for h in range(layer.heads):
+                alone = torch.zeros_like(heads)
+                alone[..., h * width : (h + 1) * width] = heads[..., h * width : (h + 1) * width]
+                total += project(alone) - offset
+    _require_close(real_rows(total, real), real_rows(y, real), 4096 * torch.finfo(y.dtype).eps, message)
+
+
+def _require_close(a: Tensor, b: Tensor, tolerance: float, message: str) -> None:
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    difference = float((a - b).abs().max()) if b.numel() else 0.0
+    if not difference <= tolerance * max(scale, torch.finfo(b.dtype).tiny):
+        raise SelfTestError(message.format(difference))
+
+
+def _name(layer: Layer) -> str:
+    return f"layer {layer.index} ({layer.name or type(layer.host).__name__})"

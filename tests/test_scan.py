@@ -1,0 +1,233 @@
+"""Named models, texts, scans and fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lipscope
+from lipscope.models import zoo
+from lipscope.models.fit import fit_growth
+from lipscope.models.handle import Model
+from lipscope.models.text import CORPORA, Chunker, parse_lengths, read_text, special_tokens
+from lipscope.models.zoo import ZOO, ByteTokenizer, load_named
+from model_families import FAMILIES
+
+
+class Letters:
+    """One token per letter between two special tokens, as BERT's tokenizer has them."""
+
+    pad_token_id = 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
+        ids = [3 + ord(letter) % 47 for letter in text]
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+
+@pytest.fixture(scope="module")
+def bert() -> Model:
+    return Model(FAMILIES["bert"](), Letters(), name="tiny-bert")
+
+
+_INSTALLED = {name for name in ("pandas", "matplotlib") if importlib.util.find_spec(name) is not None}
+TEXT = ["".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(600))]
+
+
+def test_scan_rows_are_what_local_lipschitz_says(bert: Model) -> None:
+    scan = lipscope.scan(bert, TEXT, lengths=[6, 9], inputs=3, seed=5)
+    assert len(scan) == 2 * 3 * 2
+    chunks = Chunker(TEXT, Letters()).chunks([6, 9], 3, 5)
+    attention = bert.model.encoder.layer[0].attention
+    for row in scan.rows:
+        if row["layer"] != 0:
+            continue
+        ids = torch.tensor(chunks[row["n"]][row["input"]])[None]
+        X = bert.model.embeddings(ids).detach()
+        weights = {name: getattr(attention.self, long) for name, long in (("q", "query"), ("k", "key"), ("v", "value"))}
+        layer = lipscope.Attention(
+            **{name: linear.weight for name, linear in weights.items()},
+            **{f"{name}_bias": linear.bias for name, linear in weights.items()},
+            out=attention.output.dense.weight, heads=4,
+        )  # fmt: skip
+        alone = lipscope.local_lipschitz(layer, X[0])
+        assert row["estimate"] == pytest.approx(alone.estimate, rel=1e-8)
+        assert row["lower"] <= row["estimate"] <= row["upper"]
+        norms = X[0].norm(dim=-1)
+        assert row["radius_max"] == pytest.approx(float(norms.max()))
+        assert row["radius_rms"] == pytest.approx(float(norms.square().mean().sqrt()))
+        P = torch.softmax(layer.linearise(X).q @ layer.linearise(X).k.mT, -1)
+        assert row["entropy"] == pytest.approx(float(-(P * P.log()).sum(-1).mean()))
+        assert row["sink_mass"] == pytest.approx(float(P[..., 0].mean()))
+
+
+def test_heads_layers_and_tables(bert: Model, tmp_path: Path) -> None:
+    scan = lipscope.scan(bert, TEXT, lengths=[8], inputs=2, heads=[1, 3], layers=[-1])
+    assert {(row["layer"], row["head"]) for row in scan.rows} == {(1, 1), (1, 3)}
+    every = lipscope.scan(bert, TEXT, lengths=[8], inputs=2, heads=True, layers=[1])
+    chosen = [row for row in every.rows if row["head"] in (1, 3)]
+    assert [r["estimate"] for r in chosen] == pytest.approx([r["estimate"] for r in scan.rows], rel=1e-8)
+    scan.to_csv(tmp_path / "rows.csv")
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 5
+    assert json.loads(scan.to_json())[0]["scope"] == "head"
+    assert "layer 1 head" in str(scan)
+
+
+def test_plots_and_data_frames(bert: Model) -> None:
+    scan = lipscope.scan(bert, TEXT, lengths=[6, 9, 12], inputs=2)
+    if "pandas" in _INSTALLED:
+        frame = scan.to_pandas()
+        assert list(frame["estimate"]) == [row["estimate"] for row in scan.rows]
+    if "matplotlib" in _INSTALLED:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        axes = scan.plot()
+        assert [line.get_label() for line in axes.get_lines()] == ["layer 0", "layer 1"]
+        assert "scope attention" in axes.get_ylabel()
+
+
+def test_measure_takes_ids_text_and_embeddings(bert: Model) -> None:
+    ids = torch.tensor([Letters()("alice")["input_ids"]])
+    by_text = bert.measure(text="alice").rows
+    by_ids = bert.measure(input_ids=ids).rows
+    by_embedding = bert.measure(inputs_embeds=bert.model.embeddings.word_embeddings(ids).detach()).rows
+    for a, b, c in zip(by_text, by_ids, by_embedding, strict=True):
+        assert a["estimate"] == b["estimate"] == pytest.approx(c["estimate"], rel=1e-9)
+    both = bert.measure(text=["alice", "was beginning"], layers=[1]).rows
+    assert both[0]["estimate"] == pytest.approx(by_text[1]["estimate"], rel=1e-6)
+    assert [row["n"] for row in both] == [7, 15]
+    assert both[0]["mask"] == "full&padding"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: lipscope.scan(m, TEXT, lengths=[500], inputs=1), r"more than the 32 positions"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[32], inputs=100), r"the text has 600 tokens"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[2], inputs=1), r"no room for text"),
+        (lambda m: lipscope.scan(m, ["  "], lengths=[8]), r"text is empty"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[8], layers=[7]), r"layer must lie between 0 and 1"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[8], heads=[9]), r"head must lie between 0 and 3"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[8], scope="mlp"), r"unknown scope 'mlp'"),
+        (lambda m: lipscope.scan(m, TEXT, lengths=[8], heads=True, scope="block"), r"heads are measured at scope 'head'"),
+        (lambda m: m.measure(), r"exactly one of"),
+        (lambda m: m.measure(input_ids=torch.tensor([[1, 99]])), r"between 0 and 49"),
+        (lambda m: m.measure(input_ids=torch.zeros(1, 0, dtype=torch.long)), r"at least one token"),
+    ],
+)
+def test_bad_requests_are_refused(bert: Model, call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(bert)
+
+
+def test_chunks_are_disjoint_exact_and_seeded() -> None:
+    numbers = type("Numbers", (), {"__call__": lambda s, text, **_: {"input_ids": list(range(len(text)))}})()
+    chunker = Chunker(["x" * 400], numbers)
+    first = chunker.chunks([10, 20], 6, seed=1)
+    assert all(len(chunk) == n for n, chunks in first.items() for chunk in chunks)
+    seen = [i for chunks in first.values() for chunk in chunks for i in chunk]
+    assert len(seen) == len(set(seen)) == 180
+    assert first == chunker.chunks([10, 20], 6, seed=1) != chunker.chunks([10, 20], 6, seed=2)
+    assert special_tokens(Letters()) == ([1], [2])
+
+
+def test_texts_from_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello", encoding="utf-8")
+    (tmp_path / "b.md").write_text("world", encoding="utf-8")
+    assert read_text(str(tmp_path)) == ["hello", "world"]
+    assert len(" ".join(read_text("python-docs"))) > 100_000
+    (tmp_path / "c.bin").write_bytes(b"\0\1\2")
+    with pytest.raises(ValueError, match="binary"):
+        read_text(tmp_path / "c.bin")
+    (tmp_path / "d.txt").write_bytes("é".encode("latin-1") * 3)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_text(tmp_path / "d.txt")
+    with pytest.raises(FileNotFoundError, match="python-docs"):
+        read_text("no-such-text")
+
+
+def test_lengths() -> None:
+    assert parse_lengths("8:64:log") == [8, 11, 16, 23, 32, 45, 64]
+    assert parse_lengths("4:12:4") == [4, 8, 12]
+    assert parse_lengths("9,3") == [3, 9]
+    for wrong in ("", "a", "1:2", "0,4"):
+        with pytest.raises(ValueError, match="lengths must"):
+            parse_lengths(wrong)
+
+
+def test_fits_find_the_exponent_and_the_limit() -> None:
+    noise = np.random.default_rng(0)
+    n = np.repeat([8, 16, 32, 64, 128], 6)
+    power = fit_growth(n, 0.3 * n**0.4 * np.exp(0.02 * noise.standard_normal(len(n))))
+    assert power.alpha_low < 0.4 < power.alpha_high
+    assert power.better == "power law"
+    flat = fit_growth(n, 5 * n / (n + 20) * np.exp(0.02 * noise.standard_normal(len(n))))
+    assert flat.better == "saturating"
+    assert flat.limit == pytest.approx(5, rel=0.05)
+    assert flat.half_length == pytest.approx(20, rel=0.1)
+    once = fit_growth([8, 16, 32, 64], [1.0, 1.5, 1.9, 2.9])
+    assert once.alpha_low < once.alpha < once.alpha_high
+    with pytest.raises(ValueError, match="three different lengths"):
+        fit_growth([8, 8, 16], [1, 1, 2])
+
+
+def test_directories_and_pickles(tmp_path: Path) -> None:
+    model = FAMILIES["gpt2"]().float()
+    model.save_pretrained(tmp_path / "good")
+    handle = lipscope.load(tmp_path / "good")
+    assert (handle.name, len(handle.layers), handle.tokenizer) == ("good", 2, None)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        lipscope.scan(handle, TEXT, lengths=[8])
+    pickled = tmp_path / "pickled"
+    model.config.save_pretrained(pickled)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="--allow-pickle"):
+        load_named(str(pickled))
+    assert load_named(str(pickled), allow_pickle=True).name == "pickled"
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_named(str(tmp_path))
+
+
+def test_unreachable_names_fail_at_once_and_name_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="Available offline now: bert-random, gpt2-random"):
+        lipscope.load("nobody/no-such-model")
+    monkeypatch.setattr(zoo, "data_file", lambda *_: None)
+    with pytest.raises(FileNotFoundError, match="minilm-l6 is not available: package"):
+        lipscope.load("minilm-l6")
+
+
+def test_random_models_are_the_same_every_time() -> None:
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first, second = load_named("gpt2-random"), load_named("gpt2-random")
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first.model.wte.weight, second.model.wte.weight)
+    assert not first.model.training
+    assert isinstance(first.tokenizer, ByteTokenizer)
+
+
+@pytest.mark.skipif(ZOO["minilm-l6"].missing is not None, reason="requirements-offline.txt is not installed")
+def test_pretrained_minilm_on_alice() -> None:
+    text = "alice" if CORPORA["alice"].available else "python-docs"
+    handle = lipscope.load("minilm-l6", dtype=torch.float64)
+    assert [layer.heads for layer in handle.layers] == [12] * 6
+    ids = torch.tensor(Chunker(read_text(text), handle.tokenizer).chunks([5], 1)[5])
+    recording = handle.record({"input_ids": ids})
+    general = handle.operator(2, recording, "attention", analytic=False).to_dense()
+    analytic = handle.operator(2, recording, "attention").to_dense()
+    torch.testing.assert_close(general, analytic, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ZOO["smollm2-135m"].missing is not None, reason="requirements-offline.txt is not installed")
+def test_pretrained_smollm2() -> None:
+    handle = lipscope.load("smollm2-135m")
+    assert [(layer.heads, layer.kv_heads) for layer in handle.layers] == [(9, 3)] * 30
+    scan = handle.measure(text="Alice was beginning to get very tired", layers=[3])
+    assert "de-quantised" in scan.rows[0]["notes"]
