@@ -15,7 +15,7 @@ from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
+from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
 
 ATTENTION_SCOPES = ("attention", "head")
 _ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
@@ -158,10 +158,10 @@ def working_dtype(map: Attention | TensorMap, X: Tensor) -> torch.dtype:
 
 
 def _given_dtypes(map: Attention | TensorMap, X: Tensor) -> str:
-    tokens = str(X.dtype).removeprefix("torch.")
+    tokens = dtype_name(X.dtype)
     if not isinstance(map, Attention) or map.dtype == X.dtype:
         return tokens
-    return f"{tokens} tokens, {str(map.dtype).removeprefix('torch.')} weights"
+    return f"{tokens} tokens, {dtype_name(map.dtype)} weights"
 
 
 def check_tokens(X: Tensor) -> Tensor:

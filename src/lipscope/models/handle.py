@@ -22,7 +22,7 @@ from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput
-from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
+from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise
 
 if TYPE_CHECKING:
     from lipscope.models.scan import Scan
@@ -145,7 +145,7 @@ class Model:
         if recording.documents is not None:
             mask += "&packed:" + ",".join(map(str, recording.documents))
         if scope != "head":
-            result = summarise(solver.solve(operator), operator, scope=scope, mask=mask, input_dtype=self.dtype)
+            result = summarise(solver.solve(operator), operator, scope=scope, mask=mask, input_dtype=dtype_name(self.dtype))
             return reshape_batch(result, (operator.batch,))
         chosen = self.check_heads(layer, heads)
         if isinstance(operator, HeadOperator):
@@ -160,7 +160,7 @@ class Model:
             # Only its shape, batch and rounding are read below: one item per input and head.
             items = torch.arange(inputs, device=operator.device).repeat_interleave(len(chosen))
             operator = HeadOfOperator(operator.select(items), 0, where.heads)
-        result = summarise(output, operator, scope=scope, mask=mask, input_dtype=self.dtype)
+        result = summarise(output, operator, scope=scope, mask=mask, input_dtype=dtype_name(self.dtype))
         return reshape_batch(result, (inputs, len(chosen)))
 
     def check_heads(self, layer: int, heads: Sequence[int] | None) -> list[int]:

@@ -153,8 +153,8 @@ def summarise(
         scope=scope,
         mask=mask,
         tokens=operator.input_shape[0] if len(operator.input_shape) == 2 else None,
-        dtype=_dtype_name(operator.dtype),
-        input_dtype=input_dtype or _dtype_name(operator.dtype),
+        dtype=dtype_name(operator.dtype),
+        input_dtype=input_dtype or dtype_name(operator.dtype),
         solver=output.solver,
         rounding=allowance,
         token_energy=output.token_energy,
@@ -203,7 +203,8 @@ def _line(row: dict[str, Any], *, mixed: bool) -> str:
     return f"  {where + ': ' if where else ''}{interval}{kind}{steps}, {row['status']}"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
