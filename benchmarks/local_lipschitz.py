@@ -70,8 +70,8 @@ def compare(layer: lipscope.Attention, n: int, causal: bool) -> list[str]:
 
 
 def measure_only() -> dict[str, object]:
-    """The options of a plain measurement of σ."""
-    return {}
+    """σ and its probabilistic interval, without the certificate: the two methods beside it give a bare number."""
+    return {"certificate": False}
 
 
 def products_against_matmul(layer: lipscope.Attention, n: int, batch: int) -> str:
@@ -106,7 +106,7 @@ def main() -> None:
         "",
         "*Textbook loop*: power iteration with `torch.func.jvp` and `vjp`, one input at a time, absolute tolerance 1e-4 "
         "on σ², at most 100 steps. *SciPy*: `svds(k=1, tol=1e-4)` with products by autograd on one cached graph. "
-        "*lipscope*: default settings. *Error*: worst relative error over the inputs against a float64 reference at "
+        "*lipscope*: default settings, with an interval of at most 10 %. *Error*: worst relative error over the inputs against a float64 reference at "
         "rtol 1e-10. *Ratio*: time over lipscope's.",
         "",
         "| mask | n | method | seconds | ratio | worst error | mean steps |",
@@ -125,6 +125,9 @@ def main() -> None:
         "| n | inputs | pair, GFLOP/s | matmul, GFLOP/s | share |",
         "|---|---|---|---|---|",
         *[products_against_matmul(layer, n, INPUTS) for n in (20, 98, 256)],
+        "",
+        "The products run close to the speed of the matrix products they consist of, so what is left is their number: about "
+        "17 pairs per input, against some 65 steps of the textbook loop that cost about four times as much each.",
     ]
     print("\n".join(tail))
     if path is not None:

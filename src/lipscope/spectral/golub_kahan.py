@@ -162,9 +162,10 @@ class _Run:
             raise FloatingPointError(_NON_FINITE)
         ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
         done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
-        if self.config.interval is not None:
-            everyone = torch.arange(done.numel(), device=done.device)
-            done &= self._upper(ritz, everyone, step) <= (1 + self.config.interval) * ritz.values[:, 0]
+        candidates = done.nonzero()[:, 0]
+        if self.config.interval is not None and candidates.numel():
+            widest = (1 + self.config.interval) * ritz.values[candidates, 0]
+            done[candidates] = self._upper(ritz, candidates, step) <= widest
         if step == self.whole_space:
             done = torch.ones_like(done)
         recorded = self.output.iterations[self.active] > 0
