@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipscope import __version__, cli_bounds, cli_models
+from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
@@ -110,24 +111,25 @@ def measure(
 
 
 def _print_result(result: SpectralNorm) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     rows = result.to_rows()
     about = f"scope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
     if result.dtype != result.input_dtype:
         about += f" (from {result.input_dtype})"
-    table = Table(title=f"Local Lipschitz constant σ\n{about}", caption=_caption(result), title_justify="left")
     index = [name for name in ("input", "head") if name in rows[0]]
-    for name in (*index, "lower", "estimate", "upper", "steps", "status"):
-        table.add_column(name, justify="left" if name == "status" else "right")
-    for row in rows:
-        numbers = [f"{row[name]:.6g}" for name in ("lower", "estimate", "upper")]
-        table.add_row(*[str(row[name]) for name in index], *numbers, str(row["iterations"]), row["status"])
-    console = Console()
-    console.print(table)
+    cells = [
+        [
+            *(str(row[name]) for name in index),
+            *(f"{row[name]:.6g}" for name in ("lower", "estimate", "upper")),
+            str(row["iterations"]),
+            row["status"],
+        ]
+        for row in rows
+    ]
+    title = f"Local Lipschitz constant σ\n{about}"
+    names = [*index, "lower", "estimate", "upper", "steps", "status"]
+    print_table(names, cells, text=["status"], title=title, caption=_caption(result))
     if not all(row["converged"] for row in rows):
-        console.print(result.message)
+        typer.echo(result.message)
 
 
 def _caption(result: SpectralNorm) -> str:

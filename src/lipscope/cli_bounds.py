@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lipscope.cli_tables import print_table
+
 if TYPE_CHECKING:
     from lipscope.bounds.table import BoundTable
 
@@ -65,17 +67,13 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
 
 
 def _print(found: BoundTable) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     title = f"Bounds for tokens of norm ≤ {found.radius:.6g}, n = {found.n}"
     if found.sigma is not None:
         title += f"\nmeasured σ ∈ [{float(found.sigma.lower):.6g}, {float(found.sigma.upper):.6g}]"
-    view = Table(title=title, title_justify="left")
-    for name in ("bound", "kind", "", "value", "× σ", "norm"):
-        view.add_column(name, justify="right" if name in ("value", "× σ") else "left")
+    rows = []
     for bound in found.bounds:
         ratio = found.ratio(bound)
         sign = "≥" if bound.side == "lower" else "→" if bound.kind == "limit" else "≤"
-        view.add_row(bound.name, bound.kind, sign, f"{bound.value:.6g}", "" if ratio is None else f"{ratio:.4g}", bound.norm)
-    Console().print(view)
+        shown = "" if ratio is None else f"{ratio:.4g}"
+        rows.append([bound.name, bound.kind, sign, f"{bound.value:.6g}", shown, bound.norm])
+    print_table(["bound", "kind", "", "value", "× σ", "norm"], rows, text=["bound", "kind", "norm"], title=title)

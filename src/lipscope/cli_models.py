@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
     from lipscope.models.scan import Scan
@@ -33,7 +35,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         from lipscope.models.zoo import ZOO
 
         rows = [(e.name, e.summary, e.size, e.licence, "yes" if e.missing is None else e.missing) for e in ZOO.values()]
-        _print_table(("name", "model", "download", "licence", "available offline"), rows)
+        names = ("name", "model", "download", "licence", "available offline")
+        print_table(names, rows, text=names)
         typer.echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
 
     @app.command()
@@ -42,7 +45,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         from lipscope.models.text import CORPORA
 
         rows = [(c.name, c.summary, c.licence, "yes" if c.available else c.advice) for c in CORPORA.values()]
-        _print_table(("name", "text", "licence", "available"), rows)
+        names = ("name", "text", "licence", "available")
+        print_table(names, rows, text=names)
         typer.echo("Any UTF-8 file, or a directory of .txt, .md and .rst files, works too.")
 
     @app.command()
@@ -163,10 +167,6 @@ def _write(result: Scan, directory: Path) -> None:
 
 
 def _print_scan(result: Scan, text: str, top: int) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     first = result.rows[0]
     summaries = result.worst()
     fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
@@ -176,10 +176,8 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
     caption = "σ of every input at this n lies between lower and upper"
     chances = [row["delta"] for row in result.rows if row["delta"] is not None]
     caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
-    table = Table(title=escape(title), title_justify="left", caption=caption)
     names = ["layer", *(["head"] if by_head else []), "n", "median σ", "lower", "upper", "|x|", "entropy", "on first"]
-    for name in [*names, *(["σ ~ n^α, α in"] if fits else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for s in summaries[:top]:
         cells = [str(s["layer"]), *([str(s["head"])] if by_head else []), str(s["n"])]
         cells += [f"{s[name]:.4g}" for name in ("median", "lower", "upper")] + [f"{s['radius_rms']:.3g}"]
@@ -187,8 +185,8 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
         if fits:
             fit = fits[(s["layer"], s["head"])]
             cells.append(f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}")
-        table.add_row(*cells)
-    Console().print(table)
+        rows.append(cells)
+    print_table([*names, *(["σ ~ n^α, α in"] if fits else [])], rows, title=title, caption=caption)
     if len(summaries) > top:
         typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
@@ -212,15 +210,3 @@ def _print_tokens(view: TokenView, name: str, layer: int, pairs: int) -> None:
     console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")
     for i, j, value in view.strongest_pairs(pairs):
         console.print(Text(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})"))
-
-
-def _print_table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name in ("name", "licence", "download"))
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
