@@ -42,6 +42,8 @@ def test_public_names_exist():
     for name in lipscope.__all__:
         assert getattr(lipscope, name) is not None
     assert set(lipscope._HOME) | {"__version__"} == set(lipscope.__all__)
+    assert callable(lipscope.bounds.table)
+    assert callable(lipscope.paper.companion_estimator)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 

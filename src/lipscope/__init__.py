@@ -69,6 +69,8 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
+_ROOMS = ("bounds", "paper")
+
 __all__ = [
     "Attention",
     "Auto",
@@ -104,8 +106,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "bounds":
-        return import_module("lipscope.bounds")
+    if name in _ROOMS:
+        return import_module(f"lipscope.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'lipscope' has no attribute {name!r}")
     return getattr(import_module(f"lipscope.{_HOME[name]}"), name)
