@@ -181,14 +181,14 @@ class Explicit(Mask):
     def allowed(self, n: int) -> Tensor | None:
         """The visible entries."""
         t = self._at(n)
-        return t if t.dtype == torch.bool else ~_hidden(t)
+        return t if t.dtype == torch.bool else ~hidden(t)
 
     def additive(self, n: int) -> Tensor | None:
         """The finite part of an additive mask."""
         t = self._at(n)
         if t.dtype == torch.bool:
             return None
-        return t.masked_fill(_hidden(t), 0.0)
+        return t.masked_fill(hidden(t), 0.0)
 
     def for_input(self, index: int) -> Mask:
         """The slice of one input."""
@@ -211,7 +211,7 @@ class Explicit(Mask):
         return f"{kind}:{'×'.join(map(str, self.tensor.shape))}"
 
 
-def _hidden(additive: Tensor) -> Tensor:
+def hidden(additive: Tensor) -> Tensor:
     """−inf, and what libraries write instead: the most negative number, often that of float32 whatever the dtype."""
     lowest = max(torch.finfo(additive.dtype).min, torch.finfo(torch.float32).min)
     return additive <= lowest / 2

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from lipscope.attention.masks import Causal, Packed, Window
+from lipscope.attention.masks import Causal, Packed, Window, hidden
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.core_function import attention_core
 
@@ -181,9 +181,7 @@ def score_rule(
         if mask.dtype == torch.bool:
             allowed = mask
         else:
-            # Libraries write "hidden" as the most negative number, often that of float32 whatever the dtype.
-            lowest = max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min)
-            allowed = mask > lowest / 2
+            allowed = ~hidden(mask)
             finite = mask.masked_fill(~allowed, 0.0).to(dtype)
             if bool(finite.any()):
                 additive = finite if additive is None else additive + finite

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
-
-UpperKind: TypeAlias = Literal["exact", "probabilistic", "certified"]
 
 
 @dataclass(frozen=True, eq=False)
