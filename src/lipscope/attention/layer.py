@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lipscope.attention.core import Linearisation, Triple, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import TiledLinearisation
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,11 +257,11 @@ class Attention:
         q, k, v = self.split_heads(X @ self.qkv.mT)
         return shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
 
-    def score_rule(self, n: int, batch: int) -> ScoreRule:
-        """Mask, bias, soft-cap and sinks for sequences of n tokens."""
+    def score_rule(self, n: int, batch: int, *, tiled: bool = False) -> ScoreRule:
+        """Mask, bias, soft-cap and sinks for sequences of n tokens; ``tiled`` leaves the mask a rule, not a matrix."""
         mask = cast(Mask, self.mask)
-        allowed, additive = mask.allowed(n), mask.additive(n)
-        for tensor in (allowed, additive):
+        first, additive = slice(0, 1), mask.additive(n)
+        for tensor in (mask.sees(first, first, n), additive):
             if tensor is not None and (tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, self.heads)):
                 raise ValueError(
                     f"mask {mask} is for {tensor.shape[0]} inputs and {tensor.shape[1]} heads, "
@@ -276,13 +277,18 @@ class Attention:
         return ScoreRule(
             softcap=self.softcap,
             additive=None if additive is None else additive.detach().to(dtype=self.dtype, device=self.device),
-            allowed=None if allowed is None else allowed.to(self.device),
+            allowed=None if tiled or (allowed := mask.allowed(n)) is None else allowed.to(self.device),
             sinks=None if self.sinks is None else self.sinks.detach(),
+            mask=mask if tiled else None,
         )
 
     def linearise(self, X: Tensor) -> Linearisation:
-        """The attention core linearised at tokens (B, n, d)."""
+        """The attention core linearised at tokens (B, n, d), with its n×n matrices."""
         return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
+
+    def linearise_tiled(self, X: Tensor) -> TiledLinearisation:
+        """The same without n×n matrices: memory grows like n."""
+        return TiledLinearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True))
 
     def merge_heads(self, grouped: Tensor) -> Tensor:
         """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""
