@@ -50,7 +50,7 @@ def _indices(part: slice) -> Tensor:
 
 
 def _distance(rows: slice, columns: slice) -> Tensor:
-    """i − j for queries i and keys j."""
+    """Query index minus key index."""
     return _indices(rows)[:, None] - _indices(columns)[None, :]
 
 

@@ -26,12 +26,14 @@ from lipscope.attention.tiles import Layout, Strip, Tile, make_strips
 # Queries and keys of one tile, and bytes of one tile matrix over the items that are worked on together: a few of those
 # stay in the cache while the products are large enough to run at full speed (benchmarks/long_context.py).
 TILE = (256, 512)
-TILE_BYTES = 2 << 20
+TILE_BYTES = 4 << 20
 # Bytes of exponentials that are kept between products.
 KEEP = 256 << 20
 
 # Bytes of one n×n matrix over all heads and inputs beyond which tiles are used.
 DENSE_BYTES = 256 << 20
+# Tokens from which tiles are faster when a mask hides about half of the entries.
+SHORTEST_HALF = 512
 
 Kept: TypeAlias = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
 
@@ -89,7 +91,8 @@ class TiledLinearisation:
         rows = queries.new_zeros(*queries.shape[:3], 1)
         core = cls(
             queries, k.reshape(layout.items, m, dk), v.reshape(layout.items, m, v.shape[-1]),
-            queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips, rule.softcap, rule.additive, size,
+            queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
+            rule.softcap, rule.additive, size,
         )  # fmt: skip
         core = core._normalised(rule.sinks)
         entries = sum(strip.area for strip in strips) * B * H * (1 if rule.softcap is None else 2)
@@ -105,7 +108,9 @@ class TiledLinearisation:
     @property
     def scratch(self) -> int:
         """Numbers that one input of the batch takes beside its tokens."""
-        return 0 if self.kept is None else sum(strip.area for strip in self.strips) * self.layout.kv_heads * self.layout.groups
+        return (
+            0 if self.kept is None else sum(strip.area for strip in self.strips) * self.layout.kv_heads * self.layout.groups
+        )
 
     @property
     def o(self) -> Tensor:
@@ -292,9 +297,14 @@ class TiledLinearisation:
 AnyLinearisation: TypeAlias = Linearisation | TiledLinearisation
 
 
-def prefers_tiles(heads: int, queries: int, keys: int, element_size: int) -> bool:
-    """Whether n×n matrices of so many heads (over all inputs) are better never formed."""
-    return heads * queries * keys * element_size > DENSE_BYTES
+def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Tensor) -> bool:
+    """Whether tiles beat n×n matrices of so many heads (over all inputs): these are large, or half of them is hidden."""
+    if heads * queries * keys * like.element_size() > DENSE_BYTES:
+        return True
+    if queries != keys or queries < SHORTEST_HALF:
+        return False
+    corner = rule.visible(slice(0, queries // 4), slice(queries // 2, queries), queries, like.device)
+    return corner is not None and not bool(corner.any())
 
 
 def _stacked(t: Tensor, strip: Strip) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Strip:
     @property
     def area(self) -> int:
         """Visited entries of the score matrix."""
-        return (self.rows.stop - self.rows.start) * sum(tile.columns.stop - tile.columns.start for tile in self.tiles)
+        return _length(self.rows) * sum(_length(tile.columns) for tile in self.tiles)
 
     def select(self, items: Tensor) -> Strip:
         """The strip as the listed items see it."""
@@ -97,8 +98,12 @@ def make_strips(
     return tuple(strips)
 
 
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
 def _even_parts(first: int, last: int, largest: int) -> list[slice]:
     """[first, last) in parts of nearly equal size, none larger than ``largest``."""
     count = -(-(last - first) // largest)
     edges = [first + (last - first) * part // max(count, 1) for part in range(count + 1)]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]

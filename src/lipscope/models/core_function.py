@@ -30,7 +30,7 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
 class _Core(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        tiled = prefers_tiles(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.element_size())
+        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
         core: AnyLinearisation = (TiledLinearisation if tiled else Linearisation).at(q, k, v, rule)
         ctx.core, ctx.heads = core, q.shape[1]
         ctx.save_for_backward(q, k, v)
