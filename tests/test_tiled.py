@@ -9,6 +9,7 @@ import cases
 import lipscope
 from lipscope.attention import tiled
 from lipscope.attention.core import Linearisation
+from lipscope.attention.memory import plan_memory, read_bytes, show_bytes
 from lipscope.attention.operator import AttentionOperator, HeadOperator
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
@@ -133,3 +134,23 @@ def test_the_core_of_models_uses_tiles(monkeypatch):
         found.append((o, *pulled, pushed))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_is_planned():
+    """Fewer Krylov vectors are kept when memory is short, and too little memory is refused with what is needed."""
+    W = torch.zeros(64, 64)
+    subject = lipscope.Attention(W, W, W, W, heads=4, mask="causal")
+    free = plan_memory(subject, 5000)
+    assert free.tiled
+    tight = plan_memory(subject, 5000, limit=free.total - free.bases // 2)
+    assert free.bases // 3 < tight.bases <= free.bases // 2
+    assert tight.total <= free.total - free.bases // 2
+    with pytest.raises(MemoryError, match=r"n = 5000 tokens need about [\d.]+ MiB .* limited to 1 MiB"):
+        plan_memory(subject, 5000, limit=1 << 20)
+
+
+def test_sizes_are_read_and_shown():
+    assert [read_bytes(text) for text in ("4GiB", "512 MiB", "1.5kb", "7")] == [4 << 30, 512 << 20, 1500, 7]
+    assert [show_bytes(count) for count in (3 << 30, 1536 << 10, 12)] == ["3 GiB", "1.5 MiB", "12 B"]
+    with pytest.raises(ValueError, match="memory must be a size"):
+        read_bytes("4 apples")

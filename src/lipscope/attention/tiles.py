@@ -98,6 +98,16 @@ def make_strips(
     return tuple(strips)
 
 
+def visited_entries(rule: ScoreRule, n: int, m: int, height: int = 256) -> int:
+    """About how many entries of an n×m score matrix are visited in strips of ``height`` queries."""
+    total = 0
+    for start in range(0, n, height):
+        rows = slice(start, min(n, start + height))
+        first, last = rule.span(rows, m)
+        total += _length(rows) * (last - first)
+    return total
+
+
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
 
