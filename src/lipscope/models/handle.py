@@ -87,7 +87,8 @@ class Model:
         return next(self.model.parameters()).device
 
     @cached_property
-    def _probe_recording(self) -> Recording:
+    def probe_recording(self) -> Recording:
+        """A pass on the fixed inputs of the self-tests."""
         return self.record(probe_inputs(self.model))
 
     def record(self, inputs: dict[str, Any], documents: Sequence[int] | None = None) -> Recording:
@@ -119,7 +120,7 @@ class Model:
         if where.through_seam and where.batch_first and where.index not in self._affine:
             # The projections are found at fixed inputs, never at those of a measurement: rows must not depend, not even
             # in their last bit, on what was measured before them.
-            plain_attention(self.model, where, self._probe_recording, self._affine)
+            plain_attention(self.model, where, self.probe_recording, self._affine)
         return plain_attention(self.model, where, recording, self._affine)
 
     def operator(self, layer: int, recording: Recording, scope: str = "attention", *, analytic: bool = True) -> Operator:
