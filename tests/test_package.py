@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "facade": {"bounds", "attention", "spectral"},
     "token_influence": {"facade", "attention", "spectral"},
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
+    "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
 }
 
