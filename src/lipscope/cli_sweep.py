@@ -113,9 +113,9 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
     ) -> None:
         """Write the table of a sweep for other tools, one column per quantity."""
         with clear_errors(debug):
-            from lipscope.sweep.export import export as write
+            from lipscope.sweep.export import export_table
 
-            content, count = write(store, format.value, out, all_plans=all_plans)
+            content, count = export_table(store, format.value, out, all_plans=all_plans)
             if content is not None:
                 typer.echo(content, nl=False)
             else:

@@ -19,7 +19,7 @@ FORMATS = ("parquet", "csv", "json")
 _NUMBERS = ("layer", "head", "n", "input", "document")
 
 
-def export(
+def export_table(
     store: str | os.PathLike[str], format: str, out: str | os.PathLike[str] | None = None, *, all_plans: bool = False
 ) -> tuple[str | None, int]:
     """Write the rows of the last plan (or of all plans) with one column per quantity.
