@@ -13,7 +13,6 @@ from lipscope.models.handle import Model
 from lipscope.models.zoo import ByteTokenizer, load_named
 from lipscope.sweep import Measured, ModelChoice, Plan
 from lipscope.sweep.kinds import Text
-from model_families import FAMILIES
 
 LOADER = "sweep_cases:with_bytes"
 TEXT = "".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(1500))
@@ -21,6 +20,9 @@ TEXT = "".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(1500))
 
 def save_models(directory: Path) -> list[ModelChoice]:
     """A BERT and a GPT-2 of two layers, in float32, that read bytes."""
+    # Workers import this file too, and need none of the families.
+    from model_families import FAMILIES
+
     choices = []
     for family in ("bert", "gpt2"):
         model = FAMILIES[family]()

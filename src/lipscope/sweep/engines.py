@@ -6,6 +6,7 @@ where and in which order.
 
 from __future__ import annotations
 
+import pickle
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from lipscope.sweep.environment import environment
+from lipscope.sweep.remote import introduce, run_packed_job
 from lipscope.sweep.tasks import Job
-from lipscope.sweep.work import Outcome, run_job, run_whole_job
+from lipscope.sweep.work import Outcome, run_job
 
 
 class EngineError(RuntimeError):
@@ -133,7 +135,7 @@ class Dask:
             # One job at work and one in waiting for every worker; a worker runs one at a time whatever its threads.
             room = 2 * max(len(self._workers()), 1) - len(under_way)
             for _, job in zip(range(room), waiting, strict=False):
-                future = self._client.submit(run_whole_job, job, pure=False)
+                future = self._client.submit(run_packed_job, pickle.dumps(job), pure=False)
                 under_way[future] = job
                 results.add(future)
             if not under_way:
@@ -159,7 +161,7 @@ class Dask:
     def _outcomes(self, future: Any, job: Job) -> list[Outcome]:
         if future.status == "finished":
             with suppress(OSError, TimeoutError):
-                outcomes: list[Outcome] = future.result(timeout=self.patience)
+                outcomes: list[Outcome] = pickle.loads(future.result(timeout=self.patience))
                 return outcomes
         if future.status == "cancelled":
             raise EngineError(f"the scheduler dropped a job: it was restarted, or another client cancelled it. {_RESUME}")
@@ -185,7 +187,7 @@ class Dask:
             time.sleep(0.05)
         here = environment(1)["versions"]
         try:
-            there = self._client.run(environment, 1, on_error="return")
+            there = self._client.run(introduce, on_error="return")
         except Exception as error:
             raise EngineError(f"the workers cannot run lipscope: {error}") from error
         for address, found in there.items():

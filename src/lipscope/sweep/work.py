@@ -73,11 +73,6 @@ def run_job(job: Job) -> Iterator[Outcome]:
                 yield _failed(task, error, start, where)
 
 
-def run_whole_job(job: Job) -> list[Outcome]:
-    """``run_job`` for engines that hand back a job in one piece."""
-    return list(run_job(job))
-
-
 def row_key(task: Task, row: Row, coordinates: tuple[str, ...]) -> str:
     """Content address of a row: that of its task, and its place in it."""
     return digest([task.key, {name: row.get(name) for name in coordinates}])
