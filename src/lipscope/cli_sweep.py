@@ -152,7 +152,7 @@ def _say(message: str) -> None:
 
 @contextmanager
 def _gentle_end() -> Iterator[None]:
-    """A termination request (a queue's time limit, a shutdown) ends like Ctrl-C: between two tasks, with a word."""
+    """A termination request (a queue's time limit, a shutdown) ends like Ctrl-C: all finished tasks are kept."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -5,9 +5,9 @@ pairs of products (J·u, Jᵀ·g) for each input. With P weights in the map, H h
 
     4·n·P + 16·n²·H·d_h        floating-point operations (twice that where autograd computes it: scopes around attention)
 
-Memory of one worker: Python and torch, the weights, the recorded pass (3 tensors per layer), two Krylov bases of 32 vectors
-(never more than the solver's own limit of 1 GiB), and 8 score matrices per head; scopes that go through autograd keep the
-activations of their blocks as well.
+Memory of one worker: Python and torch, the weights of the models it keeps, the recorded pass (3 tensors per layer), two
+Krylov bases of 32 vectors (never more than the solver's own limit of 1 GiB), and 8 score matrices per head; scopes that go
+through autograd keep the activations of their blocks as well.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PAIRS = 20
 BASE_BYTES = 400 << 20
+# Weights that a process keeps; the model in use stays whatever its size.
+KEEP_BYTES = 2 << 30
 _KRYLOV_BYTES = 1 << 30
 _BLOCK_ACTIVATIONS = 34
 _AUTOGRAD = ("norm+attention", "attention+residual", "block", "model")
@@ -108,6 +110,9 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
     lengths = [sum(_seconds(task, rates) for task in job.tasks) for job in jobs]
     seconds = max(sum(lengths) / workers, max(lengths, default=0.0))
     memory = max((BASE_BYTES + task.work.weights + task.work.bytes for task in tasks), default=0.0)
+    # A process keeps models while they fit; this one has loaded all of them to look at the plan.
+    models = sum({task.labels["model"]: task.work.weights for task in tasks}.values())
+    memory += max(0.0, min(models, KEEP_BYTES) - max((task.work.weights for task in tasks), default=0.0))
     return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, rates)
 
 

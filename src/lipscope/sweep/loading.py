@@ -9,12 +9,10 @@ import torch
 
 from lipscope.models.handle import Model
 from lipscope.models.load import load
+from lipscope.sweep.cost import KEEP_BYTES
 from lipscope.sweep.fingerprints import model_fingerprint
 from lipscope.sweep.plan import ModelChoice
 from lipscope.sweep.registry import load_object
-
-# Weights that a process keeps; the model in use stays whatever its size.
-KEEP_BYTES = 2 << 30
 
 
 class LoadedModel(NamedTuple):
@@ -40,7 +38,8 @@ def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None
     """
     key = (choice, dtype)
     if key not in _loaded:
-        handle = _load(choice, dtype)
+        # What has the fingerprint that the plan saw has passed its self-tests there.
+        handle = _load(choice, dtype, check=fingerprint is None)
         _loaded[key] = LoadedModel(handle, model_fingerprint(handle))
     _loaded.move_to_end(key)
     while len(_loaded) > 1 and sum(weight_bytes(handle) for handle, _ in _loaded.values()) > KEEP_BYTES:
@@ -64,7 +63,7 @@ def weight_bytes(handle: Model) -> int:
     return sum(p.numel() * p.element_size() for p in handle.model.parameters())
 
 
-def _load(choice: ModelChoice, dtype: str | None) -> Model:
+def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
     wanted = None if dtype is None else getattr(torch, dtype)
     if choice.loader is not None:
         made = load_object(choice.loader)(choice.name, wanted)
@@ -73,5 +72,5 @@ def _load(choice: ModelChoice, dtype: str | None) -> Model:
         return made
     return load(
         choice.name, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
-        trust_remote_code=choice.trust_remote_code,
+        trust_remote_code=choice.trust_remote_code, check=check,
     )  # fmt: skip
