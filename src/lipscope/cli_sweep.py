@@ -213,9 +213,9 @@ def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: P
     finished = len(expansion.tasks) - left.tasks
     title = f"{len(expansion.tasks)} tasks in {jobs} jobs of one forward pass each; {finished} are in {store} already"
     print_table(names, rows, text=names[:3], title=title)
-    where = "this process" if workers == 1 else f"{workers} workers"
+    where = "in this process" if workers == 1 else f"on {workers} workers"
     typer.echo(
-        f"Left: {left.tasks} tasks, {left.rows} rows; about {_duration(left.seconds)} on {where}, "
+        f"Left: {left.tasks} tasks, {left.rows} rows; about {_duration(left.seconds)} {where}, "
         f"about {left.bytes / 2**30:.1f} GiB of memory. The time is scaled up from a sample measured now, or from "
         "tasks in the store; cost model: lipscope.sweep.cost."
     )

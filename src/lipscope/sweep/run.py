@@ -102,9 +102,10 @@ def run_plan(
     Example:
         >>> import lipscope, tempfile
         >>> plan = lipscope.sweep.Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8], inputs=2)
+        >>> expansion = lipscope.sweep.expand(plan)      # loads the model and refuses what it does not have
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     first = lipscope.sweep.run_plan(plan, f"{directory}/run.db")
-        ...     again = lipscope.sweep.run_plan(plan, f"{directory}/run.db")
+        ...     first = lipscope.sweep.run_plan(expansion, f"{directory}/run.db")
+        ...     again = lipscope.sweep.run_plan(expansion, f"{directory}/run.db")
         >>> (first.measured, first.rows), (again.measured, again.kept)
         ((1, 2), (0, 1))
     """
