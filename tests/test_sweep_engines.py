@@ -77,7 +77,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan_of(directory, kind="sweep_cases:SlowText", options={"sleep": 0.05})
 
 
-def test_a_killed_worker_changes_nothing(cluster: Cluster, plan: Plan, tmp_path: Path) -> None:
+def test_a_killed_worker_changes_nothing(
+    cluster: Cluster, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expansion = expand(plan)
     here = run_plan(expansion, tmp_path / "here.db")
     engine = Dask(cluster.address)
@@ -94,7 +96,6 @@ def test_a_killed_worker_changes_nothing(cluster: Cluster, plan: Plan, tmp_path:
     with engine:
         while len(engine._workers()) < 2:
             assert time.monotonic() < deadline
-            engine._seen = (0.0, {})
             time.sleep(0.1)
     there = run_plan(expansion, tmp_path / "there.db", engine=engine, progress=kill_one)
     assert cluster.workers[0].wait(timeout=10) == -signal.SIGKILL
@@ -105,6 +106,11 @@ def test_a_killed_worker_changes_nothing(cluster: Cluster, plan: Plan, tmp_path:
         mine, theirs = one.rows(), other.rows()
         assert len(other.environments()) == 1
     assert [r | {"seconds": 0} for r in mine] == [r | {"seconds": 0} for r in theirs]
+    # A worker of another version is refused before a row is kept.
+    with monkeypatch.context() as other:
+        other.setattr("lipscope.sweep.engines.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
+        with pytest.raises(EngineError, match=r"has lipscope .*, this process has 0\.0\.0"), Dask(cluster.address):
+            pass
     # One worker is left: another number of workers, the same table.
     alone = run_plan(expansion, tmp_path / "alone.db", engine=Dask(cluster.address))
     assert (alone.digest, alone.failed) == (here.digest, 0)

@@ -6,6 +6,7 @@ where and in which order.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 import warnings
@@ -90,10 +91,15 @@ class Dask:
         self.name = f"dask {scheduler}" if scheduler else f"dask, {workers} local workers"
         self._client: Any = None
         self._cluster: Any = None
+        self._log_level = logging.NOTSET
         self._seen: tuple[float, dict[str, Any]] = (0.0, {})
 
     def __enter__(self) -> Dask:
         distributed = import_module("distributed")
+        # Lost workers and connections are this engine's to report; tracebacks of the event loop help nobody.
+        log = logging.getLogger("distributed")
+        self._log_level = log.level
+        log.setLevel(logging.CRITICAL)
         if self.workers is not None:
             with warnings.catch_warnings():
                 # Its status page may have to move to another port; nobody asked for one.
@@ -102,6 +108,15 @@ class Dask:
                     n_workers=self.workers, threads_per_worker=1, processes=True, host="127.0.0.1",
                     dashboard_address=None, silence_logs=50, memory_limit=0,
                 )  # fmt: skip
+        try:
+            self._connect(distributed)
+            self._check_workers()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _connect(self, distributed: Any) -> None:
         try:
             self._client = distributed.Client(self._cluster or self.scheduler, timeout=self.timeout, set_as_default=False)
         except (OSError, TimeoutError) as error:
@@ -113,18 +128,15 @@ class Dask:
             raise EngineError(
                 f"the scheduler's address must look like tcp://host:8786, got {self.scheduler!r}: {error}"
             ) from error
-        try:
-            self._check_workers()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         for part in (self._client, self._cluster):
             if part is not None:
                 with suppress(Exception):
                     part.close()
+        self._client = self._cluster = None
+        self._seen = (0.0, {})
+        logging.getLogger("distributed").setLevel(self._log_level)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """The outcomes, job by job, as workers finish them. Few jobs are under way at once: a plan may have very many."""
@@ -159,13 +171,19 @@ class Dask:
         return next(results)
 
     def _outcomes(self, future: Any, job: Job) -> list[Outcome]:
-        if future.status == "finished":
-            with suppress(OSError, TimeoutError):
+        try:
+            if future.status == "finished":
                 outcomes: list[Outcome] = pickle.loads(future.result(timeout=self.patience))
+                _refuse_other_versions("a worker", outcomes[0].environment)
                 return outcomes
-        if future.status == "cancelled":
-            raise EngineError(f"the scheduler dropped a job: it was restarted, or another client cancelled it. {_RESUME}")
-        error = future.exception(timeout=self.patience)
+            error = future.exception(timeout=self.patience) if future.status == "error" else None
+        except (OSError, TimeoutError) as lost:
+            raise EngineError(f"a finished job could not be fetched from its worker: {lost}. {_RESUME}") from lost
+        if error is None:
+            raise EngineError(
+                f"the scheduler dropped a job ({future.status}): it ended or was restarted, or another client cancelled the "
+                f"job. {_RESUME}"
+            )
         line = " ".join(f"{type(error).__name__}: {error}".split())
         where = environment(job.threads)
         return [Outcome(task, (), line, line, 0.0, where) for task in job.tasks]
@@ -174,7 +192,10 @@ class Dask:
         """The workers, as of at most a second ago."""
         asked, found = self._seen
         if time.monotonic() - asked > 1 or not found:
-            found = self._client.scheduler_info(n_workers=-1)["workers"]
+            try:
+                found = self._client.scheduler_info(n_workers=-1)["workers"]
+            except (OSError, TimeoutError) as error:
+                raise EngineError(f"the connection to the scheduler is lost: {error}. {_RESUME}") from error
             self._seen = (time.monotonic(), found)
         return found
 
@@ -185,7 +206,6 @@ class Dask:
             if time.monotonic() > deadline:
                 raise EngineError(f"the scheduler at {self.scheduler} has had no worker for {self.patience:g} s: start some")
             time.sleep(0.05)
-        here = environment(1)["versions"]
         try:
             there = self._client.run(introduce, on_error="return")
         except Exception as error:
@@ -195,13 +215,18 @@ class Dask:
                 raise EngineError(
                     f"worker {address} cannot import lipscope ({found}): install it there, in the same version"
                 )
-            for package in ("lipscope", "torch", "transformers"):
-                has, wanted = found["versions"].get(package), here.get(package)
-                if has != wanted:
-                    raise EngineError(
-                        f"worker {address} has {package} {has}, this process has {wanted}: "
-                        "rows would differ. Install the same versions everywhere"
-                    )
+            _refuse_other_versions(f"worker {address}", found)
+
+
+def _refuse_other_versions(who: str, found: dict[str, Any]) -> None:
+    here = environment(1)["versions"]
+    for package in ("lipscope", "torch", "transformers"):
+        has, wanted = found["versions"].get(package), here.get(package)
+        if has != wanted:
+            raise EngineError(
+                f"{who} has {package} {has}, this process has {wanted}: rows would differ. Install the same versions "
+                "everywhere"
+            )
 
 
 _RESUME = "Finished tasks are kept: run the same command again to go on"

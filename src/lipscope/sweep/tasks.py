@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lipscope.models.handle import Model
+from lipscope.models.zoo import ZOO
 from lipscope.spectral.result import dtype_name
 from lipscope.sweep.cost import Work, task_work
 from lipscope.sweep.fingerprints import digest
@@ -109,16 +111,25 @@ def expand(plan: Plan) -> Expansion:
     groups: dict[tuple[ModelChoice, str | None], list[Job]] = {}
     for number, block in enumerate(plan.blocks, start=1):
         where = f"block {number}: " if len(plan.blocks) > 1 else ""
-        for choice in block.models:
+        for named in block.models:
+            choice = _anywhere(named)
             try:
                 handle, fingerprint = loaded_model(choice, block.dtype)
-                _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {choice.name!r}")
+                _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {named.name!r}")
                 _refuse_namesakes(names, handle, fingerprint)
                 jobs = _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
             except (ValueError, FileNotFoundError) as error:
                 raise type(error)(f"{where}{error}") from error
             groups.setdefault((choice, block.dtype), []).extend(jobs)
     return Expansion(plan, tuple(job for jobs in groups.values() for job in sorted(jobs, key=lambda job: -job.flops)))
+
+
+def _anywhere(choice: ModelChoice) -> ModelChoice:
+    """A directory by its full path: workers may start in another one."""
+    directory = Path(choice.name).expanduser()
+    if choice.name in ZOO or not directory.is_dir():
+        return choice
+    return dataclasses.replace(choice, name=str(directory.resolve()))
 
 
 def _jobs_of(
