@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "token_influence": {"facade", "attention", "spectral"},
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
+    "meanfield": {"models", "bounds", "attention", "spectral"},
 }
 
 
@@ -44,6 +45,7 @@ def test_public_names_exist():
     assert set(lipscope._HOME) | {"__version__"} == set(lipscope.__all__)
     assert callable(lipscope.bounds.table)
     assert callable(lipscope.paper.companion_estimator)
+    assert callable(lipscope.meanfield.local_constant)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 
