@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.meanfield.measures import Measure, PositionedMeasure
 
 AnyMeasure: TypeAlias = Measure | PositionedMeasure
-M = TypeVar("M", Measure, PositionedMeasure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +97,21 @@ class MeanFieldAttention:
             log_weights = torch.log(weights * self.sink_length)
         return dataclasses.replace(self.layer, mask=Reweighted(log_weights, positions))
 
-    def __call__(self, measure: M) -> M:
+    @overload
+    def __call__(self, measure: Measure) -> Measure: ...
+
+    @overload
+    def __call__(self, measure: PositionedMeasure) -> PositionedMeasure: ...
+
+    def __call__(self, measure: AnyMeasure) -> AnyMeasure:
         """F(μ), or F^m(μ̄): every atom moves to Γ of it, weights and positions stay.
 
         An atom of weight zero is moved too where Γ is defined; a causal layer gives 0 to one that no mass precedes.
         """
+        return self.image(measure)
+
+    def image(self, measure: AnyMeasure) -> AnyMeasure:
+        """The same as a call, for a measure of either kind."""
         return measure.push(self.finite(measure)(measure.points))
 
     def check(self, measure: AnyMeasure) -> None:

@@ -133,7 +133,8 @@ class GaussianMixture:
         return self.means[which] + torch.tensor(self.stds, dtype=torch.float64)[which, None] * noise
 
     def __str__(self) -> str:
-        return f"mixture:{len(self.means)}"
+        spread = ", ".join(f"{s:g}" for s in sorted(set(self.stds)))
+        return f"mixture of {len(self.means)} Gaussians of deviation {spread}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -136,12 +136,13 @@ def same_positions(mu: PositionedMeasure, nu: PositionedMeasure) -> bool:
 
 
 def _distance(mu: AnyMeasure, nu: AnyMeasure, plan: Plan, p: float) -> float:
+    gaps = mu.points[plan.source] - nu.points[plan.target]
     # Powers of tiny or huge distances would leave the range of floats: measure in units of the largest one.
-    unit = float((mu.points[plan.source] - nu.points[plan.target]).abs().max())
+    unit = float(gaps.abs().max())
     if unit == 0:
         return 0.0
-    cost = float(plan.cost(mu.points / unit, nu.points / unit, p))
-    return unit * math.pow(cost, 1 / p)
+    lengths = torch.linalg.vector_norm(gaps / unit, dim=-1)
+    return unit * math.pow(float((plan.mass * lengths**p).sum()), 1 / p)
 
 
 def _conditional_plan(mu: PositionedMeasure, nu: PositionedMeasure, p: float) -> Plan:
@@ -173,6 +174,8 @@ def _plan(x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: float) -> Plan:
     unit = max(float(x.abs().max()), float(y.abs().max())) or 1.0
     masses_a, masses_b, total = _masses(a, b)
     source, target, mass = _solve((x / unit).numpy(), (y / unit).numpy(), masses_a, masses_b, p)
+    used = mass > 0
+    source, target, mass = source[used], target[used], mass[used]
     return Plan(i[torch.from_numpy(source)], j[torch.from_numpy(target)], torch.from_numpy(mass) / total)
 
 
@@ -181,7 +184,18 @@ def _masses(a: Tensor, b: Tensor) -> tuple[Floats, Floats, float]:
     if bool((a == a[0]).all()) and bool((b == b[0]).all()):
         common = math.gcd(len(a), len(b))
         return np.full(len(a), len(b) / common), np.full(len(b), len(a) / common), len(a) * len(b) / common
-    return a.numpy(), b.numpy(), 1.0
+    return _to_total_one(a.numpy()), _to_total_one(b.numpy()), 1.0
+
+
+def _to_total_one(masses: Floats) -> Floats:
+    """The masses with the last digits of the largest one changed so that they add up to exactly 1 in floating point.
+
+    POT multiplies by the quotient of the totals; when that is not exactly 1, equal weights on both sides become unequal.
+    """
+    masses = masses.copy()
+    for _ in range(4):
+        masses[masses.argmax()] += 1 - masses.sum()
+    return masses
 
 
 def _solve(x: Floats, y: Floats, a: Floats, b: Floats, p: float) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
