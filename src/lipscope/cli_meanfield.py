@@ -50,6 +50,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
         transport_up_to: Annotated[int, typer.Option(help="Longest n with transport distances (about n³ steps).")] = 256,
         rtol: Annotated[float, typer.Option(help="Relative accuracy of σ.")] = 1e-4,
         text: Annotated[str, typer.Option(help="Text that a model reads: a name, a file or a directory.")] = "python-docs",
+        text_tokens: Annotated[int, typer.Option(help="Tokens per input that a model reads; four inputs.")] = 64,
         heads: Annotated[int | None, typer.Option(help="Weights: number of query heads.")] = None,
         kv_heads: Annotated[int | None, typer.Option(help="Weights: number of key/value heads.")] = None,
         transposed: Annotated[bool, typer.Option(help="Weights are stored (in, out), as in GPT-2's Conv1D.")] = False,
@@ -82,7 +83,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                 from lipscope.models.load import load
 
                 handle = load(source)
-                whole, tokens = model_layer(handle, layer, text, seed=seed)
+                whole, tokens = model_layer(handle, layer, text, n=text_tokens, seed=seed)
                 name = f"{handle.name}, layer {handle.layer(layer).index}"
             attention = MeanFieldAttention(whole, sink_length)
             if head is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias, overload
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
+from lipscope.bounds.constants import Constants
 from lipscope.meanfield.measures import Measure, PositionedMeasure
 
 AnyMeasure: TypeAlias = Measure | PositionedMeasure
@@ -77,6 +79,11 @@ class MeanFieldAttention:
     def causal(self) -> bool:
         """Whether this is F^m, on measures with positions."""
         return isinstance(self.layer.mask, Causal)
+
+    @cached_property
+    def constants(self) -> Constants:
+        """The norms of the layer that set bounds are made of."""
+        return Constants.of(self.layer)
 
     def head(self, index: int) -> MeanFieldAttention:
         """One head before W_O."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from lipscope.meanfield.study import PlateauStudy
 
+# A bound larger than this times everything measured is told, not drawn.
+_FAR = 1000
 # The colours of Okabe and Ito, which everyone can tell apart.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 
@@ -97,9 +99,14 @@ def _lines(study: PlateauStudy) -> list[dict[str, Any]]:
     fit = study.plateau()
     if fit is not None and fit.is_visible:
         lines.append(_line(f"fitted plateau {fit.level:.3g}", _BLUE, ":", study.lengths, [fit.level] * len(study.lengths)))
-    level, name = study.medians("bound"), "refined constant at the largest norm drawn"
+    level = study.medians("bound")
+    name = f"refined constant at the largest norm drawn, {level[0]:.2g} … {level[-1]:.2g}"
     if math.isfinite(study.bound):
         level, name = [study.bound] * len(study.lengths), f"refined constant {study.bound:.3g}"
+    highest = max(row.upper for row in study.rows)
+    if max(value for value in level if value is not None) > _FAR * highest:
+        # Drawn to scale it would press the measurements into one line.
+        return [*lines, _line(f"{name}: far above", _GREY, "--", [], [])]
     return [*lines, _line(name, _GREY, "--", study.lengths, level)]
 
 

@@ -163,7 +163,7 @@ class Empirical:
         return self.tokens[torch.randint(len(self.tokens), (size,), generator=_generator(size, seed))]
 
     def __str__(self) -> str:
-        return f"tokens ({len(self.tokens)} of them)"
+        return f"{len(self.tokens)} real tokens"
 
 
 LAW_SYNTAX = "ball:R, sphere:R, gaussian:S, mixture:K:R:S (K Gaussian clusters of deviation S on the sphere of radius R)"

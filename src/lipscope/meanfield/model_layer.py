@@ -40,8 +40,8 @@ def model_layer(
     attention = model.attention(where.index, recording)
     if attention is None:
         raise ValueError(
-            f"layer {where.index} ({where.name}) of {model.name} has no mean-field form: its queries, keys and values are no "
-            "affine maps of a token alone (rotary embeddings, query and key norms, or code of its own)"
+            f"layer {where.index} ({where.name}) of {model.name} has no mean-field form: its queries, keys and values are "
+            "no affine maps of a token alone (rotary embeddings, query and key norms, or code of its own)"
         )
     if where.mask not in ("full", "causal"):
         raise ValueError(f"mask {where.mask} of layer {where.index} has no mean-field meaning: it counts tokens")

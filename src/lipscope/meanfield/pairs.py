@@ -112,7 +112,7 @@ def set_bound(attention: MeanFieldAttention, radius: float) -> float:
     """The ``refined`` bound for every number of atoms: of the W_2 constant, or of the d_2 constant of a causal layer."""
     if not 0 < radius < math.inf:
         raise ValueError(f"radius must be positive and finite, got {radius}")
-    return (refined.masked if attention.causal else refined.unmasked)(attention.layer, radius).value
+    return (refined.masked if attention.causal else refined.unmasked)(attention.constants, radius).value
 
 
 def empirical_constant(
