@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -256,3 +257,25 @@ def test_plateau_fit_recovers_what_was_put_in():
     assert "no plateau" in str(growing)
     with pytest.raises(ValueError, match="four different lengths"):
         fit_plateau([1, 2, 3], [1, 1, 1])
+
+
+def gaussian_quadrature(std, nodes):
+    x, w = np.polynomial.hermite_e.hermegauss(nodes)
+    return Measure(std * torch.from_numpy(x)[:, None], torch.from_numpy(w / w.sum()))
+
+
+def test_gaussian_laws_have_a_finite_constant_up_to_the_threshold():
+    """For A = −1 the derivative at N(0, s²) is bounded on L² exactly when s² < 1/√2, s < 0.841."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    F = MeanFieldAttention(lipscope.Attention(-one, one, one, scale=1.0))
+
+    def sigma(std, nodes):
+        return local_constant(F, gaussian_quadrature(std, nodes)).estimate
+
+    assert sigma(0.5, 20) == pytest.approx(sigma(0.5, 40), rel=1e-9)
+    assert sigma(0.75, 40) == pytest.approx(sigma(0.75, 60), rel=1e-3)
+    assert sigma(0.9, 40) > 3 * sigma(0.9, 20)
+    assert sigma(1.5, 40) > 1e6
+    # Random tokens find the constant of their law below the threshold.
+    drawn = local_constant(F, Measure(Gaussian(1, 0.5).sample(1500, 2)))
+    assert drawn.estimate == pytest.approx(sigma(0.5, 40), rel=0.02)
