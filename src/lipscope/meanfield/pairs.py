@@ -94,6 +94,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **
 
     Example:
         >>> import torch, lipscope
+        >>> from lipscope.meanfield import Measure
         >>> W = torch.eye(1, dtype=torch.float64)
         >>> F = MeanFieldAttention(lipscope.Attention(0 * W, W, W))                  # every token becomes the mean
         >>> pair_ratio(F, Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]])).ratio     # means ½ and 1
