@@ -211,6 +211,7 @@ def test_marginals_that_differ():
         (lambda: parse_law("ball", 2), "unknown law 'ball'"),
         (lambda: parse_law("ball:x", 2), "unknown law"),
         (lambda: Measure.gaussian_mixture([[0.0]], -1.0, 3), "std must be non-negative"),
+        (lambda: Measure.gaussian_mixture([[0.0]], [1.0, 2.0], 3), "1 means need as many stds"),
     ],
 )  # fmt: skip
 def test_bad_input(build, message):

@@ -144,12 +144,14 @@ def _print(study: PlateauStudy, name: str) -> None:
         [str(n), *("–" if (value := shown[title][k]) is None else f"{value:.4g}" for title in columns)]
         for k, n in enumerate(study.lengths)
     ]
+    chances = [row.delta for row in study.rows if row.delta is not None]
+    chance = f" (an upper end fails with probability ≤ {max(chances):g})" if chances else ""
     distance = "d_2" if study.mask == "causal" else "W_2"
     print_table(
         ["n", *columns],
         rows,
         title=f"{name}: tokens from {study.law}, mask {study.mask}\nmedians over the draws of each length",
-        caption="every σ at this n lies between lower and upper; two samples and insertion are ratios of "
+        caption=f"σ of every draw at this n lies between lower and upper{chance}; two samples and insertion are ratios of "
         f"{distance} distances, output over input; refined bounds all of them for every n, at the largest norm drawn",
     )
     for fit in (study.plateau(), study.growth()):

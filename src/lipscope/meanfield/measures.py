@@ -76,7 +76,7 @@ class Measure:
         from lipscope.meanfield.laws import GaussianMixture
 
         centres = as_points(means)
-        spread = torch.as_tensor(std, dtype=torch.float64).reshape(-1).expand(len(centres)).tolist()
+        spread = [float(std)] * len(centres) if isinstance(std, int | float) else [float(s) for s in std]
         law = GaussianMixture(centres, tuple(spread), as_weights(weights, len(centres)))
         return cls(law.sample(size, seed))
 

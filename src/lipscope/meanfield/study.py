@@ -41,6 +41,7 @@ class StudyRow:
         sigma: estimate of σ(μ_n).
         upper: σ(μ_n) is at most this, in the sense of ``upper_kind``.
         upper_kind: exact or probabilistic.
+        delta: failure probability of a probabilistic upper end, else None.
         radius: largest norm of a token of μ_n and ν_n.
         bound: ``refined`` constant at that radius, for every n.
         distance: W_2(μ_n, ν_n), or d_2; None beyond the longest transport.
@@ -54,6 +55,7 @@ class StudyRow:
     sigma: float
     upper: float
     upper_kind: str
+    delta: float | None
     radius: float
     bound: float
     distance: float | None
@@ -138,7 +140,8 @@ class PlateauStudy:
                 f"the largest norm grew from {norms[0]:.3g} to {norms[-1]:.3g}, "
                 f"and the refined constant at that norm from {bounds[0]:.3g} to {bounds[-1]:.3g}"
             )
-        return f"every σ is at most {highest:.4g}, and no cloud of this law can exceed the refined constant {self.bound:.4g}"
+        exceeds = f"no cloud of this law can exceed the refined constant {self.bound:.4g}"
+        return f"every σ drawn is at most {highest:.4g}, and {exceeds}"
 
 
 def convergence_study(
@@ -224,6 +227,7 @@ def _row(
         sigma=sigma.estimate,
         upper=sigma.upper,
         upper_kind=sigma.upper_kind,
+        delta=sigma.delta if sigma.upper_kind == "probabilistic" else None,
         radius=radius,
         bound=set_bound(attention, radius),
         distance=None if pair is None else pair.input,
