@@ -23,7 +23,9 @@ MAY_IMPORT = {
     "facade": {"bounds", "attention", "spectral"},
     "token_influence": {"facade", "attention", "spectral"},
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
+    "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
+    "meanfield": {"models", "bounds", "attention", "spectral"},
 }
 
 
@@ -44,6 +46,7 @@ def test_public_names_exist():
     assert set(lipscope._HOME) | {"__version__"} == set(lipscope.__all__)
     assert callable(lipscope.bounds.table)
     assert callable(lipscope.paper.companion_estimator)
+    assert callable(lipscope.meanfield.local_constant)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 

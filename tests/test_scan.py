@@ -231,3 +231,16 @@ def test_pretrained_smollm2() -> None:
     assert [(layer.heads, layer.kv_heads) for layer in handle.layers] == [(9, 3)] * 30
     scan = handle.measure(text="Alice was beginning to get very tired", layers=[3])
     assert "de-quantised" in scan.rows[0]["notes"]
+
+
+def test_rows_do_not_depend_on_what_was_measured_before() -> None:
+    model = FAMILIES["gpt2"]().float()
+    first, second = torch.arange(12).reshape(2, 6), torch.arange(20, 44).reshape(3, 8)
+
+    def estimates(orders: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        handle = Model(model)
+        return {ids.shape[1]: handle.solve(1, handle.record({"input_ids": ids}), solver=lipscope.GolubKahan()).upper
+                for ids in orders}  # fmt: skip
+
+    one, other = estimates([first, second]), estimates([second, first])
+    assert all(torch.equal(one[n], other[n]) for n in (6, 8))

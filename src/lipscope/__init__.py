@@ -69,7 +69,7 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("bounds", "paper")
+_ROOMS = ("bounds", "meanfield", "paper", "sweep")
 
 __all__ = [
     "Attention",

@@ -86,7 +86,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             handle = load(
                 model, part=part, dtype=_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
             )
-            with _progress() as progress:
+            with progress_bar() as progress:
                 result = run(
                     handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                     solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, progress=progress,
@@ -141,7 +141,7 @@ def _dtype(name: str | None) -> Any:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar on standard error with the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,11 @@ class Model:
         """Where the model lives."""
         return next(self.model.parameters()).device
 
+    @cached_property
+    def probe_recording(self) -> Recording:
+        """A pass on the fixed inputs of the self-tests."""
+        return self.record(probe_inputs(self.model))
+
     def record(self, inputs: dict[str, Any], documents: Sequence[int] | None = None) -> Recording:
         """One forward pass on ``inputs`` (the model's keyword arguments), all layers recorded.
 
@@ -110,7 +116,12 @@ class Model:
 
     def attention(self, layer: int, recording: Recording) -> Attention | None:
         """The layer as an analytic ``Attention`` when it provably is one at the recorded tokens, else None."""
-        return plain_attention(self.model, self.layer(layer), recording, self._affine)
+        where = self.layer(layer)
+        if where.through_seam and where.batch_first and where.index not in self._affine:
+            # The projections are found at fixed inputs, never at those of a measurement: rows must not depend, not even
+            # in their last bit, on what was measured before them.
+            plain_attention(self.model, where, self.probe_recording, self._affine)
+        return plain_attention(self.model, where, recording, self._affine)
 
     def operator(self, layer: int, recording: Recording, scope: str = "attention", *, analytic: bool = True) -> Operator:
         """The Jacobian of a scope at the recorded tokens, one item per input (per input and head for ``head``)."""
@@ -269,6 +280,14 @@ class Model:
         for layer in self.check_layers(layers, scope):
             rows += measure_recording(self, recording, layer=layer, scope=scope, heads=heads, solver=solver)
         return Scan(tuple(rows))
+
+    def check_lengths(self, lengths: Sequence[int]) -> None:
+        """Refuse text of lengths that the model has no positions for, and all text when it has no tokenizer."""
+        limit = position_limit(self.model)
+        if limit is not None and max(lengths) > limit:
+            raise ValueError(f"n = {max(lengths)} tokens are more than the {limit} positions of {self.name}")
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer, so it cannot read text; use .measure(input_ids=…)")
 
     def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
         """The listed layers, all by default; one for scope ``model``."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lipscope.models.capture import Recording
 from lipscope.models.handle import Model
 from lipscope.models.measure import measure_recording
 from lipscope.models.text import special_tokens
@@ -78,12 +79,33 @@ def measure_packed(
     which: int = 0,
 ) -> Rows:
     """Rows of a packed chunk (``document`` None) and of each of its documents alone (``document`` 0, 1, …)."""
+    return measure_packed_recordings(
+        handle, record_packed(handle, chunk), layers=layers, scope=scope, heads=heads, solver=solver, which=which
+    )
+
+
+def record_packed(handle: Model, chunk: Sequence[Sequence[int]]) -> list[tuple[int | None, Recording]]:
+    """The forward pass of a packed chunk (``None``) and those of its documents alone (0, 1, …)."""
     inputs, lengths = handle.packed_inputs(chunk)
     together = handle.record(inputs, lengths)
     alone = [handle.record(handle.token_inputs(input_ids=torch.tensor(list(document)))) for document in chunk]
+    return [(None, together), *enumerate(alone)]
+
+
+def measure_packed_recordings(
+    handle: Model,
+    recordings: Sequence[tuple[int | None, Recording]],
+    *,
+    layers: Sequence[int],
+    scope: str,
+    heads: Sequence[int] | None = None,
+    solver: Solver | None = None,
+    which: int = 0,
+) -> Rows:
+    """The rows of ``measure_packed`` from recorded passes."""
     rows: Rows = []
     for layer in layers:
-        for document, recording in [(None, together), *enumerate(alone)]:
+        for document, recording in recordings:
             for row in measure_recording(
                 handle, recording, layer=layer, scope=scope, heads=heads, solver=solver, first_input=which
             ):

@@ -21,8 +21,7 @@ from lipscope.models.handle import Model
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
 from lipscope.models.packing import measure_packed, packed_chunks
-from lipscope.models.probe import position_limit
-from lipscope.models.text import Chunker, parse_lengths, read_text
+from lipscope.models.text import Chunker, input_batches, parse_lengths, read_text
 from lipscope.spectral.norm import Solver
 
 Progress = Callable[[int, int, str], None]
@@ -191,11 +190,7 @@ def scan(
         raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
     chosen_heads = None if isinstance(heads, bool) else list(heads)
     sizes = parse_lengths(lengths) if isinstance(lengths, str) else sorted(set(lengths))
-    limit = position_limit(handle.model)
-    if limit is not None and sizes[-1] > limit:
-        raise ValueError(f"n = {sizes[-1]} tokens are more than the {limit} positions of {handle.name}")
-    if handle.tokenizer is None:
-        raise ValueError(f"{handle.name} has no tokenizer, so it cannot read text; use .measure(input_ids=…)")
+    handle.check_lengths(sizes)
     if inputs < 1:
         raise ValueError(f"inputs must be at least 1, got {inputs}")
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
@@ -213,18 +208,15 @@ def scan(
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
         return Scan(tuple(rows))
     chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
-    for n in sizes:
-        ids = torch.tensor(chunks[n])
-        for start in range(0, inputs, max(1, batch_tokens // n)):
-            part = ids[start : start + max(1, batch_tokens // n)]
-            recording = handle.record(handle.token_inputs(input_ids=part))
-            for layer in chosen:
-                rows += measure_recording(
-                    handle, recording, layer=layer, scope=scope, heads=chosen_heads, solver=solver, first_input=start
-                )
-                done += len(part)
-                if progress is not None:
-                    progress(done, total, f"n = {n}, layer {layer}")
+    for n, first, ids in input_batches(chunks, batch_tokens):
+        recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
+        for layer in chosen:
+            rows += measure_recording(
+                handle, recording, layer=layer, scope=scope, heads=chosen_heads, solver=solver, first_input=first
+            )
+            done += len(ids)
+            if progress is not None:
+                progress(done, total, f"n = {n}, layer {layer}")
     return Scan(tuple(rows))
 
 

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,19 @@ class Chunker:
             result[lengths[which // inputs]].append([*self.prefix, *body, *self.suffix])
             used += wanted[which]
         return result
+
+
+def input_batches(chunks: dict[int, list[list[int]]], batch_tokens: int) -> Iterator[tuple[int, int, list[list[int]]]]:
+    """The inputs of one forward pass each: (n, number of the first input, token ids), at most ``batch_tokens`` tokens.
+
+    Example:
+        >>> [(n, first, len(ids)) for n, first, ids in input_batches({4: [[0] * 4] * 3}, batch_tokens=8)]
+        [(4, 0, 2), (4, 2, 1)]
+    """
+    for n, inputs in chunks.items():
+        size = max(1, batch_tokens // n)
+        for first in range(0, len(inputs), size):
+            yield n, first, inputs[first : first + size]
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

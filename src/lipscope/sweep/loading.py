@@ -1,0 +1,76 @@
+"""Models of a process: loaded once, kept while they fit a budget, and checked to be the ones that the plan saw."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from lipscope.models.handle import Model
+from lipscope.models.load import load
+from lipscope.sweep.cost import KEEP_BYTES
+from lipscope.sweep.fingerprints import model_fingerprint
+from lipscope.sweep.plan import ModelChoice
+from lipscope.sweep.registry import load_object
+
+
+class LoadedModel(NamedTuple):
+    """A model and what it is."""
+
+    handle: Model
+    fingerprint: str
+
+
+_loaded: OrderedDict[tuple[ModelChoice, str | None], LoadedModel] = OrderedDict()
+
+
+def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None = None) -> LoadedModel:
+    """The model, loaded unless this process has it.
+
+    Args:
+        choice: which, and how.
+        dtype: ``"float32"``, ``"float64"``, or None for that of the weights.
+        fingerprint: what it must be.
+
+    Raises:
+        ValueError: when the model found under that name is another one.
+    """
+    key = (choice, dtype)
+    if key not in _loaded:
+        # What has the fingerprint that the plan saw has passed its self-tests there.
+        handle = _load(choice, dtype, check=fingerprint is None)
+        _loaded[key] = LoadedModel(handle, model_fingerprint(handle))
+    _loaded.move_to_end(key)
+    while len(_loaded) > 1 and sum(weight_bytes(handle) for handle, _ in _loaded.values()) > KEEP_BYTES:
+        _loaded.popitem(last=False)
+    model = _loaded[key]
+    if fingerprint is not None and model.fingerprint != fingerprint:
+        raise ValueError(
+            f"model {choice.name!r} is not the one that the plan was made with: its weights or configuration have the "
+            f"fingerprint {model.fingerprint[:12]} here and {fingerprint[:12]} there. Give every machine the same model"
+        )
+    return model
+
+
+def forget_models() -> None:
+    """Load models anew when they are asked for: the files behind a name may have changed."""
+    _loaded.clear()
+
+
+def weight_bytes(handle: Model) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in handle.model.parameters())
+
+
+def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
+    wanted = None if dtype is None else getattr(torch, dtype)
+    if choice.loader is not None:
+        made = load_object(choice.loader)(choice.name, wanted)
+        if not isinstance(made, Model):
+            raise ValueError(f"loader {choice.loader} must return a lipscope.Model, got {type(made).__name__}")
+        return made
+    return load(
+        choice.name, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
+        trust_remote_code=choice.trust_remote_code, check=check,
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""What a sweep measures: models × texts × layers × heads × scopes × lengths × inputs, as data.
+
+A plan is a list of blocks; each block is one such product. It comes from Python, from a TOML file, or from the command
+line. What can be refused without loading a model is refused here; ``lipscope.sweep.tasks`` refuses the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lipscope.sweep.registry import kind_path, quantity_path
+from lipscope.sweep.toml import to_toml
+
+SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model of a plan and how to load it.
+
+    Attributes:
+        name: what ``lipscope.load`` takes: a known name, a directory, a hub name.
+        part: ``"encoder"`` of an encoder–decoder model.
+        allow_pickle: accept pickled weights.
+        trust_remote_code: run model code from the hub.
+        loader: ``"package.module:function"`` that turns the name and a dtype (or None) into a ``lipscope.Model``, in place
+            of ``lipscope.load``; workers must be able to import it.
+    """
+
+    name: str
+    part: str | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    loader: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One product of a plan.
+
+    Attributes:
+        models: names, or ``ModelChoice``s.
+        texts: names of corpora, files or directories.
+        layers: layer indices (negative ones count from the end), or ``"all"``.
+        heads: head indices for scope ``head``, or ``"all"``.
+        scopes: which maps; see ``lipscope.models.scopes``.
+        lengths: numbers of tokens, or a string such as ``"8:512:log"``.
+        inputs: inputs per length, disjoint in the text.
+        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:Kind"``; see ``lipscope.sweep.registry``.
+        quantities: further columns to measure for every row, by name or as ``"package.module:function"``.
+        options: settings of the kind.
+        dtype: ``"float32"`` or ``"float64"``; that of the weights by default.
+        seed: where in the text the inputs lie, and the solver's start.
+        rtol: relative accuracy of the estimates.
+        delta: allowed failure probability of a probabilistic upper end.
+        interval: widest relative interval to stop with; 0 switches this guard off.
+        max_steps: most operator pairs (J, Jᵀ) per input.
+        batch_tokens: most tokens in one forward pass. Inputs that share a pass share matrix products, so it is part of a
+            row's identity.
+    """
+
+    models: tuple[ModelChoice, ...]
+    texts: tuple[str, ...] = ()
+    layers: tuple[int, ...] | str = "all"
+    heads: tuple[int, ...] | str = "all"
+    scopes: tuple[str, ...] = ("attention",)
+    lengths: tuple[int, ...] | str = (16, 32, 64, 128)
+    inputs: int = 4
+    kind: str = "text"
+    quantities: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    seed: int = 0
+    rtol: float = 1e-3
+    delta: float = 1e-6
+    interval: float = 0.1
+    max_steps: int = 300
+    batch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        models = self.models if isinstance(self.models, (list, tuple)) else (self.models,)
+        object.__setattr__(self, "models", tuple(_model(m) for m in models))
+        for name in ("texts", "scopes", "quantities"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for name in ("layers", "heads"):
+            object.__setattr__(self, name, _indices(name, getattr(self, name)))
+        object.__setattr__(self, "lengths", _lengths(self.lengths))
+        for name, least in (("inputs", 1), ("batch_tokens", 1), ("max_steps", 1), ("seed", 0)):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
+        for name in ("rtol", "delta", "interval"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if not self.models:
+            raise ValueError("models must name at least one model")
+        if not self.scopes:
+            raise ValueError(f"scopes must name at least one of {', '.join(SCOPES)}")
+        for scope in self.scopes:
+            if scope not in SCOPES:
+                raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(SCOPES)}")
+        if self.heads != "all" and "head" not in self.scopes:
+            raise ValueError(f"heads are measured at scope 'head', but the scopes are {', '.join(self.scopes)}")
+        if self.dtype not in (None, "float32", "float64"):
+            raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"options must be a table, got {self.options!r}")
+        kind_path(self.kind)
+        for quantity in self.quantities:
+            quantity_path(quantity)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths in ascending order."""
+        return _lengths(self.lengths)
+
+    @property
+    def solver(self) -> dict[str, Any]:
+        """Options of the solver ``Auto``."""
+        return {"rtol": self.rtol, "delta": self.delta, "interval": self.interval or None, "max_steps": self.max_steps,
+                "seed": self.seed}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep measures.
+
+    Attributes:
+        blocks: the products; a measurement that several blocks ask for is done once.
+        threads: torch threads of every task. Sums depend on it in their last bits, so it belongs to the plan.
+        text: the plan as it was written; written anew for a plan that was made in Python.
+
+    Example:
+        >>> plan = Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8, 16], inputs=2)
+        >>> plan.blocks[0].lengths
+        (8, 16)
+        >>> Plan.from_toml(plan.text) == plan
+        True
+    """
+
+    blocks: tuple[Block, ...]
+    threads: int = 1
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", _integer("threads", self.threads, 1))
+        if not self.blocks:
+            raise ValueError("a plan needs at least one block")
+        if not self.text:
+            object.__setattr__(self, "text", to_toml(self._as_dictionary()))
+
+    @classmethod
+    def of(cls, *, threads: int = 1, **settings: Any) -> Plan:
+        """A plan of one block; see ``Block`` for the settings."""
+        return cls((Block(**settings),), threads)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """A plan from TOML: the settings of ``Block`` at the top, then any number of ``[[block]]`` that change some.
+
+        Raises:
+            ValueError: when the text is not TOML, or a setting is unknown or wrong; says which.
+        """
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"the plan is not valid TOML: {error}") from None
+        threads = given.pop("threads", 1)
+        tables = given.pop("block", [{}])
+        if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+            raise ValueError("blocks are written as [[block]], each with its settings below")
+        blocks = []
+        for number, table in enumerate(tables, start=1):
+            where = f"block {number}: " if "block" in text and len(tables) > 1 else ""
+            _refuse_unknown(given | table, where)
+            try:
+                blocks.append(Block(**{"models": (), **given, **table}))
+            except ValueError as error:
+                raise ValueError(f"{where}{error}") from None
+        return cls(tuple(blocks), threads, text)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """A plan from a TOML file. Relative paths in it are those of the directory where the command runs."""
+        file = Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no plan {str(path)!r}")
+        try:
+            return cls.from_toml(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"the plan {path} is not UTF-8 text") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _as_dictionary(self) -> dict[str, Any]:
+        blocks = []
+        for block in self.blocks:
+            table: dict[str, Any] = {}
+            for f in fields(Block):
+                value = getattr(block, f.name)
+                if f.name == "models":
+                    value = [_plain_model(m) for m in value]
+                if value is not None and not (f.name == "options" and not value):
+                    table[f.name] = value
+            blocks.append(table)
+        return {"threads": self.threads, "block": blocks}
+
+
+def _refuse_unknown(given: Mapping[str, Any], where: str) -> None:
+    known = [f.name for f in fields(Block)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
+
+
+def _model(given: Any) -> ModelChoice:
+    if isinstance(given, ModelChoice):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return ModelChoice(os.fspath(given))
+    known = [f.name for f in fields(ModelChoice)]
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str) or not set(given) <= set(known):
+        raise ValueError(f"a model is a name, or a table with name and some of {', '.join(known[1:])}; got {given!r}")
+    return ModelChoice(**given)
+
+
+def _plain_model(model: ModelChoice) -> str | dict[str, Any]:
+    given = {f.name: getattr(model, f.name) for f in fields(model) if getattr(model, f.name) != f.default}
+    return model.name if len(given) == 1 else given
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, (str, os.PathLike)) for v in values):
+        raise ValueError(f"{name} must be a list of names, got {value!r}")
+    return tuple(dict.fromkeys(os.fspath(v) for v in values))
+
+
+def _indices(name: str, value: Any) -> tuple[int, ...] | str:
+    if isinstance(value, str):
+        if value != "all":
+            raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
+        return value
+    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int for v in value):
+        raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
+    return tuple(dict.fromkeys(value))
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    from lipscope.models.text import parse_lengths
+
+    if isinstance(value, str):
+        return tuple(parse_lengths(value))
+    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int and v >= 1 for v in value):
+        raise ValueError(f"lengths must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
+    return tuple(sorted(set(value)))
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value

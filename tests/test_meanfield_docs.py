@@ -1,0 +1,29 @@
+"""The example of docs/concepts/mean-field.md prints what the page shows, and every table has been written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "mean-field.md"
+
+
+def test_the_example_prints_what_the_page_shows():
+    text = PAGE.read_text(encoding="utf-8")
+    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL).groups()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert printed.getvalue() == shown
+
+
+def test_figures_exist_and_tables_are_filled():
+    text = PAGE.read_text(encoding="utf-8")
+    for name in re.findall(r"\]\((mean-field-\w+\.svg)\)", text):
+        assert (PAGE.parent / name).is_file(), name
+    tables = re.findall(r"<!-- numbers: (\w+) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL)
+    assert {name for name, _ in tables} == {"constants", "pairs", "plateau", "cesaro", "gaussian"}
+    for name, table in tables:
+        assert table.count("\n|") >= 3, name

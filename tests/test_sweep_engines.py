@@ -1,0 +1,155 @@
+"""Engines: a real Dask scheduler with worker processes gives the rows of this process, also when a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lipscope
+from lipscope.cli import app
+from lipscope.sweep import Dask, EngineError, Plan, Store, expand, run_plan
+from lipscope.sweep.engines import make_engine
+from lipscope.sweep.run import Step
+from sweep_cases import plan_of, save_models
+
+TESTS, SOURCE = Path(__file__).parent, Path(lipscope.__file__).parent.parent
+
+
+class Cluster:
+    """A scheduler and two workers, each a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "DASK_LOGGING__DISTRIBUTED": "error"}
+        self.directory = directory
+        self.processes = [self._start("scheduler", "--port", "0", "--no-dashboard", "--no-show")]
+        file = directory / "scheduler.json"
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            assert time.monotonic() < deadline
+            assert self.processes[0].poll() is None
+            time.sleep(0.05)
+        self.workers = [self._start("worker", "--no-nanny", "--nthreads", "1", "--no-dashboard") for _ in range(2)]
+        self.processes += self.workers
+        self.address = _address(file)
+
+    def _start(self, what: str, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "dask", what, "--host", "127.0.0.1", "--scheduler-file",
+                   str(self.directory / "scheduler.json"), *options]  # fmt: skip
+        return subprocess.Popen(command, env=self.environment, stderr=subprocess.DEVNULL, cwd=self.directory)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def _address(file: Path) -> str:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return str(json.loads(file.read_text())["address"])
+        except (ValueError, KeyError):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    directory = tmp_path_factory.mktemp("sweep")
+    save_models(directory)
+    return plan_of(directory, kind="sweep_cases:SlowText", options={"sleep": 0.05})
+
+
+def test_a_killed_worker_changes_nothing(
+    cluster: Cluster, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expansion = expand(plan)
+    here = run_plan(expansion, tmp_path / "here.db")
+    engine = Dask(cluster.address)
+    seen: list[Step] = []
+
+    def kill_one(step: Step) -> None:
+        seen.append(step)
+        if step.tasks == 5:
+            # Both workers have a job under way and another one waiting.
+            assert len(engine._workers()) == 2
+            os.kill(cluster.workers[0].pid, signal.SIGKILL)
+
+    deadline = time.monotonic() + 60
+    with engine:
+        while len(engine._workers()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    there = run_plan(expansion, tmp_path / "there.db", engine=engine, progress=kill_one)
+    assert cluster.workers[0].wait(timeout=10) == -signal.SIGKILL
+    assert (there.measured, there.failed, there.rows) == (32, 0, 240)
+    assert there.digest == here.digest
+    assert [step.tasks for step in seen] == list(range(33))
+    with Store(tmp_path / "here.db") as one, Store(tmp_path / "there.db") as other:
+        mine, theirs = one.rows(), other.rows()
+        assert len(other.environments()) == 1
+    assert [r | {"seconds": 0} for r in mine] == [r | {"seconds": 0} for r in theirs]
+    # A worker of another version is refused before a row is kept.
+    with monkeypatch.context() as other:
+        other.setattr("lipscope.sweep.engines.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
+        with pytest.raises(EngineError, match=r"has lipscope .*, this process has 0\.0\.0"), Dask(cluster.address):
+            pass
+    # One worker is left: another number of workers, the same table.
+    alone = run_plan(expansion, tmp_path / "alone.db", engine=Dask(cluster.address))
+    assert (alone.digest, alone.failed) == (here.digest, 0)
+    # And a cluster without workers says so.
+    cluster.workers[1].kill()
+    cluster.workers[1].wait()
+    with pytest.raises(EngineError, match=r"has had no worker for 0\.5 s"):
+        run_plan(expansion, tmp_path / "nobody.db", engine=Dask(cluster.address, patience=0.5))
+
+
+def test_local_workers_from_the_command_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{SOURCE}{os.pathsep}{TESTS}")
+    small = plan_of(Path(plan.blocks[0].texts[0]).parent, lengths=[6], layers=[0], scopes=["attention"])
+    (tmp_path / "plan.toml").write_text(small.text, encoding="utf-8")
+    arguments = ["sweep", str(tmp_path / "plan.toml"), "--store", str(tmp_path / "run.db")]
+    result = CliRunner().invoke(app, [*arguments, "--workers", "1"])
+    assert result.exit_code == 0, result.output
+    here = run_plan(small, tmp_path / "here.db")
+    assert here.digest in result.output
+    again = CliRunner().invoke(app, [*arguments, "--workers", "2"])
+    assert "kept from before   2" in again.output
+
+
+def test_a_scheduler_that_is_not_there(plan: Plan, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=f"no Dask scheduler answers at {address} within 1 s"), Dask(address, timeout=1):
+        pass
+    assert time.monotonic() - start < 10
+    with pytest.raises(EngineError, match="address must look like"), Dask("nonsense://x", timeout=1):
+        pass
+
+
+def test_engines_are_chosen_by_the_options() -> None:
+    assert make_engine().name == "in-process"
+    assert make_engine(workers=3).name == "dask, 3 local workers"
+    with pytest.raises(ValueError, match="exclude each other"):
+        make_engine("tcp://a:1", 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        make_engine(workers=0)

@@ -1,0 +1,233 @@
+"""Plans: what they say, what they refuse before anything runs, and the keys of their tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lipscope
+from lipscope.sweep import Block, ModelChoice, Plan, dry_run, expand, register_quantity, run_plan
+from lipscope.sweep.fingerprints import model_fingerprint
+from lipscope.sweep.registry import QUANTITIES
+from lipscope.sweep.store import Store
+from lipscope.sweep.work import run_job
+from sweep_cases import LOADER, plan_of, save_models, with_bytes
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sweep")
+    save_models(directory)
+    return directory
+
+
+def test_blocks_start_from_the_top_of_the_file() -> None:
+    plan = Plan.from_toml(
+        'threads = 2\nmodels = ["a"]\ntexts = "t"\nlengths = "8:32:log"\n[[block]]\n[[block]]\nscopes = ["head"]\n'
+        'heads = [1]\nmodels = [{name = "b", part = "encoder"}]\noptions = {radius = 2.5}\n'
+    )
+    first, second = plan.blocks
+    assert (plan.threads, first.lengths, first.texts) == (2, (8, 11, 16, 23, 32), ("t",))
+    assert first.models == (ModelChoice("a"),)
+    assert second.models == (ModelChoice("b", part="encoder"),)
+    assert (second.heads, second.options, second.lengths) == ((1,), {"radius": 2.5}, first.lengths)
+
+
+def test_a_python_plan_is_written_as_toml_that_reads_back() -> None:
+    plan = Plan(
+        (Block(models=[ModelChoice('we"ird\\name', loader=LOADER), "b"], texts=["ü\t.txt"], layers=[0, -1], interval=0,
+               options={"a key": [1, 2.5, True], "x": {"y": "z"}}), Block(models="c", dtype="float64", rtol=1e-7)),
+        threads=3,
+    )  # fmt: skip
+    assert Plan.from_toml(plan.text) == plan
+    assert plan.blocks[0].solver["interval"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models = [", "not valid TOML"),
+        ('models = ["a"]\nlenghts = [3]', "unknown setting 'lenghts'; a plan has: threads, models, texts"),
+        ('models = ["a"]\nscopes = ["mlp"]', "unknown scope 'mlp'"),
+        ('models = ["a"]\nkind = "adverse"', "unknown kind 'adverse'; known: text, packed"),
+        ('models = ["a"]\nkind = "no.such:Kind"', "cannot be imported"),
+        ('models = ["a"]\nquantities = ["entropy2"]', "unknown quantity 'entropy2'"),
+        ('models = ["a"]\nheads = [1]', "heads are measured at scope 'head'"),
+        ('models = ["a"]\nlengths = "8-16"', "lengths must look like"),
+        ('models = ["a"]\nlengths = [0]', "lengths must be positive"),
+        ('models = ["a"]\ninputs = 0', "inputs must be a whole number of at least 1"),
+        ('models = ["a"]\ninputs = true', "inputs must be a whole number"),
+        ('models = ["a"]\nlayers = "first"', "layers must be 'all'"),
+        ('models = ["a"]\ndtype = "bfloat16"', "dtype must be float32 or float64"),
+        ('models = ["a"]\nrtol = "small"', "rtol must be a number"),
+        ('models = [{part = "encoder"}]', "a model is a name, or a table with name"),
+        ('texts = ["a"]', "at least one model"),
+        ('models = ["a"]\nthreads = 0', "threads must be"),
+        ('models = ["a"]\n[[block]]\n[[block]]\nscopes = ["x"]', "block 2: unknown scope"),
+        ("block = 3", r"written as \[\[block\]\]"),
+    ],
+)
+def test_bad_plans_are_refused_with_the_setting(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.from_toml(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": [2]}, "layer must lie between 0 and 1"),
+        ({"heads": [4]}, "head must lie between 0 and 3"),
+        ({"lengths": [6, 33]}, "33 tokens are more than the 32 positions of tiny-bert"),
+        ({"scopes": ["norm+attention"]}, "no normalisation before attention"),
+        ({"texts": ["no-such-text"]}, "neither a corpus, nor a file"),
+        ({"texts": []}, "needs texts"),
+        ({"inputs": 500}, "the text has 1500 tokens"),
+        ({"models": ["./no-such-model"]}, "no directory './no-such-model'"),
+        ({"quantities": ["sweep_cases:largest_token"], "kind": "packed"}, "measures no further quantities"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused_before_anything_runs(
+    place: Path, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_plan(plan_of(place, **settings), tmp_path / "run.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_content_under_two_names_and_two_under_one(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_text((place / "text.txt").read_text())
+    with pytest.raises(ValueError, match=r"have the same content"):
+        expand(plan_of(place, texts=[str(place / "text.txt"), str(tmp_path / "copy.txt")]))
+    with_bytes(str(place / "tiny-gpt2"), None).model.save_pretrained(tmp_path / "tiny-bert")
+    twins = [ModelChoice(str(where / "tiny-bert"), loader=LOADER) for where in (place, tmp_path)]
+    with pytest.raises(ValueError, match="two models are called 'tiny-bert'"):
+        expand(plan_of(place, models=twins))
+
+
+def test_keys_are_made_of_content(place: Path, tmp_path: Path) -> None:
+    def keys(**settings: Any) -> set[str]:
+        return {task.key for task in expand(plan_of(place, **settings)).tasks}
+
+    base = keys()
+    assert len(base) == 32
+    assert keys() == base
+    # The same files elsewhere are the same measurements; a new seed, accuracy, dtype or batch is another one.
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in ("tiny-bert", "tiny-gpt2", "text.txt"):
+        (place / name).rename(moved / name)
+    try:
+        assert {task.key for task in expand(plan_of(moved)).tasks} == base
+    finally:
+        for name in ("tiny-bert", "tiny-gpt2", "text.txt"):
+            (moved / name).rename(place / name)
+    for change in (
+        {"seed": 1},
+        {"rtol": 1e-4},
+        {"dtype": "float64"},
+        {"options": {"x": 1}},
+        {"quantities": ["sweep_cases:clashing"]},
+    ):
+        assert not keys(**change) & base, change
+    # A plan that asks for less asks for some of the same; a measurement that two blocks ask for is listed once.
+    assert keys(layers=[0]) < base
+    assert keys(scopes=["head"]) < base
+    block = plan_of(place).blocks[0]
+    assert len(expand(Plan((block, block))).tasks) == 32
+
+
+def test_the_fingerprint_sees_every_weight(place: Path) -> None:
+    handle = with_bytes(str(place / "tiny-gpt2"), None)
+    before = model_fingerprint(handle)
+    assert before == model_fingerprint(with_bytes(str(place / "tiny-gpt2"), None))
+    with torch.no_grad():
+        handle.model.h[1].mlp.c_fc.bias[3] += 1e-6
+    assert model_fingerprint(handle) != before
+
+
+def test_a_changed_model_is_noticed_by_the_worker(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = expand(plan_of(place, layers=[0], scopes=["attention"], lengths=[6])).jobs[0]
+    (outcome,) = run_job(job)
+    assert outcome.error is None
+    (outcome,) = run_job(replace(job, fingerprint="0" * 32))
+    assert "is not the one that the plan was made with" in str(outcome.error)
+
+
+def test_rows_are_those_of_a_scan(place: Path, tmp_path: Path) -> None:
+    plan = plan_of(place, scopes=["attention"], seed=3)
+    run_plan(plan, tmp_path / "run.db")
+    with Store(tmp_path / "run.db") as store:
+        rows = store.rows()
+    assert len(rows) == 2 * 2 * 3 * 4
+    for family in ("bert", "gpt2"):
+        scan = lipscope.scan(
+            with_bytes(str(place / f"tiny-{family}"), None), place / "text.txt", lengths=[6, 9, 24], inputs=4, seed=3,
+            batch_tokens=60, solver=lipscope.Auto(**plan.blocks[0].solver),
+        )  # fmt: skip
+        mine = {(r["layer"], r["n"], r["input"]): r for r in rows if r["model"] == f"tiny-{family}"}
+        for row in scan.rows:
+            same = mine[row["layer"], row["n"], row["input"]]
+            assert {name: same[name] for name in row if name != "seconds"} == {
+                k: v for k, v in row.items() if k != "seconds"
+            }
+
+
+def test_packed_documents_and_quantities(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "documents.txt").write_text("\n\n".join(["one two three", "four five", "six seven eight nine"] * 8))
+    packed = {"kind": "packed", "texts": [str(tmp_path / "documents.txt")], "scopes": ["attention"], "lengths": [24]}
+    run_plan(plan_of(place, **packed, inputs=2, layers=[1]), tmp_path / "packed.db")
+    with Store(tmp_path / "packed.db") as store:
+        rows = store.rows()
+    for model in ("tiny-bert", "tiny-gpt2"):
+        for which in (0, 1):
+            chunk = [r for r in rows if (r["model"], r["input"]) == (model, which)]
+            alone = [r["estimate"] for r in chunk if r["document"] is not None]
+            (together,) = (r["estimate"] for r in chunk if r["document"] is None)
+            assert len(alone) >= 2
+            assert together == pytest.approx(max(alone), rel=1e-3)
+    register_quantity("largest", "sweep_cases:largest_token")
+    try:
+        summary = run_plan(plan_of(place, quantities=["largest"], lengths=[6]), tmp_path / "quantity.db")
+    finally:
+        del QUANTITIES["largest"]
+    assert summary.failed == 0
+    with Store(tmp_path / "quantity.db") as store:
+        assert all(r["twice"] == 2 * r["largest"] == 2 * r["radius_max"] for r in store.rows())
+    summary = run_plan(plan_of(place, quantities=["sweep_cases:clashing"], lengths=[6], layers=[0]), tmp_path / "clash.db")
+    assert summary.failed == summary.tasks > 0
+    assert "would overwrite estimate" in summary.failures[0]["error"]
+
+
+def test_order_and_company_change_no_bit(place: Path) -> None:
+    expansion = expand(plan_of(place))
+
+    def bits(jobs: Any) -> dict[str, Any]:
+        outcomes = [outcome for job in jobs for outcome in run_job(job)]
+        assert all(outcome.error is None for outcome in outcomes)
+        return {key: {k: v for k, v in row.items() if k != "seconds"} for outcome in outcomes for key, row in outcome.rows}
+
+    whole = bits(expansion.jobs)
+    alone = [
+        type(job)(**{**vars(job), "tasks": (task,)}) for job in reversed(expansion.jobs) for task in reversed(job.tasks)
+    ]
+    torch.manual_seed(7)
+    assert bits(alone) == whole
+    assert len(whole) == 240
+
+
+def test_dry_run_counts_and_estimates(place: Path, tmp_path: Path) -> None:
+    expansion, left = dry_run(plan_of(place), tmp_path / "run.db")
+    assert (len(expansion.tasks), left.tasks, left.rows) == (32, 32, 240)
+    assert not (tmp_path / "run.db").exists()
+    summary = run_plan(plan_of(place, layers=[0]), tmp_path / "run.db")
+    # What else the machine does changes both; the estimate must be of the right size.
+    assert 1 / 6 < (left.seconds / 2) / summary.seconds < 6
+    _, rest = dry_run(plan_of(place), tmp_path / "run.db")
+    assert rest.tasks == 16
+    _, halves = dry_run(plan_of(place), tmp_path / "run.db", workers=2)
+    assert halves.seconds == pytest.approx(rest.seconds / 2, rel=0.2)
+    assert halves.bytes == 2 * rest.bytes > 2**28
