@@ -88,7 +88,7 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     Small certificates (below about a tenth of a second) always are; an exact result needs none. Float64 counts twice, and
     small batched products run at half the speed of large ones.
     """
-    if "probabilistic" not in result.upper_kind or n > _LONGEST:
+    if "probabilistic" not in result.upper_kind or n > _LONGEST or layer.rotary is not None:
         return False
     H, dk, d = layer.heads, layer.head_width, layer.width
     certificate = 4.0 * inputs * H * (4 * n**2 * dk**2 + 16 * n * dk**3)

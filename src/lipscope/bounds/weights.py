@@ -96,6 +96,8 @@ def triangle(M: Tensor) -> Tensor:
 
 def layer_weights(layer: Attention) -> LayerWeights:
     """The weights of ``layer`` as the bounds see them; computed once per layer object."""
+    if layer.rotary is not None:
+        raise ValueError("bounds for layers with rotary embeddings are not available")
     if layer not in _CACHE:
         _CACHE[layer] = _compute(layer.to(torch.float64))
     return _CACHE[layer]
