@@ -165,6 +165,11 @@ class Turn:
         """Rᵀ t for every token: the opposite angle, the same stretch."""
         return self._turned(t, -self.sin)
 
+    def inverse(self, t: Tensor) -> Tensor:
+        """R⁻¹ t for every token: Rᵀ t with the stretch taken out twice; no cos and sin may both be 0."""
+        stretch = self.cos.square() + self.sin.square()
+        return Turn(self.cos / stretch, self.sin / stretch, self.interleaved).transpose(t)
+
     def select(self, items: Tensor) -> Turn:
         """The rotations of the listed batch items."""
         return self if self.cos.shape[0] == 1 else Turn(self.cos[items], self.sin[items], self.interleaved)
