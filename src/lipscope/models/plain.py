@@ -55,14 +55,18 @@ def plain_attention(
         return None
     known = {} if known is None else known
     at_tokens = core_call(model, call, call.tokens, recording.documents)
-    if layer.index not in known or _looked_unturned(model, call, known[layer.index]):
+    if layer.index not in known:
         known[layer.index] = _probe(model, call)
     parts = known[layer.index]
-    if parts is None:
-        return None
-    rotary = None if parts.layout is None else _rotations(model, call, parts, parts.layout)
+    rotary = _rotations(model, call, parts)
     if not _reproduces(parts, rotary, at_tokens, call.tokens):
-        return None
+        if not _looked_unturned(model, call, parts):
+            return None
+        known[layer.index] = parts = _probe(model, call)
+        rotary = _rotations(model, call, parts)
+        if not _reproduces(parts, rotary, at_tokens, call.tokens):
+            return None
+    assert parts is not None
     out, out_bias = _matrix(layer.out)
     rule = at_tokens.rule
     attention = Attention(
@@ -172,8 +176,10 @@ def _constant_tokens(call: Call) -> Tensor:
     return size * drawn.to(tokens)
 
 
-def _rotations(model: nn.Module, call: Call, parts: AffineParts, layout: Layout) -> Rotary | None:
+def _rotations(model: nn.Module, call: Call, parts: AffineParts | None) -> Rotary | None:
     """The rotations at the places of this call, in the frame in which the projections were found."""
+    if parts is None or parts.layout is None:
+        return None
     seen = _everywhere(model, call)
     if seen is None:
         return None
@@ -181,11 +187,13 @@ def _rotations(model: nn.Module, call: Call, parts: AffineParts, layout: Layout)
     for z in _constant_tokens(call):
         for weight, bias in (parts.q, parts.k):
             before.append((weight @ z + bias).reshape(-1, seen.shape[-1]))
-    return layout.table(layout.fit(seen, torch.cat(before)))
+    return parts.layout.table(parts.layout.fit(seen, torch.cat(before)))
 
 
-def _reproduces(parts: AffineParts, rotary: Rotary | None, at_tokens: CoreCall, tokens: Tensor) -> bool:
+def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: CoreCall, tokens: Tensor) -> bool:
     """Whether W x + b, turned, is what the core received."""
+    if parts is None or (parts.layout is None) != (rotary is None):
+        return False
     B, n, _ = tokens.shape
     turn = None if rotary is None else rotary.turn(n, B)
     for (weight, bias), t, turned in (
