@@ -30,8 +30,9 @@ from lipscope.bounds.weights import HeadWeights, layer_weights
 def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
     """A Lipschitz constant of the layer on {X' : ‖X' − X‖_F ≤ ρ}.
 
-    Any mask, biases, grouped queries, soft-cap, sinks; float64 with the rounding margin of the local certificates. Heads
-    are combined by the least of Σ_h and ‖W_O‖·(root of squares).
+    Any mask, biases, grouped queries, soft-cap, sinks, rotary embeddings; float64 with the rounding margin of the local
+    certificates. Heads are combined by the least of Σ_h, ‖W_O‖·(root of squares), and the local certificate of the layer
+    plus how far the heads' Jacobians move.
 
     Args:
         attention: the layer.

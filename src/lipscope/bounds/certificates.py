@@ -49,7 +49,7 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, ga
     is infinite when that margin exceeds 0.1, that is when float64 does not resolve the scores.
 
     Args:
-        layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks.
+        layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks, rotary embeddings.
         X: tokens (B, n, d).
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
         gains: (B, n), when token j of X is itself a function of its own input with Jacobian of norm gains_j: the bound is
@@ -58,7 +58,8 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, ga
     Returns:
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
 
-    Cost: about 4·H·n²·d_head² + 16·H·n·d_head³ flops; memory a dozen n×n matrices, whatever the number of heads.
+    Cost: about 6·H·n²·d_head² + 16·H·n·d_head³ flops (10 instead of 6 with rotary embeddings); memory a dozen n×n matrices
+    and a few H·n·d_head vectors.
 
     Example:
         >>> import torch, lipscope
@@ -92,7 +93,8 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     if "probabilistic" not in result.upper_kind or n > _LONGEST:
         return False
     H, dk, d = layer.heads, layer.head_width, layer.width
-    certificate = 4.0 * inputs * H * (4 * n**2 * dk**2 + 16 * n * dk**3)
+    pairs = 10 if layer.rotary is not None else 6
+    certificate = 4.0 * inputs * H * (pairs * n**2 * dk**2 + 16 * n * dk**3)
     width = 3 * dk if scope == "head" else d
     pair = 4 * n * width * (layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]) + 16 * H * n**2 * dk
     if scope != "head" and layer.out is not None:

@@ -229,13 +229,14 @@ class HeadCore:
         for start in range(0, n, step):
             part = slice(start, min(n, start + step))
             Wi, Ui, oi = self.W[part], U[part], o[part]
-            cross = (Wi @ vk).reshape(-1, r, m) - oi[:, :, None] * (Wi @ k)[:, None, :]
+            cross = torch.baddbmm((Wi @ vk).reshape(-1, r, m), oi[:, :, None], (Wi @ k)[:, None, :], alpha=-1)
             if self.turn is not None:
                 cross = self.query_images(cross, part)
                 cross = cross if w is None else cross @ w.R_Q.mT
             # Σ U(v−o)(v−o)ᵀ = Σ U v vᵀ − o(Uv − ½|U|o)ᵀ − (Uv − ½|U|o)oᵀ
-            shifted = oi[:, :, None] * (Ui @ v - oi * Ui.sum(-1, keepdim=True) / 2)[:, None, :]
-            yield part, cross, (Ui @ vv).reshape(-1, r, r) - shifted - shifted.mT
+            shift = Ui @ v - oi * Ui.sum(-1, keepdim=True) / 2
+            left, right = torch.stack([oi, shift], dim=-1), torch.stack([shift, oi], dim=1)
+            yield part, cross, torch.baddbmm((Ui @ vv).reshape(-1, r, r), left, right, alpha=-1)
 
     def rho(self, c: Tensor, w: HeadWeights) -> Tensor:
         """ρ_i: √(‖V‖² + c_i‖a_i‖²), or ‖V‖ + √c_i max_j‖a_ij‖ when the gradients a_ij depend on j."""

@@ -7,10 +7,13 @@ as covariances under a sharp softmax have. For **any** F_h, U_h, Z_h of k column
     ‖WᵀDW‖ ≤ ‖Fᵀ(WWᵀ)F‖ + ‖W‖² max_h ‖D_h − F_hF_hᵀ‖
     ‖U C W‖ ≤ ρ( X_UᵀUᵀU X_U · ZᵀWWᵀZ )^½ + ‖U‖‖W‖ max_h ‖C_h − X_{U,h}Z_hᵀ‖
 
-where the first terms are matrices of only H·k rows. Good factors come from a few power steps; they are never assumed good.
+where the first terms are matrices of only H·k rows. Good factors come from a few power steps in single precision; they are
+never assumed good.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,43 +21,45 @@ from torch import Tensor
 from lipscope.bounds.spectral_upper import matrix_norm_upper
 
 # Columns of the factors. Covariances of a sharp softmax are nearly of that rank; more cost more than they bring.
-RANK = 8
+RANK = 4
+_SQUARINGS = 1
 _TILE = 1 << 23
 
 
 def factor(D: Tensor) -> tuple[Tensor, Tensor]:
-    """F (…, m, k) with FFᵀ close to the positive semidefinite D (…, m, m), and a bound for ‖D − FFᵀ‖."""
-    Y = D @ (D @ _start(D))
-    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-280)
-    DY = D @ Y
-    F = _divide(DY, Y.mT @ DY)
-    return F, matrix_norm_upper(D - F @ F.mT, symmetric=True)
+    """F (n, m, k) with FFᵀ close to the positive semidefinite D (n, m, m), and a bound for ‖D − FFᵀ‖."""
+    # No entry of a semidefinite matrix exceeds its diagonal.
+    scale = D.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None].clamp_min(1e-280)
+    rough = (D / scale).float()
+    Y = _unit_columns(rough @ rough[..., : min(RANK, D.shape[-1])])
+    DY = rough @ Y
+    F = _divide(DY, Y.mT @ DY).to(D.dtype) * scale.sqrt()
+    return F, matrix_norm_upper(torch.baddbmm(D, F, F.mT, alpha=-1), _SQUARINGS, symmetric=True, single=True)
 
 
 def factor_pair(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U (…, m, k) and Z (…, l, k) with UZᵀ close to C (…, m, l), and a bound for ‖C − UZᵀ‖."""
-    Y = C @ (C.mT @ (C @ _start(C)))
-    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-280)
+    """U (n, m, k) and Z (n, l, k) with UZᵀ close to C (n, m, l), and a bound for ‖C − UZᵀ‖."""
+    scale = torch.linalg.vector_norm(C, math.inf, dim=(-2, -1), keepdim=True).clamp_min(1e-280)
+    rough = (C / scale).float()
+    Y = _unit_columns(rough @ (rough.mT @ rough[..., : min(RANK, C.shape[-1])]))
     U = _divide(Y, Y.mT @ Y)
-    Z = C.mT @ U
-    return U, Z, matrix_norm_upper(C - U @ Z.mT)
+    Z = (rough.mT @ U).to(C.dtype) * scale
+    U = U.to(C.dtype)
+    return U, Z, matrix_norm_upper(torch.baddbmm(C, U, Z.mT, alpha=-1), _SQUARINGS, single=True)
 
 
-def _start(M: Tensor) -> Tensor:
-    size = M.shape[-1]
-    drawn = torch.randn(size, min(RANK, size), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return drawn.to(M)
+def _unit_columns(Y: Tensor) -> Tensor:
+    unit: Tensor = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-30)
+    return unit
 
 
 def _divide(Y: Tensor, gram: Tensor) -> Tensor:
-    """Y L⁻ᵀ with LLᵀ = gram, a little enlarged so that it is definite."""
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-280)
+    """Y L⁻ᵀ with LLᵀ = gram, a little enlarged so that it is definite; 0 where it is not after all, which is valid too."""
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    L, failed = torch.linalg.cholesky_ex(gram + 1e-12 * size[..., None, None] * eye)
+    L, failed = torch.linalg.cholesky_ex(gram + 1e-6 * size[..., None, None] * eye)
     F = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
-    # Where it is not definite after all, no directions are taken out: still valid, only not as sharp.
-    good = (failed == 0) & torch.isfinite(F).all(-1).all(-1)
-    return torch.where(good[..., None, None], F, torch.zeros_like(F))
+    return torch.nan_to_num(torch.where((failed == 0)[..., None, None], F, 0.0), 0.0, 0.0, 0.0)
 
 
 def projected_gram(gram: Tensor, F: Tensor) -> Tensor:

@@ -27,17 +27,25 @@ from lipscope.bounds.weights import HeadWeights, LayerWeights
 
 # heads·n·d_head³ up to which covariances are also taken through W_O.
 _CHEAP = 1 << 25
+# heads·n² up to which the heads are kept for the second pass instead of being evaluated again.
+_FEW = 1 << 21
 
 
 def several_heads(layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor) -> tuple[dict[str, float], float]:
     """Every certificate of a layer in float64 at tokens x (n, d), and the margin they are to be enlarged by."""
     totals = _Totals(x, gain, images=layer.heads * x.shape[0] * layer.head_width**3 <= _CHEAP)
-    for h, w in enumerate(weights.image):
-        totals.add(HeadCore.at(layer.head(h), x, w), w)
+    singles = [layer.head(h) for h in range(layer.heads)]
+    cores: list[HeadCore] = []
+    few = layer.heads * x.shape[0] ** 2 <= _FEW
+    for single, w in zip(singles, weights.image, strict=True):
+        core = HeadCore.at(single, x, w)
+        totals.add(core, w)
+        if few:
+            cores.append(core)
     kappa = quadratic_norms(weights.gram_out, weights.out, torch.stack(totals.F), torch.stack(totals.F_rest))
     keys = _Keys(gain, kappa, totals.P_sum / layer.heads)
     for h, w in enumerate(weights.image):
-        keys.add(HeadCore.at(layer.head(h), x, w))
+        keys.add(cores[h] if few else HeadCore.at(singles[h], x, w))
     return totals.certificates(weights, keys), totals.margin
 
 
