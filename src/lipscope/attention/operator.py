@@ -1,10 +1,11 @@
 """The Jacobian of an attention layer behind the operator protocol, at scopes ``attention`` and ``head``.
 
-``attention``: J = W_O · J_core · [τW_Q; W_K; W_V], one item per input.
+``attention``: J = W_O · J_core · R · [τW_Q; W_K; W_V], one item per input, R the rotations of rotary embeddings if any.
 
 ``head``: one item per (input, head). J_head depends on a token only through its 3·dh projections, so with the thin QR
 [τW_Q; W_K; W_V]_hᵀ = U R (d × r, r ≤ 3·dh) the iteration runs on (n, r) coordinates instead of (n, d): U has
-orthonormal columns, hence the same singular values, and right singular vectors lift by U.
+orthonormal columns, hence the same singular values, and right singular vectors lift by U. Rotations come after the
+projection, so they change nothing of this.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class AttentionOperator(Operator):
     def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
         core, n = linearise_for_products(layer, X, tiled), X.shape[1]
         self.layer, self.core, self.n = layer, core, n
+        self.turn = layer.turn(n, X.shape[0])
         self.batch = X.shape[0]
         self.input_shape, self.output_shape = (n, layer.width), (n, layer.output_width)
         self.dtype, self.device = layer.dtype, layer.device
@@ -39,6 +41,8 @@ class AttentionOperator(Operator):
         layer = self.layer
         projected = u.reshape(-1, layer.width) @ layer.qkv.mT
         dq, dk, dv = layer.split_heads(projected.reshape(self.batch, self.n, -1))
+        if self.turn is not None:
+            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
         return layer.merge_heads(self.core.jvp(group_queries(dq, layer.kv_heads), dk, dv)).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
@@ -47,10 +51,12 @@ class AttentionOperator(Operator):
         tokens = g.reshape(-1, layer.output_width)
         joined = tokens if layer.out is None else tokens @ layer.out.detach()
         split = joined.reshape(self.batch, self.n, layer.heads, -1).transpose(1, 2)
-        cotangents = self.core.vjp(group_queries(split, layer.kv_heads))
-        merged = torch.cat(
-            [t.reshape(self.batch, -1, self.n, t.shape[-1]).transpose(1, 2).flatten(2) for t in cotangents], dim=-1
-        )
+        cotangents = [
+            t.reshape(self.batch, -1, self.n, t.shape[-1]) for t in self.core.vjp(group_queries(split, layer.kv_heads))
+        ]
+        if self.turn is not None:
+            cotangents[:2] = [self.turn.transpose(t) for t in cotangents[:2]]
+        merged = torch.cat([t.transpose(1, 2).flatten(2) for t in cotangents], dim=-1)
         return (merged.flatten(0, 1) @ layer.qkv).reshape(self.batch, -1)
 
     def select(self, items: Tensor) -> AttentionOperator:
@@ -58,6 +64,7 @@ class AttentionOperator(Operator):
         kept = object.__new__(AttentionOperator)
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
+        kept.turn = None if self.turn is None else self.turn.select(items)
         return kept
 
     def to_dense(self) -> Tensor:
@@ -73,6 +80,8 @@ class HeadOperator(Operator):
         B, n, _ = X.shape
         self.core = core.per_head(layer.heads)
         self._set_weights(layer, B)
+        turn, inputs = layer.turn(n, B), torch.arange(B, device=X.device)
+        self.turn = None if turn is None else turn.select(inputs.repeat_interleave(layer.heads))
         self.batch, self.n = B * layer.heads, n
         self.input_shape, self.output_shape = (n, self.weights.shape[-1]), (n, layer.value_width)
         self.dtype, self.device = layer.dtype, layer.device
@@ -103,12 +112,16 @@ class HeadOperator(Operator):
         """J·u in reduced coordinates."""
         projected = torch.bmm(u.reshape(self.batch, *self.input_shape), self.weights.mT)
         dq, dk, dv = (t[:, None] for t in projected.split(self.sizes, dim=-1))
+        if self.turn is not None:
+            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
         return self.core.jvp(dq, dk, dv).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g in reduced coordinates."""
-        cotangents = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
-        return torch.bmm(torch.cat([t[:, 0] for t in cotangents], dim=-1), self.weights).flatten(1)
+        gq, gk, gv = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
+        if self.turn is not None:
+            gq, gk = self.turn.transpose(gq), self.turn.transpose(gk)
+        return torch.bmm(torch.cat([gq[:, 0], gk[:, 0], gv[:, 0]], dim=-1), self.weights).flatten(1)
 
     def select(self, items: Tensor) -> HeadOperator:
         """Keep the listed (input, head) pairs."""
@@ -116,6 +129,7 @@ class HeadOperator(Operator):
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
         kept.weights, kept.head_of_item = self.weights[items], self.head_of_item[items]
+        kept.turn = None if self.turn is None else self.turn.select(items)
         return kept
 
     def lift_right(self, right: Tensor) -> Tensor:
