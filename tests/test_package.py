@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "token_influence": {"facade", "attention", "spectral"},
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"facade", "attention", "spectral"},
+    "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
 }
 
 
@@ -43,6 +44,7 @@ def test_public_names_exist():
         assert getattr(lipscope, name) is not None
     assert set(lipscope._HOME) | {"__version__"} == set(lipscope.__all__)
     assert callable(lipscope.bounds.table)
+    assert callable(lipscope.adversarial.maximise)
     assert callable(lipscope.paper.companion_estimator)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018

@@ -69,7 +69,7 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("bounds", "paper")
+_ROOMS = ("adversarial", "bounds", "paper")
 
 __all__ = [
     "Attention",
