@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.adversarial.constructions import check_length, construct
+from lipscope.adversarial.constructions import Construction, check_length, construct
 from lipscope.adversarial.domain import Domain, domain_of
 from lipscope.adversarial.gradient import SigmaGradient
 from lipscope.adversarial.starts import gather_starts
@@ -95,6 +95,7 @@ def maximise(
     steps: int = 200,
     seed: int = 0,
     starts: Tensor | None = None,
+    built: tuple[Construction, ...] | None = None,
     tolerance: float = 1e-4,
     patience: int = 30,
     solver: Solver | None = None,
@@ -113,6 +114,7 @@ def maximise(
         steps: most steps per restart.
         seed: seed of the noise.
         starts: inputs to start from, e.g. real activations, (n, d) or (B, n, d); moved to the nearest point of the set.
+        built: constructions to start from, when they are known already; all of them are built otherwise.
         tolerance: a restart stops when σ has grown by less than this, relatively, over ``patience`` steps.
         patience: see ``tolerance``.
         solver: how the final values are measured; ``Auto()`` by default.
@@ -143,7 +145,7 @@ def maximise(
         raise ValueError(f"tolerance must lie strictly between 0 and 1, got {tolerance:g}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}")
-    built = construct(attention, n, radius=radius, norm=norm)
+    built = construct(attention, n, radius=radius, norm=norm) if built is None else built
     begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
     search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
     with _reporting(progress) as report:
@@ -175,7 +177,7 @@ class _Search:
         self.layer, self.domain, self.z, self.seed = layer, domain, z, seed
         self.gradient = SigmaGradient(layer)
         self.active = torch.arange(z.shape[0])
-        operator = AttentionOperator(layer, domain.tokens(z))
+        operator = self._at(z)
         self.pair = cold_pair(operator, seed=seed)
         self.direction = self._direction(operator, self.pair)
         self.step = torch.full((z.shape[0],), _FIRST_STEP, dtype=torch.float64)
@@ -200,7 +202,7 @@ class _Search:
         now = self.active
         move = (self.step[now] * self.domain.size).to(self.z)[:, None, None] * self.direction[now]
         trial = self.domain.project(self.z[now] + move + _MOMENTUM * self.moved[now])
-        operator = AttentionOperator(self.layer, self.domain.tokens(trial))
+        operator = self._at(trial)
         pair = warm_pair(operator, self.pair.right[now], _WARM_STEPS)
         better = pair.theta > self.pair.theta[now]
         kept, items = better.nonzero()[:, 0], now[better]
@@ -214,7 +216,7 @@ class _Search:
     def _look_around(self, step: int) -> None:
         """Warm starts follow one singular vector; a random start finds out whether another has overtaken it."""
         now = self.active
-        operator = AttentionOperator(self.layer, self.domain.tokens(self.z[now]))
+        operator = self._at(self.z[now])
         fresh = cold_pair(operator, seed=self.seed + step)
         better = (fresh.theta > self.pair.theta[now]).nonzero()[:, 0]
         if better.numel():
@@ -226,6 +228,9 @@ class _Search:
             before = self.history[step - patience][self.active]
             still &= self.pair.theta[self.active] > before * (1 + tolerance)
         self.active = self.active[still]
+
+    def _at(self, z: Tensor) -> AttentionOperator:
+        return AttentionOperator(self.layer, self.domain.tokens(z))
 
     def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator) -> None:
         self.pair.theta[items], self.pair.left[items], self.pair.right[items] = pair.theta, pair.left, pair.right

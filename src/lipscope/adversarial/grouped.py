@@ -37,7 +37,10 @@ def grouped_layer(layer: Attention, counts: Tensor) -> Attention:
 
 def has_closed_form(layer: Attention, *, causal: bool = True) -> bool:
     """Whether repeated tokens are interchangeable: no additive bias, and no mask but (where allowed) the causal one."""
-    return layer.bias is None and isinstance(layer.mask, (Full, Causal) if causal else Full)
+    # Rotary embeddings, where a layer has them, tell copies at different positions apart.
+    if layer.bias is not None or getattr(layer, "rotary", None) is not None:
+        return False
+    return isinstance(layer.mask, (Full, Causal) if causal else Full)
 
 
 def grouped_sigma(layer: Attention, tokens: Tensor, counts: Sequence[float]) -> float:
