@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_bounds, cli_models
+from lipscope import __version__, cli_attack, cli_bounds, cli_models
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class _one_clear_line:  # noqa: N801 - reads as a statement: with _one_clear_lin
 
 cli_bounds.register(app, _one_clear_line)
 cli_models.register(app, _one_clear_line)
+cli_attack.register(app, _one_clear_line)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ a subgradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from lipscope.adversarial.constructions import Construction, check_length, construct
 from lipscope.adversarial.domain import Domain, domain_of
 from lipscope.adversarial.gradient import SigmaGradient
+from lipscope.adversarial.progress import Progress, reporting
 from lipscope.adversarial.starts import gather_starts
 from lipscope.adversarial.warm import TopPair, cold_pair, warm_pair
 from lipscope.attention.layer import Attention
@@ -32,8 +32,6 @@ from lipscope.facade import local_lipschitz
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.result import SpectralNorm
-
-Progress = Callable[[int, int, str], None]
 
 _FIRST_STEP, _GROW, _SHRINK, _LONGEST, _SHORTEST = 0.3, 1.2, 0.4, 4.0, 1e-9
 _MOMENTUM = 0.9
@@ -148,7 +146,7 @@ def maximise(
     built = construct(attention, n, radius=radius, norm=norm) if built is None else built
     begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
     search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
-    with _reporting(progress) as report:
+    with reporting(progress) as report:
         taken = search.run(steps, tolerance, patience, report)
     precise = attention.to(torch.float64)
     candidates = torch.cat([domain.tokens(begin.z), domain.tokens(search.z.double())])
@@ -242,29 +240,3 @@ class _Search:
         # Tokens whose gradient is rounding stay where they are.
         floor = 1e3 * torch.finfo(g.dtype).eps * norms.amax(1, keepdim=True)
         return torch.where(norms > floor, g / norms.clamp_min(torch.finfo(g.dtype).tiny), torch.zeros_like(g))
-
-
-class _reporting:  # noqa: N801 - reads as a statement: with _reporting(progress) as report
-    """A function to report to: the user's, a bar on standard error, or one that does nothing."""
-
-    def __init__(self, progress: Progress | bool) -> None:
-        self.progress = progress
-        self.bar: Any = None
-
-    def __enter__(self) -> Progress:
-        if callable(self.progress):
-            return self.progress
-        if not self.progress:
-            return lambda done, total, what: None
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-
-        bar = Bar(console=Console(stderr=True), transient=True)
-        bar.start()
-        task = bar.add_task("ascent")
-        self.bar = bar
-        return lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

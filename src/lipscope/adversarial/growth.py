@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lipscope.adversarial.ascent import Ascent, Progress, maximise
+from lipscope.adversarial.ascent import Ascent, maximise
 from lipscope.adversarial.constructions import Construction, construct
 from lipscope.adversarial.domain import domain_of
+from lipscope.adversarial.progress import Progress, reporting
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.bounds import registry
@@ -135,7 +136,7 @@ def growth(
         restarts: see ``maximise``.
         steps: see ``maximise``.
         seed: see ``maximise``.
-        progress: a function of (lengths done, lengths, what), or True for a bar per length.
+        progress: True for a progress bar on standard error, or a function of (lengths done, lengths, what).
 
     Returns:
         A ``Growth``.
@@ -158,20 +159,20 @@ def growth(
     at = attention if callable(attention) and not isinstance(attention, Attention) else lambda n: attention
     ordered = sorted(set(lengths))
     worst: list[WorstInput] = []
-    for index, n in enumerate(ordered):
-        layer = at(n)
-        assert isinstance(layer, Attention)
-        given = None if starts is None else starts(n).double()
-        built = construct(layer, n, radius=radius, norm=norm, head=head)
-        ascent = None
-        if method == "ascend":
-            ascent = maximise(
-                layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
-                starts=_more_starts(given, worst[-1].tokens if worst else None, n), progress=progress is True,
-            )  # fmt: skip
-        worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
-        if callable(progress):
-            progress(index + 1, len(ordered), f"n = {n}: σ ≥ {float(worst[-1].sigma.lower):.4g}")
+    with reporting(progress) as report:
+        for done, n in enumerate(ordered, start=1):
+            layer = at(n)
+            assert isinstance(layer, Attention)
+            given = None if starts is None else starts(n).double()
+            built = construct(layer, n, radius=radius, norm=norm, head=head)
+            ascent = None
+            if method == "ascend":
+                ascent = maximise(
+                    layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
+                    starts=_more_starts(given, worst[-1].tokens if worst else None, n),
+                )  # fmt: skip
+            worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
+            report(done, len(ordered), f"n = {n}: σ ≥ {float(worst[-1].sigma.lower):.4g}")
     domain = domain_of(radius, norm, layer.width)
     found = Growth(tuple(worst), str(domain), domain.radius, {})
     if len(ordered) < 3:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.adversarial.ascent import Progress
 from lipscope.adversarial.model_gradient import embedding_gradient, embedding_table
+from lipscope.adversarial.progress import Progress, reporting
 from lipscope.models.handle import Model
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.result import SpectralNorm
@@ -97,7 +97,7 @@ def attack_tokens(
     k: int = 1,
     candidates: int = 64,
     beam: int = 1,
-    progress: Progress | None = None,
+    progress: Progress | bool = False,
 ) -> TokenAttack:
     """Replace at most k tokens so that σ of a layer becomes as large as possible.
 
@@ -110,7 +110,7 @@ def attack_tokens(
         k: most tokens to replace. Special tokens are neither replaced nor put in.
         candidates: substitutions measured per round and path.
         beam: paths kept from round to round; 1 is greedy.
-        progress: a function of (rounds done, rounds, what).
+        progress: True for a progress bar on standard error, or a function of (rounds done, rounds, what).
 
     Returns:
         A ``TokenAttack``; every σ in it was measured, none is an extrapolation.
@@ -132,17 +132,16 @@ def attack_tokens(
     best = _Path(start[0], float(before.estimate.flatten()[0]), ())
     paths = [best]
     tried: list[tuple[int, int, int, float, float]] = []
-    for number in range(k):
-        following: list[_Path] = []
-        for path in paths:
-            following += _successors(handle, path, words, layer, head, candidates, number, tried)
-        following.sort(key=lambda path: -path.sigma)
-        if progress is not None:
-            progress(number + 1, k, f"σ = {max(best.sigma, *(p.sigma for p in following[:1]), 0.0):.4g}")
-        paths = _distinct(following)[:beam]
-        if not paths:
-            break
-        best = max(best, paths[0], key=lambda path: path.sigma)
+    with reporting(progress) as report:
+        for number in range(k):
+            following: list[_Path] = []
+            for path in paths:
+                following += _successors(handle, path, words, layer, head, candidates, number, tried)
+            paths = _distinct(sorted(following, key=lambda path: -path.sigma))[:beam]
+            best = max(best, *paths[:1], key=lambda path: path.sigma) if paths else best
+            report(number + 1, k, f"σ = {best.sigma:.4g}")
+            if not paths:
+                break
     after = before if best.ids.equal(start[0]) else _measure(handle, best.ids[None], layer, head, Auto())
     old, new = words.write(start[0]), words.write(best.ids)
     return TokenAttack(
