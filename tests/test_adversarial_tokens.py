@@ -76,11 +76,11 @@ def test_scores_are_the_first_order_change_towards_each_word(models):
     words = Vocabulary(handle)
     found = attack_tokens(handle, input_ids=IDS, layer=1, k=1, candidates=40)
     e = words.embeddings[IDS]
-    for _, i, w, predicted, _ in found.tried[::8]:
+    for trial in found.tried[::8]:
         step = torch.zeros_like(e)
-        step[i] = 1e-4 * (words.embeddings[w] - e[i])
+        step[trial.position] = 1e-4 * (words.embeddings[trial.word] - e[trial.position])
         above, below = (float(sigma(handle, 1, inputs_embeds=e + sign * step)) for sign in (1, -1))
-        assert (above - below) / 2e-4 == pytest.approx(predicted, rel=1e-4)
+        assert (above - below) / 2e-4 == pytest.approx(trial.predicted, rel=1e-4)
 
 
 def test_at_most_k_tokens_and_beam_is_no_worse_than_greedy(models):
@@ -110,7 +110,7 @@ def test_special_tokens_are_neither_replaced_nor_put_in(models):
     assert found.after_ids[[0, 3]].tolist() == [1, 2]
     assert not set(found.after_ids[1:3].tolist()) & {1, 2}
     assert len(found.substitutions) <= 2
-    assert all(row[2] not in (1, 2) for row in found.tried)
+    assert all(trial.word not in (1, 2) for trial in found.tried)
     with pytest.raises(ValueError, match="special tokens only"):
         attack_tokens(handle, input_ids=torch.tensor([1, 2]), layer=0)
 

@@ -23,7 +23,7 @@ from lipscope.adversarial.constructions import Construction, check_length, const
 from lipscope.adversarial.domain import Domain, domain_of
 from lipscope.adversarial.gradient import SigmaGradient
 from lipscope.adversarial.progress import Progress, reporting
-from lipscope.adversarial.starts import gather_starts
+from lipscope.adversarial.starts import Given, gather_starts
 from lipscope.adversarial.warm import TopPair, cold_pair, warm_pair
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
@@ -92,7 +92,7 @@ def maximise(
     restarts: int = 16,
     steps: int = 200,
     seed: int = 0,
-    starts: Tensor | None = None,
+    starts: Given = None,
     built: tuple[Construction, ...] | None = None,
     tolerance: float = 1e-4,
     patience: int = 30,
@@ -111,7 +111,8 @@ def maximise(
             moved a little. More when the first two are more.
         steps: most steps per restart.
         seed: seed of the noise.
-        starts: inputs to start from, e.g. real activations, (n, d) or (B, n, d); moved to the nearest point of the set.
+        starts: inputs to start from, e.g. real activations, (n, d) or (B, n, d), or several such tensors by name; moved to
+            the nearest point of the set.
         built: constructions to start from, when they are known already; all of them are built otherwise.
         tolerance: a restart stops when σ has grown by less than this, relatively, over ``patience`` steps.
         patience: see ``tolerance``.

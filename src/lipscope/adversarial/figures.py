@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lipscope.adversarial.ascent import Ascent
 from lipscope.adversarial.growth import Growth
@@ -36,6 +35,7 @@ _LABELS = {
     "refined.masked": "upper bound: refined",
     "refined.visibility": "upper bound: refined, by visibility",
 }
+_OUT_OF_SIGHT = 1e3
 _DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
@@ -89,6 +89,11 @@ class Figure:
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         axes.set_xscale("log" if self.log_x else "linear")
         axes.set_yscale("log" if self.log_y else "linear")
+        if self.log_x:
+            # Lengths are small whole numbers: powers of ten would say little.
+            ticks = [2**k for k in range(1, 21) if min(self.lines[0].x) <= 2**k <= max(self.lines[0].x)]
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
         axes.grid(True, which="both", color="#eeeeee")
         axes.set_axisbelow(True)
         if any(line.name for line in self.lines):
@@ -122,8 +127,10 @@ def growth_figure(study: Growth, title: str) -> Figure:
     n = [w.n for w in study.worst]
     lines = []
     for name, values in study.curves().items():
-        if name == "ascent" or (name == "refined.visibility" and "refined.unmasked" in study.worst[0].bounds):
-            continue  # the worst curve, and the same bound, under another name
+        if name == "ascent" or (name == "refined.visibility" and len(study.worst[0].bounds) > 2):
+            continue  # the worst curve, or the same bound, under another name
+        if max(values) > _OUT_OF_SIGHT * max(w.bounds["castin2024.general"] for w in study.worst):
+            continue  # the mean-field bound at a large radius would flatten everything else
         colour, dash, points = _STYLES[name]
         lines.append(Line(_LABELS.get(name, name), n, values, colour, dash, points))
     if "worst" in study.fits:
@@ -142,27 +149,30 @@ def history_figure(found: Ascent, title: str) -> Figure:
         if i == found.best:
             lines.append(Line(f"winner, from {label}", steps, curve, "#000000"))
         else:
-            built = "noise" not in label and "given" not in label
-            colour = "#009E73" if built else "#0072B2" if "noise" in label else "#D55E00"
-            lines.append(Line("", steps, curve, colour, thin=True))
-    lines.append(Line("from constructions", [], [], "#009E73", thin=True))
-    lines.append(Line("from noise", [], [], "#0072B2", thin=True))
-    if any("given" in label for label in found.labels):
-        lines.append(Line("from the text", [], [], "#D55E00", thin=True))
+            lines.append(Line("", steps, curve, _KINDS[_kind(label)], thin=True))
+    kinds = dict.fromkeys(_kind(label) for label in found.labels)
+    lines += [Line(f"from {kind}", [], [], _KINDS[kind], thin=True) for kind in kinds]
     return Figure(title, "step", "σ (lower bound)", lines)
+
+
+_KINDS = {"constructions": "#009E73", "noise": "#0072B2", "given inputs": "#D55E00", "the length before": "#CC79A7"}
+
+
+def _kind(label: str) -> str:
+    first = label.split()[0].removesuffix(",")
+    return {"noise": "noise", "given": "given inputs", "shorter": "the length before"}.get(first, "constructions")
 
 
 def tokens_figure(found: TokenAttack, title: str) -> Figure:
     """Measured against predicted σ of every candidate, round by round."""
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-    before = [float(found.before.estimate.flatten()[0]), *(s.sigma for s in found.substitutions)]
-    lines: list[Any] = []
-    for number in sorted({row[0] for row in found.tried}):
-        rows = [row for row in found.tried if row[0] == number]
-        start = before[min(number, len(before) - 1)]
-        labels = [f"position {i}, word {w}" for _, i, w, _, _ in rows]
+    lines = []
+    for number in sorted({trial.round for trial in found.tried}):
+        trials = [trial for trial in found.tried if trial.round == number]
+        raised = sum(trial.sigma > trial.before for trial in trials)
         lines.append(
-            Line(f"round {number + 1}", [start + row[3] for row in rows], [row[4] for row in rows],
-                 colours[number % len(colours)], labels=labels)
+            Line(f"round {number + 1}: {raised} of {len(trials)} raise σ", [t.before + t.predicted for t in trials],
+                 [t.sigma for t in trials], colours[number % len(colours)],
+                 labels=[f"position {t.position}, word {t.word}" for t in trials])
         )  # fmt: skip
     return Figure(title, "σ predicted to first order", "σ measured", lines, log_y=False, markers_only=True)

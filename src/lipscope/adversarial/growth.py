@@ -198,9 +198,9 @@ def _worst(
     return WorstInput(n, tokens, sigma, source, built, ascent, bounds, real)
 
 
-def _more_starts(given: Tensor | None, previous: Tensor | None, n: int) -> Tensor | None:
+def _more_starts(given: Tensor | None, previous: Tensor | None, n: int) -> dict[str, Tensor]:
     """The user's inputs, and the worst input of a shorter length with its tokens repeated in turn."""
-    parts = [] if given is None else [given if given.ndim == 3 else given[None]]
+    starts = {} if given is None else {"given": given}
     if previous is not None:
-        parts.append(previous[torch.arange(n) % previous.shape[0]][None])
-    return torch.cat(parts) if parts else None
+        starts["shorter"] = previous[torch.arange(n) % previous.shape[0]]
+    return starts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch import Tensor
 from lipscope.adversarial.constructions import Construction
 from lipscope.adversarial.domain import Domain
 from lipscope.facade import check_tokens
+
+Given: TypeAlias = Tensor | Mapping[str, Tensor] | None
 
 _JITTER = 0.1
 _RADII = (1.0, 0.5, 0.25)
@@ -29,18 +33,19 @@ class Starts:
 
 
 def gather_starts(
-    domain: Domain, built: tuple[Construction, ...], given: Tensor | None, restarts: int, n: int, width: int, seed: int
+    domain: Domain, built: tuple[Construction, ...], given: Given, restarts: int, n: int, width: int, seed: int
 ) -> Starts:
     """All constructions and all given inputs; then jittered constructions and noise in turns until there are ``restarts``.
 
     Tokens of given inputs that lie outside the set are moved to its nearest point.
     """
     parts = [(c.name, domain.coordinates(c.tokens.double())) for c in built]
-    if given is not None:
-        batch = check_tokens(given).double().cpu()
+    named = {} if given is None else {"given": given} if isinstance(given, Tensor) else dict(given)
+    for name, inputs in named.items():
+        batch = check_tokens(inputs).double().cpu()
         if batch.shape[1:] != (n, width):
-            raise ValueError(f"starts must have shape ({n}, {width}) or (B, {n}, {width}), got {tuple(given.shape)}")
-        parts += [(f"given {i}", domain.coordinates(X)) for i, X in enumerate(batch)]
+            raise ValueError(f"starts must have shape ({n}, {width}) or (B, {n}, {width}), got {tuple(inputs.shape)}")
+        parts += [(f"{name} {i}" if len(batch) > 1 else name, domain.coordinates(X)) for i, X in enumerate(batch)]
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:

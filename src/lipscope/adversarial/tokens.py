@@ -49,6 +49,27 @@ class Substitution:
     sigma: float
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One measured candidate.
+
+    Attributes:
+        round: from 0.
+        position: where.
+        word: id of the word put there.
+        before: σ without it.
+        predicted: first-order change of σ.
+        sigma: measured σ.
+    """
+
+    round: int
+    position: int
+    word: int
+    before: float
+    predicted: float
+    sigma: float
+
+
 @dataclass(frozen=True, eq=False)
 class TokenAttack:
     """The worst text found.
@@ -62,7 +83,7 @@ class TokenAttack:
         before_ids: its token ids (n,).
         after_ids: the new ones.
         retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
-        tried: every measured candidate as (round, position, word id, predicted change of σ, measured σ).
+        tried: every measured candidate.
     """
 
     before: SpectralNorm
@@ -73,7 +94,7 @@ class TokenAttack:
     before_ids: Tensor
     after_ids: Tensor
     retokenises: bool | None
-    tried: tuple[tuple[int, int, int, float, float], ...]
+    tried: tuple[Trial, ...]
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per substitution."""
@@ -131,7 +152,7 @@ def attack_tokens(
     before = _measure(handle, start, layer, head, Auto())
     best = _Path(start[0], float(before.estimate.flatten()[0]), ())
     paths = [best]
-    tried: list[tuple[int, int, int, float, float]] = []
+    tried: list[Trial] = []
     with reporting(progress) as report:
         for number in range(k):
             following: list[_Path] = []
@@ -151,7 +172,7 @@ def attack_tokens(
 
 def _successors(
     handle: Model, path: _Path, words: Vocabulary, layer: int, head: int | None, candidates: int, number: int,
-    tried: list[tuple[int, int, int, float, float]],
+    tried: list[Trial],
 ) -> list[_Path]:  # fmt: skip
     """Paths one substitution longer that raise σ, each measured."""
     recording = handle.record(handle.token_inputs(input_ids=path.ids))
@@ -173,7 +194,7 @@ def _successors(
     found = []
     for ids, (i, w), sigma in zip(batch, chosen, sigmas, strict=True):
         predicted = float(scores[i, w])
-        tried.append((number, i, w, predicted, sigma))
+        tried.append(Trial(number, i, w, path.sigma, predicted, sigma))
         if sigma > path.sigma:
             step = Substitution(i, words.write(path.ids[i : i + 1]), words.write(ids[i : i + 1]), predicted, sigma)
             found.append(_Path(ids, sigma, (*path.made, step)))
