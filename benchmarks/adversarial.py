@@ -59,14 +59,13 @@ def main() -> None:
     for mask in ("full", "causal"):
         attention = layer(mask)
         step, evaluation, ratio = step_ratio(attention)
-        print(
-            f"{mask}: step {1e3 * step:.1f} ms, warm evaluation {1e3 * evaluation:.1f} ms, ratio {ratio:.2f} (target: at most 3)"
-        )
-        start = time.perf_counter()
+        print(f"{mask}: step {1e3 * step:.1f} ms, warm evaluation {1e3 * evaluation:.1f} ms")
+        print(f"  ratio {ratio:.2f} (target: at most 3)")
+        start, work = time.perf_counter(), time.process_time()
         # No restart may stop early: all steps are paid for.
         found = maximise(attention, TOKENS, radius=RADIUS, restarts=RESTARTS, steps=STEPS, patience=STEPS)
-        spent = time.perf_counter() - start
-        print(f"  {RESTARTS} restarts × {STEPS} steps in {spent:.1f} s (target: less than 60 on 2 cores)")
+        spent, work = time.perf_counter() - start, time.process_time() - work
+        print(f"  {RESTARTS} restarts × {STEPS} steps in {spent:.1f} s, {work:.1f} s of CPU (target: 60 s on 2 cores)")
         print(f"  {found}")
         print(f"  best construction {float(found.starts[:5].max()):.4g}")
 

@@ -37,6 +37,8 @@ def test_docstring_examples_run(module):
 def test_public_functions_show_an_example():
     for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "as_mask"):
         assert ">>>" in getattr(lipscope, name).__doc__, name
+    for name in ("construct", "maximise", "growth", "grouped_sigma", "attack_tokens"):
+        assert ">>>" in getattr(lipscope.adversarial, name).__doc__, name
 
 
 def test_public_names_exist():

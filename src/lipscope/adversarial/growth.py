@@ -148,8 +148,8 @@ def growth(
         >>> import torch, lipscope
         >>> W = torch.eye(2, dtype=torch.float64)
         >>> layer = lipscope.Attention(-3 * W, W, W, scale=1.0)
-        >>> study = lipscope.adversarial.growth(layer, [8, 16, 32, 64], radius=1.0)    # e^{2γR²} = 403
-        >>> 0.3 < study.fit.alpha < 0.55
+        >>> study = lipscope.adversarial.growth(layer, [16, 32, 64], radius=1.4)    # n ≪ e^{2γR²} ≈ 10⁵: √n
+        >>> 0.48 < study.fit.alpha < 0.53
         True
     """
     if method not in ("construct", "ascend"):

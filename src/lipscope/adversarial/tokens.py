@@ -138,6 +138,15 @@ def attack_tokens(
 
     Raises:
         ValueError: when the model has no tokens, the text is empty or too long, or nothing in it may be replaced.
+
+    Example:
+        >>> import torch, lipscope, transformers
+        >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        >>> config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, **sizes)
+        >>> model = lipscope.load(transformers.BertModel(config).eval())
+        >>> found = attack_tokens(model, input_ids=torch.tensor([5, 6, 7]), layer=0, k=1)
+        >>> bool(found.after.estimate[0] >= found.before.estimate[0])
+        True
     """
     for name, value in (("k", k), ("candidates", candidates), ("beam", beam)):
         if value < 1:
