@@ -157,6 +157,9 @@ def test_attack_on_tokens(tmp_path):
     assert (tmp_path / "tokens.png").exists()
     content = json.loads((tmp_path / "tokens.json").read_text(encoding="utf-8"))
     assert content["after"]["estimate"] > content["before"]["estimate"]
+    # A text longer than any file name: the model, not the file system, says that it is too long.
+    long = runner.invoke(app, [*arguments[:4], "--text", "hello " * 100])
+    assert "n = 600 tokens are more than the 32 positions" in long.output
     corpus = runner.invoke(app, [*arguments[:4], "--text", "python-docs", "--lengths", "6", "--candidates", "4", "--json"])
     assert len(json.loads(corpus.stdout)["before_text"]) == 6
 

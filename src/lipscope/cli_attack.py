@@ -138,10 +138,14 @@ def _model_growth(
 
     if min(lengths) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
+    if handle.tokenizer is None:
+        raise ValueError(f"{handle.name} has no tokenizer, so there is no text to take activations and masks from")
     chunker = Chunker(read_text(text), handle.tokenizer)
     extra = len(chunker.prefix) + len(chunker.suffix)
     if skipped := [n for n in lengths if n <= extra]:
         lengths = [n for n in lengths if n > extra]
+        if not lengths:
+            raise ValueError(f"lengths must be more than the {extra} special tokens of {handle.name}, got {skipped}")
         typer.echo(f"lengths {skipped} leave no room for text beside {extra} special tokens: left out", err=True)
     chunks = chunker.chunks(lengths, 1, search["seed"])
     known: dict[int, LayerAtText] = {}
@@ -167,7 +171,11 @@ def _words(text: str, handle: Any, n: int, seed: int) -> str:
     """The text itself, or a stretch of n tokens from a corpus, a file or a directory."""
     from lipscope.models.text import CORPORA, Chunker, read_text
 
-    if text not in CORPORA and not Path(text).expanduser().exists():
+    try:
+        named = text in CORPORA or Path(text).expanduser().exists()
+    except OSError:  # too long to be the name of a file
+        named = False
+    if not named:
         return text
     chunker = Chunker(read_text(text), handle.tokenizer)
     extra = len(chunker.prefix) + len(chunker.suffix)
