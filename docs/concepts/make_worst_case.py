@@ -88,7 +88,7 @@ def draw(path: Path, panels: dict[str, dict], border: float | None) -> None:
             axis.plot(x, y, label=name, **style)
         if border is not None:
             axis.axvline(border, color="lightgrey", zorder=0)
-            axis.text(border, 0.93, r" $n = e^{2\gamma R^2}$", color="grey", fontsize=9)
+            axis.text(border, 1.15, r" $n = e^{2\gamma R^2}$", color="grey", fontsize=9)
         axis.set(title=title, xlabel="number of tokens n", xscale="log", yscale="log")
         axis.legend(
             fontsize=8, **({"loc": "upper left"} if border is None else {"loc": "center left", "bbox_to_anchor": (1, 0.5)})
