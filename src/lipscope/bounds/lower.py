@@ -149,9 +149,13 @@ def meanfield(A: Tensor, V: Tensor, radius: float) -> Bound | None:
                  {"R": radius, "E": E}, side="lower")  # fmt: skip
 
 
-def best_pair(A: Tensor, radius: float, steps: int = 200) -> tuple[Tensor, Tensor]:
-    """u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts."""
+def best_pair(A: Tensor, radius: float, steps: int = 200, *, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts.
+
+    With ``shift`` c, the keys' side of a query bias, Aw + c stands for Aw.
+    """
     d = A.shape[0]
+    c = A.new_zeros(d) if shift is None else shift
     generator = torch.Generator().manual_seed(0)
     starts = [torch.linalg.svd(A).Vh, -torch.eye(d, dtype=A.dtype), torch.linalg.eigh((A + A.mT) / 2).eigenvectors.mT]
     starts.append(torch.randn(8, d, generator=generator, dtype=A.dtype))
@@ -161,20 +165,20 @@ def best_pair(A: Tensor, radius: float, steps: int = 200) -> tuple[Tensor, Tenso
     step = 0.5 / max(size, 1e-300)
 
     def energy(W: Tensor) -> Tensor:
-        images = W @ A.mT
+        images = W @ A.mT + c
         energies: Tensor = radius * torch.linalg.vector_norm(images, dim=-1) - (W * images).sum(-1)
         return energies
 
     best = W.clone()
     for _ in range(steps):
-        images = W @ A.mT
+        images = W @ A.mT + c
         unit = images / torch.linalg.vector_norm(images, dim=-1, keepdim=True).clamp_min(1e-300)
         W = W + step * (radius * unit @ A - images - W @ A)
         norms = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
         W = W * torch.clamp(radius / norms.clamp_min(1e-300), max=1.0)
         best = torch.where((energy(W) > energy(best))[:, None], W, best)
     w = best[energy(best).argmax()]
-    image = A @ w
+    image = A @ w + c
     norm = float(torch.linalg.vector_norm(image))
     return (radius * image / norm if norm > 0 else w), w
 
