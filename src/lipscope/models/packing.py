@@ -75,6 +75,7 @@ def measure_packed(
     scope: str,
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
+    certificate: bool | None = None,
     which: int = 0,
 ) -> Rows:
     """Rows of a packed chunk (``document`` None) and of each of its documents alone (``document`` 0, 1, …)."""
@@ -85,7 +86,14 @@ def measure_packed(
     for layer in layers:
         for document, recording in [(None, together), *enumerate(alone)]:
             for row in measure_recording(
-                handle, recording, layer=layer, scope=scope, heads=heads, solver=solver, first_input=which
+                handle,
+                recording,
+                layer=layer,
+                scope=scope,
+                heads=heads,
+                solver=solver,
+                certificate=certificate,
+                first_input=which,
             ):
                 rows.append(row | {"document": document})
     return rows

@@ -32,9 +32,8 @@ Progress = Callable[[int, int, str], None]
 class Scan:
     """Rows of a scan: plain dictionaries with the same keys, one per layer, head and input.
 
-    ``lower``, ``estimate`` and ``upper`` are σ; ``radius_max`` and ``radius_rms`` the token norms; ``entropy`` the mean row
-    entropy of attention in nats, ``max_logit`` its largest logit, ``sink_mass`` the mean attention to the first token and
-    to sinks; ``seconds`` the time of that row.
+    ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
+    ``lipscope.models.measure.COLUMNS`` says what every key means.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -150,6 +149,7 @@ def scan(
     solver: Solver | None = None,
     seed: int = 0,
     pack: bool = False,
+    certificate: bool | None = None,
     batch_tokens: int = 4096,
     progress: Progress | None = None,
     **load_options: Any,
@@ -168,6 +168,7 @@ def scan(
         seed: where in the text the inputs lie.
         pack: fill each input with several documents that do not see each other; rows of the chunk have ``document``
             None, rows of its documents their number. A text of one document is packed by paragraphs.
+        certificate: also compute certified upper ends; None: where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
@@ -206,7 +207,14 @@ def scan(
         for n, bundle in packed_chunks(documents, handle.tokenizer, sizes, inputs, seed).items():
             for which, chunk in enumerate(bundle):
                 rows += measure_packed(
-                    handle, chunk, layers=chosen, scope=scope, heads=chosen_heads, solver=solver, which=which
+                    handle,
+                    chunk,
+                    layers=chosen,
+                    scope=scope,
+                    heads=chosen_heads,
+                    solver=solver,
+                    certificate=certificate,
+                    which=which,
                 )
                 done += len(chosen)
                 if progress is not None:
@@ -220,7 +228,14 @@ def scan(
             recording = handle.record(handle.token_inputs(input_ids=part))
             for layer in chosen:
                 rows += measure_recording(
-                    handle, recording, layer=layer, scope=scope, heads=chosen_heads, solver=solver, first_input=start
+                    handle,
+                    recording,
+                    layer=layer,
+                    scope=scope,
+                    heads=chosen_heads,
+                    solver=solver,
+                    certificate=certificate,
+                    first_input=start,
                 )
                 done += len(part)
                 if progress is not None:
