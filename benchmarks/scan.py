@@ -15,7 +15,8 @@ import time
 import torch
 
 import lipscope
-from lipscope.models.text import Chunker, read_text
+from lipscope.models.corpora import read_text
+from lipscope.models.text import Chunker
 from textbook import forward, power_loop
 
 

@@ -93,11 +93,14 @@ def packed_inputs(handle: Model, documents: Sequence[Sequence[int]]) -> tuple[di
     return inputs, lengths
 
 
-def check_length(handle: Model, n: int) -> None:
-    """Refuse more tokens than the model has positions for."""
+def check_length(handle: Model, n: int) -> int:
+    """The number of tokens; refuses none, and more than the model has positions for."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
     limit = position_limit(handle.model)
     if limit is not None and n > limit:
         raise ValueError(f"n = {n} tokens are more than the {limit} positions of {handle.name}")
+    return n
 
 
 def tokenise(handle: Model, text: str | Sequence[str]) -> tuple[Tensor, Tensor | None]:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.models.corpora import read_text
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.handle import Model
+from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
 from lipscope.models.packing import measure_packed, packed_chunks
-from lipscope.models.probe import position_limit
-from lipscope.models.text import Chunker, parse_lengths, read_text
+from lipscope.models.text import Chunker, excerpt, parse_lengths
 from lipscope.spectral.norm import Solver
 
 Progress = Callable[[int, int, str], None]
@@ -192,19 +193,18 @@ def scan(
         raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
     chosen_heads = None if isinstance(heads, bool) else list(heads)
     sizes = parse_lengths(lengths) if isinstance(lengths, str) else sorted(set(lengths))
-    limit = position_limit(handle.model)
-    if limit is not None and sizes[-1] > limit:
-        raise ValueError(f"n = {sizes[-1]} tokens are more than the {limit} positions of {handle.name}")
-    if handle.tokenizer is None:
-        raise ValueError(f"{handle.name} has no tokenizer, so it cannot read text; use .measure(input_ids=…)")
+    check_length(handle, sizes[-1])
+    tokenizer = require_tokenizer(handle)
     if inputs < 1:
         raise ValueError(f"inputs must be at least 1, got {inputs}")
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
+    # Far more than is needed, at a few letters per token, and little enough to tokenise in seconds.
+    documents = excerpt(documents, max(1_000_000, 50 * inputs * sum(sizes)), seed)
     chosen = handle.check_layers(layers, scope)
     rows: list[dict[str, Any]] = []
     done, total = 0, len(sizes) * inputs * len(chosen)
     if pack:
-        for n, bundle in packed_chunks(documents, handle.tokenizer, sizes, inputs, seed).items():
+        for n, bundle in packed_chunks(documents, tokenizer, sizes, inputs, seed).items():
             for which, chunk in enumerate(bundle):
                 rows += measure_packed(
                     handle,
@@ -220,7 +220,7 @@ def scan(
                 if progress is not None:
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
         return Scan(tuple(rows))
-    chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
+    chunks = Chunker(documents, tokenizer).chunks(sizes, inputs, seed)
     for n in sizes:
         ids = torch.tensor(chunks[n])
         for start in range(0, inputs, max(1, batch_tokens // n)):
