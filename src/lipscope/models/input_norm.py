@@ -70,10 +70,9 @@ def describe(module: nn.Module, like: Tensor) -> Normalisation | None:
     noise = torch.randn(1, 4, like.shape[-1], generator=generator, dtype=torch.float64).to(like)
     # Large, ordinary, off-centre and tiny tokens: the last ones show ε.
     probes = torch.cat([100 * noise, noise, noise + 3, 1e-3 * noise], dim=1)
-    for norm in candidates:
-        if _close(norm(probes), module(probes)):
-            return norm
-    return None
+    with torch.no_grad():
+        wanted = module(probes)
+        return next((norm for norm in candidates if _close(norm(probes), wanted)), None)
 
 
 def comes_from(norm: Normalisation, u: Tensor, tokens: Tensor) -> bool:
