@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -152,6 +153,8 @@ cli_models.register(app, _one_clear_line)
 
 def main() -> None:
     """Entry point of the ``lipscope`` command."""
+    # Libraries that talk about missing kernels would drown the one clear line.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:

@@ -156,7 +156,8 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("recording", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 

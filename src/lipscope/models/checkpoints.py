@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +45,11 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
     """
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no config.json, so it is not a saved transformers model")
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'} is not JSON: {error}") from None
+    _refuse_quantised(str(directory), config)
     if not any(directory.glob("*.safetensors")):
         pickled = [p.name for p in sorted(directory.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if not pickled:
@@ -51,7 +59,10 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
                 f"{directory} holds its weights as a pickle ({pickled[0]}), which can run code when it is opened. Convert "
                 "it to safetensors, or allow it with allow_pickle=True (--allow-pickle)"
             )
-    model = auto_model(directory, use_safetensors=None if allow_pickle else True, trust_remote_code=trust_remote_code)
+    try:
+        model = auto_model(directory, use_safetensors=None if allow_pickle else True, trust_remote_code=trust_remote_code)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {directory} are damaged: {error}") from None
     try:
         tokenizer = auto_tokenizer(directory)
     except (OSError, ValueError, KeyError):
@@ -75,6 +86,9 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
             "reached"
         )
     try:
+        from transformers import PretrainedConfig
+
+        _refuse_quantised(name, PretrainedConfig.get_config_dict(name, local_files_only=local)[0])
         model = auto_model(name, local_files_only=local, **options)
         tokenizer = auto_tokenizer(name, local_files_only=local)
     except OSError as error:
@@ -85,6 +99,16 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
             ) from error
         raise NotReachableError(f"model {name!r} could not be loaded from the hub: {error}") from error
     return Loaded(model, tokenizer, name)
+
+
+def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
+    settings = config.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else "unknown method"
+        raise ValueError(
+            f"the weights of {name} are quantised ({method}), and quantised kernels have no derivatives: save the model "
+            "de-quantised, in floating point, and load that"
+        )
 
 
 def auto_model(source: str | Path, *, local_files_only: bool = True, **options: Any) -> nn.Module:

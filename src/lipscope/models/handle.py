@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.models.admission import backbone, in_dtype, refuse_unmeasurable
+from lipscope.models.admission import backbone, in_dtype, refuse_activations_that_are_not_numbers, refuse_unmeasurable
 from lipscope.models.analytic import remembered, with_named_mask
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import Recording, model_dtype, record, replaying
@@ -74,8 +74,14 @@ class Model:
         self._descriptions: WeakKeyDictionary[Recording, dict[int, Attention | None]] = WeakKeyDictionary()
         self._norms: dict[int, Normalisation | None] | None = None
         inputs = probe_inputs(self.model)
+        run = runner(self.model, inputs)
         with replaying(self.model):
-            self.layers = find_layers(self.model, runner(self.model, inputs))
+            try:
+                self.layers = find_layers(self.model, run)
+            except ValueError:
+                # Layers are found by comparing tensors, and NaN compares with nothing.
+                refuse_activations_that_are_not_numbers(self.model, run)
+                raise
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
         if check:
