@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +200,9 @@ def test_the_largest_logit_is_that_of_the_visible_scores() -> None:
         scores = (part @ w["q"][h].mT + bias[:16][h]) @ (part @ w["k"][h].mT + bias[16:32][h]).mT / 2
         seen = torch.ones(6, 6, dtype=torch.bool).tril()
         assert row["max_logit"] == pytest.approx(float(scores[seen].max()), rel=1e-9)
+
+
+def test_the_how_to_explains_every_column() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "scan-your-model.md").read_text(encoding="utf-8")
+    for name, meaning in COLUMNS.items():
+        assert f"| `{name}` | {meaning} |" in page
