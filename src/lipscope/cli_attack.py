@@ -134,7 +134,8 @@ def _model_growth(
 
     from lipscope.adversarial.growth import growth
     from lipscope.adversarial.model_layer import LayerAtText, layer_at_text
-    from lipscope.models.text import Chunker, read_text
+    from lipscope.models.corpora import read_text
+    from lipscope.models.text import Chunker
 
     if min(lengths) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
@@ -169,7 +170,8 @@ def _model_growth(
 
 def _words(text: str, handle: Any, n: int, seed: int) -> str:
     """The text itself, or a stretch of n tokens from a corpus, a file or a directory."""
-    from lipscope.models.text import CORPORA, Chunker, read_text
+    from lipscope.models.corpora import CORPORA, read_text
+    from lipscope.models.text import Chunker
 
     try:
         named = text in CORPORA or Path(text).expanduser().exists()

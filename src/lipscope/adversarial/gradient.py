@@ -45,6 +45,8 @@ class SigmaGradient:
             right: unit input directions v, (B, n·d).
         """
         layer, core = self.layer, operator.core
+        if not isinstance(core, Linearisation):
+            raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")
         B, n = operator.batch, operator.n
         dq, dk, dv = self._linear.project(right.reshape(B, n, layer.width))
         outputs = left.reshape(B, n, layer.output_width)

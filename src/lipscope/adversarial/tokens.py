@@ -22,6 +22,7 @@ from torch import Tensor
 from lipscope.adversarial.model_gradient import embedding_gradient, embedding_table
 from lipscope.adversarial.progress import Progress, reporting
 from lipscope.models.handle import Model
+from lipscope.models.inputs import TokenArguments
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.result import SpectralNorm
 
@@ -151,7 +152,12 @@ def attack_tokens(
     for name, value in (("k", k), ("candidates", candidates), ("beam", beam)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    inputs = handle.token_inputs(text=text, input_ids=input_ids)
+    given: TokenArguments = {}
+    if text is not None:
+        given["text"] = text
+    if input_ids is not None:
+        given["input_ids"] = input_ids
+    inputs = handle.token_inputs(**given)
     start = inputs["input_ids"][:1]
     if head is not None:
         handle.check_heads(layer, [head])

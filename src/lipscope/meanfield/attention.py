@@ -60,6 +60,11 @@ class MeanFieldAttention:
                 f"mask {self.layer.mask} has no mean-field meaning: it counts tokens, and a measure has none to count. "
                 "Masks that have one: full (measures on R^d) and causal (measures on [0,1] × R^d)"
             )
+        if self.layer.rotary is not None:
+            raise ValueError(
+                "rotary embeddings have no mean-field meaning: they turn tokens by their number. Leave them out with "
+                "dataclasses.replace(layer, rotary=None)"
+            )
         if self.layer.bias is not None:
             raise ValueError(
                 f"the additive score bias of shape {tuple(self.layer.bias.shape)} has no mean-field meaning: it belongs to "

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.models.corpora import read_text
 from lipscope.models.handle import Model
 from lipscope.models.scopes import scope_tokens
-from lipscope.models.text import Chunker, read_text
+from lipscope.models.text import Chunker
 
 
 def model_layer(
