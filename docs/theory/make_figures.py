@@ -103,8 +103,9 @@ def draw(path: Path, axis: str, panels: dict[str, tuple[list[float], dict[str, l
 def ratios() -> str:
     """Median and largest bound/σ of every bound over random and adversarial inputs, as Markdown."""
     kinds = ("random", "constructed")
-    names = ["certificates.row_column", "certificates.block_norm", "certificates.row_gram", "least certificate", "yudin2025.improved",
-             "yudin2025.published", "refined", "castin2024.general", "castin2024.meanfield"]  # fmt: skip
+    names = ["certificates.row_column", "certificates.block_norm", "certificates.row_gram", "least certificate",
+             "yudin2025.improved", "yudin2025.published", "refined", "castin2024.general",
+             "castin2024.meanfield"]  # fmt: skip
     lines = ["| bound | " + " | ".join(f"{mask}, {kind}" for mask in ("unmasked", "causal") for kind in kinds) + " |"]
     lines.append("|---|" + "---|" * 4)
     columns = [collect(mask, kind) for mask in ("full", "causal") for kind in kinds]
@@ -184,8 +185,8 @@ def main() -> None:
     (out / "ratios.md").write_text(
         f"# How far the bounds are from σ\n\n{note}: bound/σ, median and (largest) over 200 heads of width 1–8 with 2–32 "
         "tokens; random Gaussian tokens, and the tokens of `lower.groups` with R = 1.5.\n\n" + ratios() + "\n\n"
-        "## Wide layers\n\nThe least local certificate over σ for random layers with d = 768, 12 heads and n = 98 tokens, and "
-        "for their single heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
+        "## Wide layers\n\nThe least local certificate over σ for random layers with d = 768, 12 heads and n = 98 tokens, "
+        "and for their single heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
     )
     (out / "grid.md").write_text(
         f"# Which bound holds where\n\n{note} from `lipscope.bounds.registry.TABLE`. A combination that is not ticked "
@@ -195,8 +196,8 @@ def main() -> None:
         "`Attention` has dot-product scores, to which it never applies, so `table` does not list it; call "
         "`lipscope.bounds.kim2021.l2mha` with the matrices of an L2 layer. `yudin2025.published` and "
         "`newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` and "
-        "`block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n that the "
-        "tables have positions for; it says nothing of measures, whose points have no positions.\n"
+        "`block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n that "
+        "the tables have positions for; it says nothing of measures, whose points have no positions.\n"
     )
 
 
