@@ -180,6 +180,9 @@ class _BallHead:
     def constant(self, radius: float) -> tuple[float, float]:
         """A bound for σ on the ball, and one for how far the Jacobian moves in it."""
         core, w = self.core, self.weights
+        if core.margin >= 0.1:
+            return math.inf, math.inf
+        margin = 1 + 4 * core.margin
         high, change, sink, sink_moves = self._enclosure(radius)
         move = w.value * radius
         a = core.a + self.A * radius
@@ -202,13 +205,9 @@ class _BallHead:
             block = high * (self.share + drift)
             # P'M' − PM = (P' − P)M' + P(M' − M)
             difference = change * (self.share + drift) + core.P * drift
-            moved = self._norm(difference + torch.diag(moves)) * self._margin
+            moved = self._norm(difference + torch.diag(moves)) * margin
         value = min(row_column, self._norm(block + torch.diag(B)))
-        return value * self._margin, moved
-
-    @property
-    def _margin(self) -> float:
-        return 1 + 4 * self.core.margin if self.core.margin < 0.1 else math.inf
+        return value * margin, moved
 
     def _norm(self, N: Tensor) -> float:
         """‖N‖₂ from vectors that do not depend on ρ, which keeps the bound increasing in ρ."""

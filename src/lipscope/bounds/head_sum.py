@@ -62,8 +62,11 @@ def _divide(Y: Tensor, gram: Tensor) -> Tensor:
     return torch.nan_to_num(torch.where((failed == 0)[..., None, None], F, 0.0), 0.0, 0.0, 0.0)
 
 
-def projected_gram(gram: Tensor, F: Tensor) -> Tensor:
-    """Fᵀ(WWᵀ)F for block-diagonal F, (n, H·k, H·k), from WWᵀ (H·m, H·m) and the blocks F (H, n, m, k)."""
+def projected_gram(gram: Tensor, norm: float, F: Tensor) -> Tensor:
+    """Fᵀ(WWᵀ)F for block-diagonal F, (n, H·k, H·k), from WWᵀ (H·m, H·m) and the blocks F (H, n, m, k); norm ≥ ‖W‖.
+
+    A multiple of the identity that covers its rounding is added, so that it is above the exact matrix as a quadratic form.
+    """
     H, n, m, k = F.shape
     rows = gram.reshape(H, m, H * m)
     parts = []
@@ -72,15 +75,16 @@ def projected_gram(gram: Tensor, F: Tensor) -> Tensor:
         image = rows[h].mT @ F[h].permute(1, 0, 2).reshape(m, n * k)
         image = image.reshape(H, m, n, k).transpose(1, 2)
         parts.append((F.mT @ image).transpose(0, 1).reshape(n, H * k, k))
-    return torch.cat(parts, dim=-1)
+    K = torch.cat(parts, dim=-1)
+    rounding = 8 * H * m * torch.finfo(K.dtype).eps * norm**2 * F.square().sum((-2, -1)).amax(0)
+    return (K + K.mT) / 2 + rounding[:, None, None] * torch.eye(H * k, dtype=K.dtype, device=K.device)
 
 
 def quadratic_norms(gram: Tensor, norm: float, F: Tensor, rest: Tensor) -> Tensor:
     """‖Σ_h W_hᵀD_hW_h‖ (n,) from F (H, n, m, k) and rest (H, n) of ``factor``; ``norm`` ≥ ‖W‖."""
     found = []
     for part in _tiles(F):
-        K = projected_gram(gram, F[:, part])
-        found.append(matrix_norm_upper((K + K.mT) / 2, symmetric=True))
+        found.append(matrix_norm_upper(projected_gram(gram, norm, F[:, part]), symmetric=True))
     return torch.cat(found) + norm**2 * rest.amax(0)
 
 
@@ -88,9 +92,14 @@ def product_norms(left: Tensor, right: Tensor, norms: tuple[float, float], U: Te
     """‖Σ_h O_h C_h W_h‖ (n,) from ``factor_pair``, with left = OᵀO, right = WWᵀ and norms ≥ (‖O‖, ‖W‖)."""
     found = []
     for part in _tiles(U):
-        first, second = projected_gram(left, U[:, part]), projected_gram(right, Z[:, part])
-        # The Schatten bound of a matrix that stands for itself bounds the spectral radius of any square matrix.
-        found.append(matrix_norm_upper(first @ second, symmetric=True).sqrt())
+        first, second = projected_gram(left, norms[0], U[:, part]), projected_gram(right, norms[1], Z[:, part])
+        # ρ(AB) = ‖LᵀBL‖ for A = LLᵀ, a symmetric matrix, whose rounding is relative to ‖A‖‖B‖; that alone if L is not found.
+        L, failed = torch.linalg.cholesky_ex(first)
+        size = torch.linalg.matrix_norm(first) * torch.linalg.matrix_norm(second)
+        K = L.mT @ second @ L
+        norm = matrix_norm_upper((K + K.mT) / 2, symmetric=True)
+        norm = norm + 256 * K.shape[-1] * torch.finfo(K.dtype).eps * size
+        found.append(torch.where((failed == 0) & torch.isfinite(norm), norm, size).sqrt())
     return torch.cat(found) + norms[0] * norms[1] * rest.amax(0)
 
 
