@@ -97,12 +97,12 @@ def test_layers_without_weights_to_work_on_are_refused():
 
 @pytest.fixture
 def _tiny(monkeypatch):
-    def load(entry):
+    def load(name, files):
         model = FAMILIES["gpt2"]()
         model.resize_token_embeddings(256)
-        return Loaded(model, ByteTokenizer(), entry.name, ())
+        return Loaded(model, ByteTokenizer(), name, ())
 
-    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", None, None, (), load))
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
 
 
 @pytest.fixture

@@ -155,3 +155,13 @@ def test_sizes_are_read_and_shown():
     assert [show_bytes(count) for count in (3 << 30, 1536 << 10, 12)] == ["3 GiB", "1.5 MiB", "12 B"]
     with pytest.raises(ValueError, match="memory must be a size"):
         read_bytes("4 apples")
+
+
+def test_terms_that_are_the_same_for_all_queries():
+    """An additive term and a mask over keys alone, as models hand them over for padding."""
+    q, k, v = (cases.random(2, 3, 20, 4, seed=s) for s in range(3))
+    rule = ScoreRule(additive=cases.random(2, 1, 1, 20, seed=3), allowed=cases.random(2, 1, 1, 20, seed=4) > -1)
+    dense, tiles = Linearisation.at(q, k, v, rule), TiledLinearisation.at(q, k, v, rule, tile=(6, 7))
+    torch.testing.assert_close(tiles.o, dense.o)
+    for one, other in zip(dense.vjp(dense.o), tiles.vjp(dense.o), strict=True):
+        torch.testing.assert_close(other, one)

@@ -35,7 +35,7 @@ class ScoreRule:
 
     def visible(self, rows: slice, columns: slice, n: int, device: torch.device) -> Tensor | None:
         """True where query i of ``rows`` sees key j of ``columns``, among n tokens; None for everywhere."""
-        seen = None if self.allowed is None else self.allowed[..., rows, columns]
+        seen = None if self.allowed is None else tile_of(self.allowed, rows, columns)
         ruled = None if self.mask is None else self.mask.sees(rows, columns, n)
         if ruled is None:
             return seen
@@ -64,6 +64,12 @@ class ScoreRule:
             scores = scores.masked_fill(~visible, float("-inf"))
         P = safe_softmax(scores, self.sinks)
         return P, P if slope is None else P * slope
+
+
+def tile_of(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Rows and columns of a tensor that may be the same for all queries or for all keys."""
+    everything = slice(None)
+    return tensor[..., rows if tensor.shape[-2] > 1 else everything, columns if tensor.shape[-1] > 1 else everything]
 
 
 def safe_softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.core import Linearisation, Triple
-from lipscope.attention.scores import ScoreRule
+from lipscope.attention.scores import ScoreRule, tile_of
 from lipscope.attention.tiles import Layout, Strip, Tile, make_strips
 
 # Queries and keys of one tile, and bytes of one tile matrix over the items that are worked on together: a few of those
@@ -278,7 +278,7 @@ class TiledLinearisation:
             raw = bent.mul_(self.softcap)
         scores = raw.reshape(raw.shape[0], self.layout.groups, -1, raw.shape[-1])
         if self.additive is not None:
-            scores += _of_items(self.layout.per_item(self.additive[..., strip.rows, tile.columns]), items)
+            scores += _of_items(self.layout.per_item(tile_of(self.additive, strip.rows, tile.columns)), items)
         if tile.hidden is not None:
             scores.masked_fill_(_of_items(tile.hidden, items), float("-inf"))
         return scores, slope

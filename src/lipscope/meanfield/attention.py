@@ -155,13 +155,13 @@ class Reweighted(Mask):
     log_weights: Tensor
     positions: Tensor | None = None
 
-    def allowed(self, n: int) -> Tensor | None:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Atoms that carry mass, at positions not later than the query's."""
         self._check(n)
         charged = torch.isfinite(self.log_weights)
         if self.positions is None:
-            return None if bool(charged.all()) else charged[None, None, None]
-        return ((self.positions[None, :] <= self.positions[:, None]) & charged)[None, None]
+            return None if bool(charged.all()) else charged[None, None, None, columns]
+        return ((self.positions[None, columns] <= self.positions[rows, None]) & charged[columns])[None, None]
 
     def additive(self, n: int) -> Tensor | None:
         """The finite log-weights, the same for every query; None when all atoms weigh the same."""
