@@ -2,11 +2,15 @@
 
     python examples/train_gpt2_mini.py --out gpt2-mini --minutes 80        # killed? the same command goes on
     python examples/train_gpt2_mini.py --out gpt2-mini --steps 3000        # a fixed number of steps
-    python examples/train_gpt2_mini.py --out gpt2-mini --knots knots.json  # the same steps as an earlier run
+    python examples/train_gpt2_mini.py --out gpt2-mini --like training.json  # the steps of an earlier run
 
 Writes ``log.csv`` (losses), ``sigma.csv`` (σ as intervals), ``checkpoint.pt``, and at the end the exports ``float32`` and
-``float16`` with tokenizer, ``training.json`` and a model card. The weights depend on the seed and the plan of steps only:
-``--minutes`` chooses that plan (see ``gpt2_mini/plan.py``) and never enters the mathematics.
+``float16`` with tokenizer, ``training.json`` and a model card. Steps are the truth: the weights depend on the seed and the
+plan of steps only (bit for bit with the same torch, processor and number of threads); ``--minutes`` chooses that plan (see
+``gpt2_mini/plan.py``) and never enters the mathematics.
+
+What lipscope ships is ``float16``, as ``src/lipscope/models/data/gpt2-mini``; the logs are in ``docs/concepts``, where
+``make_training.py`` writes the page.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from gpt2_mini.books import Batches, encode, read_books, train_tokenizer
+from gpt2_mini.export import export
 from gpt2_mini.plan import Plan
 from gpt2_mini.probe import held_out_loss, measure_sigma, probe_tokens, windows
 
@@ -206,7 +211,9 @@ def _drop_rows_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     header, *lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if int(line.split(",", 1)[0]) < step]
+    # A kill in the middle of writing leaves a line that is too short.
+    whole = [line for line in lines if line.count(",") == header.count(",")]
+    kept = [line for line in whole if int(line.split(",", 1)[0]) < step]
     path.write_text("\n".join([header, *kept]) + "\n", encoding="utf-8")
 
 
@@ -215,20 +222,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an unfinished run there goes on")
     parser.add_argument("--steps", type=int, default=3000, help="updates, or the first guess with --minutes")
-    parser.add_argument("--minutes", type=float, help="time to train in all; moves the last step")
-    parser.add_argument("--knots", type=Path, help="JSON list of (step, progress) of an earlier run, see training.json")
+    parser.add_argument("--minutes", type=float, help="time to train in all, over all restarts; moves the last step")
+    parser.add_argument("--like", type=Path, help="training.json of an earlier run: take exactly its steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    if arguments.like is not None and arguments.minutes is not None:
+        parser.error("--like takes the steps of an earlier run, --minutes chooses new ones: give one of them")
     settings = Settings(seed=arguments.seed, threads=arguments.threads)
     plan = Plan.of_steps(arguments.steps, settings.peak_rate, settings.warmup)
-    if arguments.knots is not None:
-        knots = tuple((int(step), float(p)) for step, p in json.loads(arguments.knots.read_text()))
-        plan = Plan(knots, settings.peak_rate, settings.warmup)
+    if arguments.like is not None:
+        knots = json.loads(arguments.like.read_text(encoding="utf-8"))["knots"]
+        plan = Plan(tuple((int(step), float(p)) for step, p in knots), settings.peak_rate, settings.warmup)
     trainer = Trainer(settings, plan, arguments.out)
     trainer.run(arguments.minutes)
-    from gpt2_mini.export import export
-
     export(trainer, build_model(settings))
 
 

