@@ -31,14 +31,14 @@ def oracle(layer, X, mask_name):
 )  # fmt: skip
 def test_gradient_equals_finite_differences_of_the_dense_svd(extras, mask_name):
     heads, kv_heads = (4, 2) if extras in ("biases", "everything") else (2, 0)
-    layer = cases.layer(heads=heads, kv_heads=kv_heads, extras=cases.EXTRAS[extras])
+    layer = cases.layer(heads=heads, kv_heads=kv_heads, extras=cases.EXTRAS[extras]).for_input(0)
     X, direction = 0.7 * cases.random(5, 6, seed=3), cases.random(5, 6, seed=8)
     U, S, Vh = oracle(layer, X, mask_name)
     assert float(S[0] - S[1]) > 1e-3 * float(S[0])  # σ is simple here, so it is differentiable
     masked = layer.with_mask(cases.masks(5, 1, heads)[mask_name][0])
     operator = AttentionOperator(masked, X[None])
     gradient = SigmaGradient(masked)(operator, U[None, :, 0], Vh[None, 0])
-    h = 2e-4
+    h = 2e-5
 
     def difference(step):
         return float(

