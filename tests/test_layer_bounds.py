@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
+from lipscope.bounds.constructions import measured
 from lipscope.cli import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.handle import Model
 from lipscope.models.layer_bounds import layer_bounds
-from lipscope.models.worst_inputs import measured_lower
 from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from model_families import FAMILIES
 
@@ -55,7 +55,7 @@ def test_the_lower_bound_is_attained_inside_the_ball_and_below_the_upper_ones(fa
     handle = Model(FAMILIES[family]())
     recording = handle.record({"input_ids": IDS[None]})
     layer = handle.attention(1, recording)
-    found = measured_lower(layer, 3.0, 6)
+    found = measured(layer, 3.0, 6)
     assert float(found.tokens.norm(dim=-1).max()) <= 3.0 * (1 + 1e-9)
     J = torch.autograd.functional.jacobian(lambda x: layer(x), found.tokens).reshape(96, 96)
     exact = float(torch.linalg.svdvals(J)[0])

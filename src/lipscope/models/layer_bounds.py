@@ -13,21 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lipscope.attention.layer import Attention
-from lipscope.attention.operator import AttentionOperator
-from lipscope.bounds import registry
-from lipscope.bounds.bound import Bound
-from lipscope.bounds.certificates import local_bounds
-from lipscope.bounds.table import BoundTable
+from lipscope.bounds.table import BoundTable, table
 from lipscope.models.bound_columns import norm_radius
 from lipscope.models.handle import Model
 from lipscope.models.inputs import check_length
 from lipscope.models.probe import probe_inputs
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.solve import mask_words
-from lipscope.models.worst_inputs import measured_lower
-from lipscope.spectral.dense import Auto
-from lipscope.spectral.result import reshape_batch, summarise, with_certificate
 
 Origin = Literal["normalisation", "tokens", "given"]
 
@@ -150,42 +142,9 @@ def layer_bounds(
     by_norm = norm_radius(handle.normalisation(layer, recording))
     value, origin = _radius(radius, by_norm, longest, handle.name, where.index)
     single = attention.for_input(0)
-    found = _table(single if head is None else single.head(head), X, value, tokens.shape[1])
+    found = table(single if head is None else single.head(head), X, value, tokens.shape[1])
     mask = mask_words(where, recording)
     return LayerBounds(found, handle.name, where.index, head, mask, origin, by_norm, longest)
-
-
-def _table(attention: Attention, X: Tensor | None, radius: float, n: int) -> BoundTable:
-    """As ``bounds.table``, with lower bounds that are searched in the few dimensions a head looks at."""
-    names = [name for name in registry.TABLE if registry.supports(name, attention) and registry.TABLE[name].side == "upper"]
-    bounds = [
-        registry.evaluate(name, attention, radius=radius, n=n)
-        for name in names
-        if registry.TABLE[name].needs in ("radius", "radius, n")
-    ]
-    sigma = None
-    if X is not None:
-        local = local_bounds(attention, X)
-        bounds += local
-        bounds += [
-            registry.evaluate(name, attention, x=X)
-            for name in names
-            if registry.TABLE[name].needs == "input" and not name.startswith("certificates.")
-        ]
-        operator = AttentionOperator(attention.to(X.dtype, X.device), X[None])
-        result = summarise(Auto().solve(operator), operator, scope="attention", mask=str(attention.mask))
-        certified = torch.tensor([min(bound.value for bound in local)], dtype=torch.float64, device=X.device)
-        sigma = reshape_batch(with_certificate(result, certified), ())
-    if n > 1:
-        bounds.append(measured_lower(attention, radius, n))
-    return BoundTable(tuple(sorted(bounds, key=_place)), sigma, radius, n)
-
-
-def _place(bound: Bound) -> tuple[int, float]:
-    """Upper bounds of σ first, then lower ones, then limits and other norms; within each, the sharpest first."""
-    if bound.kind == "limit" or bound.norm != "Frobenius":
-        return 2, bound.value
-    return (1, -bound.value) if bound.side == "lower" else (0, bound.value)
 
 
 def _radius(
