@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from torch import nn
 
+import lipscope
 from lipscope.attention.operator import AttentionOperator, HeadOperator
 from lipscope.models.handle import Model
 from lipscope.models.positions import Layout, find_layout
@@ -129,3 +130,49 @@ def test_positions_that_do_more_than_turn_pairs_are_not_plain():
     seen = turn.apply(reference[:, None, None].expand(6, 1, 4, 8))
     assert find_layout(seen, reference, 1e-9) == truth
     assert find_layout(seen + 1e-6 * torch.randn(seen.shape, generator=G), reference, 1e-9) is None
+
+
+def turning_llama() -> torch.nn.Module:
+    """Queries and keys that are orthogonal at offset 0 and meet a quarter turn apart: offsets decide how large A_ij is."""
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=50, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, rope_theta=4.0,
+    )  # fmt: skip
+    model = tf.LlamaModel(config).eval().double()
+    attention = model.layers[0].self_attn
+    with torch.no_grad():
+        for weight in (attention.q_proj.weight, attention.k_proj.weight):
+            weight.normal_(0, 1e-3)
+        attention.q_proj.weight[4, 0] = attention.k_proj.weight[0, 1] = 6
+        for weight in (attention.v_proj.weight, attention.o_proj.weight):
+            weight.copy_(torch.eye(8))
+        model.embed_tokens.weight.normal_()
+    return model
+
+
+@pytest.mark.parametrize("real", [range(8, 12), range(4), (0, 1, 9, 11)], ids=["left", "right", "holes"])
+def test_bounds_beside_padded_rows_count_every_offset(real):
+    handle = lipscope.load(turning_llama())
+    padding = torch.ones(2, 12, dtype=torch.long)
+    padding[0] = 0
+    padding[0, list(real)] = 1
+    ids = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1))
+    for row in handle.measure(input_ids=ids, attention_mask=padding, certificate=True).rows:
+        for column in ("certified", "refined", "castin2024", "refined_global", "castin2024_global"):
+            assert row[column] >= row["lower"], (column, row["n"])
+
+
+def test_pairs_of_weights_that_are_zero():
+    """A pruned pair shows no rotation; the layer is measured all the same, by the analytic path."""
+    model = turning_llama()
+    with torch.no_grad():
+        for weight in (model.layers[0].self_attn.q_proj.weight, model.layers[0].self_attn.k_proj.weight):
+            weight[[1, 5]] = 0
+    handle = lipscope.load(model)
+    recording = handle.record(handle.token_inputs(input_ids=torch.arange(1, 7)))
+    assert handle.attention(0, recording) is not None
+    analytic, general = (
+        handle.solve(0, recording, solver=lipscope.Dense(), analytic=choice).estimate for choice in (True, False)
+    )
+    torch.testing.assert_close(analytic, general, rtol=1e-6, atol=0)

@@ -62,7 +62,9 @@ def _of_head(layer: Attention, head: int, n: int | None) -> TurnedNorms:
     inputs = [(cos, sin)] if cos.ndim == 2 else list(zip(cos, sin, strict=True))
     found = []
     for c, s in inputs:
-        turn = Turn(c[:n], s[:n], layer.rotary.interleaved)
+        # A table per input is as long as the sequence: with padding, n counts the real places, and these may lie anywhere.
+        places = n if cos.ndim == 2 else None
+        turn = Turn(c[:places], s[:places], layer.rotary.interleaved)
         query = key = score = 0.0
         if single.q_bias is not None:
             query = bias_gradient(w.R_K, single.tau * single.q_bias.detach(), turn)

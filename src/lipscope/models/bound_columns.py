@@ -34,7 +34,8 @@ def bound_columns(
         heads: the heads of scope ``head``; None for the whole layer.
     """
     singles = [attention] if heads is None else [_heads(attention)[h] for h in heads]
-    padded = recording.real is not None
+    real = recording.real
+    padded = real is not None
     rows = []
     known: dict[tuple[str, int, int], float | None] = {}
     for b, (n, radius) in enumerate(zip(lengths, radii, strict=True)):
@@ -42,6 +43,9 @@ def bound_columns(
             one = layer.for_input(b) if padded else layer
             columns = dict(NO_BOUNDS)
             for source in SOURCES:
+                if real is not None and one.rotary is not None:
+                    # Real tokens may stand at any place, so that all offsets of the padded sequence count.
+                    n = real.shape[1]
                 columns[source] = least(source, one, radius, n)
                 # Without padding all inputs of a recording have the same length and mask.
                 key = (source, which, b if padded else 0)

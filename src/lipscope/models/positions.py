@@ -46,8 +46,11 @@ class Layout:
             Complex (B, n, width/2).
         """
         before = self.pairs(reference)
-        weight = before.abs().square().sum(0).clamp_min(torch.finfo(reference.dtype).tiny)
-        return (before.conj()[:, None, None] * self.pairs(seen)).sum(0) / weight
+        weight = before.abs().square().sum(0)
+        # A pair that is zero before it is turned (pruned or zero weights) shows no rotation, and any will do.
+        shown = weight > (100 * torch.finfo(reference.dtype).eps) ** 2 * weight.amax()
+        numbers = (before.conj()[:, None, None] * self.pairs(seen)).sum(0) / torch.where(shown, weight, 1.0)
+        return torch.where(shown, numbers, torch.ones_like(numbers))
 
     def error(self, seen: Tensor, reference: Tensor) -> float:
         """How far ``seen`` is from a turned ``reference``, the coordinates that stay included."""

@@ -209,7 +209,7 @@ class _Run:
         if self.config.interval is not None and candidates.numel():
             widest = (1 + self.config.interval) * ritz.values[candidates, 0]
             done[candidates] = self._upper(ritz, candidates, step) <= widest
-        if step == self.whole_space:
+        if self._exhaustive(step):
             done = torch.ones_like(done)
         recorded = self.output.iterations[self.active] > 0
         leaving = torch.ones_like(done) if step == self.steps else done
@@ -220,10 +220,14 @@ class _Run:
         if staying.numel() <= 0.75 * self.active.numel():
             self._keep(staying)
 
+    def _exhaustive(self, step: int) -> bool:
+        """Whether the basis spans the whole space, which it does only while every vector is kept orthogonal to all."""
+        return step == self.whole_space and self.V.complete
+
     def _upper(self, ritz: RitzPairs, rows: Tensor, step: int) -> Tensor:
         """The least upper bound known for the listed rows, after ``step`` steps."""
         values = ritz.values[rows, 0]
-        if step == self.whole_space:
+        if self._exhaustive(step):
             return values
         # What was found before the current recurrence began lies in its complement and counts too.
         bound = torch.minimum(self.known[rows], torch.maximum(self._current(rows, step), values))

@@ -1,0 +1,5 @@
+"""``python -m lipscope``."""
+
+from lipscope.cli import main
+
+main()
