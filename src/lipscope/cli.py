@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_bounds, cli_meanfield, cli_models, cli_sweep
+from lipscope import __version__, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_sweep
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ cli_bounds.register(app, _one_clear_line)
 cli_models.register(app, _one_clear_line)
 cli_meanfield.register(app, _one_clear_line)
 cli_sweep.register(app, _one_clear_line)
+cli_paper.register(app, _one_clear_line)
 
 
 def main() -> None:

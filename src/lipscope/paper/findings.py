@@ -12,6 +12,7 @@ from statistics import median
 from lipscope.paper import analysis
 from lipscope.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.paper.cast import Cast
+from lipscope.paper.plan import ADVERSARIAL
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT
 
 # The public repository draws its curve for this model and layer.
@@ -107,7 +108,7 @@ def _companion(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
 
 def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     """Does σ grow like √n in the worst case?"""
-    table = [row for row in fits if row.curve.experiment == analysis.ADVERSARIAL and row.estimator == SIGMA]
+    table = [row for row in fits if row.curve.experiment == ADVERSARIAL and row.estimator == SIGMA]
     found = []
     for kind in dict.fromkeys(str(row.curve.rows[0]["points"]) for row in table):
         group = [row for row in table if row.curve.rows[0]["points"] == kind]
@@ -137,7 +138,7 @@ def _best_built(rows: Sequence[Row], climbed: Row) -> float | None:
     place = ("model", "layer", "head", "n", "radius")
     values = [
         row["estimate"] for row in rows
-        if row.get("experiment") == analysis.ADVERSARIAL and row["points"] != "ascent"
+        if row.get("experiment") == ADVERSARIAL and row["points"] != "ascent"
         and all(row[name] == climbed[name] for name in place)
     ]  # fmt: skip
     return max(values) if values else None
@@ -147,10 +148,10 @@ def _radius(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     """Do longer inputs hold longer tokens?"""
     found = []
     for c in analysis.radius_correlations(rows):
-        sign = "grows with n" if c.low > 0 else "falls with n" if c.high < 0 else "shows no correlation with n that is sure"
+        sign = "grows with n" if c.low > 0 else "falls with n" if c.high < 0 else "shows no sure correlation with n"
         found.append(
-            f"{c.model} layer {c.layer}: the largest token norm {sign} (r = {c.r:.2f}, between {c.low:.2f} and {c.high:.2f}, "
-            f"{c.points} inputs)."
+            f"{c.model} layer {c.layer}: the largest token norm {sign} (r = {c.r:.2f}, between {c.low:.2f} and "
+            f"{c.high:.2f}, {c.points} inputs)."
         )
     return [Finding("Radius against n", text) for text in found]
 
