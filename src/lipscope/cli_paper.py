@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,6 +34,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         gpt2: Annotated[
             str | None, typer.Option(help="Directory or hub name of the pretrained GPT-2.", show_default="gpt2")
         ] = None,
+        threads: Annotated[int | None, typer.Option(help="torch threads of every task.", show_default="2")] = None,
         workers: Annotated[int | None, typer.Option(help="So many worker processes on this machine.")] = None,
         scheduler: Annotated[str | None, typer.Option(help="An existing Dask cluster, tcp://host:8786.")] = None,
         retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also measure tasks that failed before.")] = False,
@@ -52,6 +54,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             if out.exists() and not out.is_dir():
                 raise ValueError(f"--out must be a directory, but {out} is a file")
             settings = MODES["full" if full else "quick"]
+            if threads is not None:
+                settings = dataclasses.replace(settings, threads=threads)
             with progress_bar() as progress:
                 try:
                     done = reproduce(

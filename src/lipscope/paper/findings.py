@@ -167,15 +167,15 @@ def _normalisation(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]
             if ratios:
                 where = "above" if min(ratios) > 1 else "below" if max(ratios) < 1 else "on both sides of"
                 found.append(
-                    f"{model}: σ at scope {scope} is {min(ratios):.3g} to {max(ratios):.3g} times σ of attention alone, "
+                    f"{model}: σ at scope {scope} is {_span(ratios)} times σ of attention alone, "
                     f"{where} it over {len(ratios)} layers and lengths."
                 )
         slack = [row.global_bound / row.sigma["attention"] for row in mine if row.global_bound is not None]
         radii = [row.image_radius for row in mine if row.image_radius is not None]
         if slack and radii and min(slack) >= 1:
             found.append(
-                f"{model}: normalised tokens are never longer than {min(radii):.4g} to {max(radii):.4g}, so attention has a "
-                f"global constant; the proven one is {min(slack):.2g} to {max(slack):.2g} times the σ measured."
+                f"{model}: normalised tokens are never longer than {_span(radii)}, so attention has a global "
+                f"constant; the proven one is {_span(slack)} times the σ measured."
             )
     return [Finding("LayerNorm", text) for text in found]
 
@@ -213,6 +213,11 @@ def _unfinished(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
 _RULES: tuple[Callable[[Sequence[Row], Sequence[FitRow]], list[Finding]], ...] = (
     _real_text, _published_curve, _companion, _worst_case, _radius, _normalisation, _certificates, _unfinished,
 )  # fmt: skip
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _place(curve: Curve) -> str:
