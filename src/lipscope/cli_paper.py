@@ -49,8 +49,9 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             from lipscope.paper.settings import MODES
             from lipscope.sweep.engines import make_engine
 
-            if workers is not None and workers < 1:
-                raise ValueError(f"--workers must be at least 1, got {workers}")
+            for name, count in (("workers", workers), ("threads", threads)):
+                if count is not None and count < 1:
+                    raise ValueError(f"--{name} must be at least 1, got {count}")
             if out.exists() and not out.is_dir():
                 raise ValueError(f"--out must be a directory, but {out} is a file")
             settings = MODES["full" if full else "quick"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -48,7 +49,13 @@ class Curve:
         n, values = self.values("estimate" if estimator == SIGMA else COMPANION)
         if len(set(n)) < 3 or min(values) <= 0:
             return None
-        return fit_growth(n, values)
+        return _fit(tuple(n), tuple(values))
+
+
+@lru_cache(maxsize=1024)
+def _fit(n: tuple[int, ...], values: tuple[float, ...]) -> GrowthFit:
+    """Figures, tables and findings ask for the same fits, and a bootstrap takes its time."""
+    return fit_growth(n, values)
 
 
 def of(rows: Iterable[Row], *experiments: str) -> list[Row]:

@@ -43,7 +43,8 @@ def masked(found: Loaded) -> Loaded:
     causal.is_decoder = True
     # Random weights drawn here are replaced at once; the generator is left as it was.
     with torch.random.fork_rng(devices=[]):
-        model = type(found.model)(causal)
+        # In the dtype of the weights before they are copied: half of their digits would be lost otherwise.
+        model = type(found.model)(causal).to(next(found.model.parameters()).dtype)
     model.load_state_dict(found.model.state_dict())
     notes = (*found.notes, "a causal mask that the model was not trained with")
-    return Loaded(model.to(next(found.model.parameters()).dtype).eval(), found.tokenizer, found.name + SUFFIX, notes)
+    return Loaded(model.eval(), found.tokenizer, found.name + SUFFIX, notes)

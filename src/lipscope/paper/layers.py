@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from weakref import WeakKeyDictionary
 
 from lipscope.attention.layer import Attention
-from lipscope.models.capture import Recording
 from lipscope.models.handle import Model
 
 FIRST_AND_MIDDLE = "first and middle"
@@ -29,13 +29,24 @@ def existing_scopes(handle: Model, layer: int, scopes: tuple[str, ...]) -> tuple
     return tuple(scope for scope in scopes if scope != "norm+attention" or handle.layer(layer).normed)
 
 
-def weights_of(handle: Model, layer: int, recording: Recording | None = None) -> Attention | None:
+# Norms of weights are kept with the object that holds the weights, so each layer has one object.
+_known: WeakKeyDictionary[Model, dict[int, Attention | None]] = WeakKeyDictionary()
+
+
+def weights_of(handle: Model, layer: int) -> Attention | None:
     """The layer as an ``Attention`` for any number of tokens; None when its weights alone do not make it one.
 
     That is so with rotary positions and query or key norms, and with masks that count tokens.
     """
+    layers = _known.setdefault(handle, {})
+    if layer not in layers:
+        layers[layer] = _weights(handle, layer)
+    return layers[layer]
+
+
+def _weights(handle: Model, layer: int) -> Attention | None:
     where = handle.layer(layer)
-    found = handle.attention(layer, handle.probe_recording if recording is None else recording)
+    found = handle.attention(layer, handle.probe_recording)
     if found is None or where.mask not in ("full", "causal") or getattr(found, "rotary", None) is not None:
         return None
     if found.bias is not None:

@@ -16,7 +16,7 @@ from lipscope.models.probe import position_limit
 from lipscope.models.scopes import scope_map, scope_tokens
 from lipscope.models.text import special_tokens
 from lipscope.paper.companion import companion_estimator
-from lipscope.paper.layers import chosen_layers, existing_scopes
+from lipscope.paper.layers import chosen_layers, existing_scopes, weights_of
 from lipscope.spectral.dense import Auto
 from lipscope.sweep.kinds import Text, add_quantities
 from lipscope.sweep.plan import Block
@@ -78,10 +78,10 @@ def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...
 def _certify(handle: Model, recorded: Recording, rows: list[Row], task: dict[str, Any]) -> None:
     """The certified upper bound of the first ``certificates`` inputs of a length, where the layer has one."""
     wanted = [row for row in rows if row["input"] < int(task["options"].get("certificates", 0)) and not row.get("certified")]
-    plain = handle.attention(task["layer"], recorded) if task["scope"] == "attention" and wanted else None
-    if plain is None:
+    layer = weights_of(handle, task["layer"]) if task["scope"] == "attention" and wanted else None
+    if layer is None:
         return
     X = scope_tokens(handle.layer(task["layer"]), recorded, "attention")
     for row in wanted:
         item = row["input"] - rows[0]["input"]
-        row["certified"] = float(certified_upper(plain.for_input(item), X[item : item + 1].double())[0])
+        row["certified"] = float(certified_upper(layer, X[item : item + 1].double())[0])
