@@ -74,12 +74,13 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
 def _print(done: Reproduction) -> None:
     from lipscope.paper.analysis import fit_table
     from lipscope.paper.pages import exponent_table
+    from lipscope.paper.plan import ADVERSARIAL
 
-    table = exponent_table([row for row in fit_table(done.rows) if row.curve.condition.startswith("real text")])
+    table = exponent_table([row for row in fit_table(done.rows) if row.curve.experiment != ADVERSARIAL])
     if table.rows:
-        names = [*table.header[:5], "α of σ", "companion fits", "α of companion"]
-        title = "Fitted exponents, 95 % intervals"
-        print_table(names, [list(row) for row in table.rows], text=["model", "mask", "inputs"], title=title)
+        cells = [[model, layer, inputs, *fits] for model, layer, _, inputs, *fits in table.rows]
+        names = ["model", "layer", "inputs", "σ fits", "α, 95 %", "companion fits", "its α, 95 %"]
+        print_table(names, cells, text=["model", "inputs"], title="Fitted exponents; the companion estimator is not σ")
     s = done.summary
     typer.echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
     for failure in s.failures[:3]:

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 from lipscope.models.fit import GrowthFit, fit_growth
+from lipscope.paper.differences import VARIANTS
 from lipscope.paper.plan import ADVERSARIAL, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES
 
 Row = dict[str, Any]
@@ -73,7 +74,7 @@ def long_curves(rows: Sequence[Row]) -> list[Curve]:
     far = of(rows, LONG)
     layers = {(row["model"], row["layer"]) for row in far}
     near = [row for row in of(rows, GROWTH) if (row["model"], row["layer"]) in layers]
-    return _curves(near + far, LONG, lambda row: "real text, long range")
+    return _curves(near + far, LONG, lambda row: "long range")
 
 
 def adversarial_curves(rows: Sequence[Row]) -> list[Curve]:
@@ -207,7 +208,8 @@ def difference_table(rows: Sequence[Row]) -> list[DifferenceRow]:
             DifferenceRow(variant, model, layer, n, median(row["reference"] for row in group),
                           median(row["value"] for row in group), median(ratios), min(ratios), max(ratios), len(group))
         )  # fmt: skip
-    return table
+    order = list(VARIANTS)
+    return sorted(table, key=lambda row: order.index(row.variant))
 
 
 def companion_ratios(curve: Curve) -> list[float]:

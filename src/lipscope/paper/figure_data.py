@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot."""
+    """One plot; ``x_names`` are words for x = 0, 1, 2 and so on."""
 
     title: str
     series: tuple[Series, ...]
@@ -46,6 +46,7 @@ class Panel:
     y_label: str
     x_log: bool = False
     y_log: bool = False
+    x_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _differences(rows: Sequence[Row]) -> Figure:
             Series(model, at, [row.ratio for row in mine], _CYCLE[index % len(_CYCLE)], "marks" if index >= len(_CYCLE)
                    else "points", [row.ratio_low for row in mine], [row.ratio_high for row in mine])
         )  # fmt: skip
-    names = "; ".join(f"{i} {name}" for i, name in enumerate(variants))
     series.append(Series("no effect", [-0.4, len(variants) - 0.6], [1.0, 1.0], GREY, "dashes"))
-    panel = Panel(names, tuple(series), "difference", "value over σ, median and range", y_log=True)
+    at_n = ", ".join(f"n = {n}" for n in sorted({row.n for row in table}))
+    panel = Panel(at_n, tuple(series), "", "value over σ, median and range", y_log=True, x_names=tuple(variants))
     return Figure("differences", "What each difference from the published scripts does to the number", (panel,), columns=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -69,12 +70,23 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.x_log:
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+    if panel.x_names:
+        ax.set_xticks(range(len(panel.x_names)), panel.x_names)
     if panel.y_log:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter(_few_numbers(ax))
     else:
         ax.set_ylim(bottom=0)
     ax.grid(alpha=0.2)
     ax.legend(frameon=False, loc="best")
+
+
+def _few_numbers(ax: Any) -> Any:
+    """Numbers between the powers of ten, only where fewer than two of those are in view."""
+    low, high = ax.get_ylim()
+    return "{x:g}" if math.log10(high / low) < 1 else _report("matplotlib.ticker").NullFormatter()
 
 
 def _page(figure: Figure) -> str:
@@ -91,6 +103,8 @@ def _page(figure: Figure) -> str:
             grid.add_scatter(**_trace(s), legendgroup=s.name, showlegend=s.name not in shown, **place)
             shown.add(s.name)
         grid.update_xaxes(title=panel.x_label, type="log" if panel.x_log else "linear", **place)
+        if panel.x_names:
+            grid.update_xaxes(tickvals=list(range(len(panel.x_names))), ticktext=list(panel.x_names), **place)
         scale = {"type": "log"} if panel.y_log else {"rangemode": "tozero"}
         grid.update_yaxes(title=panel.y_label, **scale, **place)
     title = figure.title + (f"<br><sup>{figure.note}</sup>" if figure.note else "")

@@ -32,7 +32,11 @@ def findings(rows: Sequence[Row], cast: Cast) -> list[Finding]:
     """Every sentence that the rows support, by topic."""
     fits = analysis.fit_table(rows)
     found = [finding for rule in _RULES for finding in rule(rows, fits)]
-    notes = [Finding("Models", _stand_in(member.name, member.stands_for)) for member in cast.members if member.stands_for]
+    notes = [
+        Finding("Models", _stand_in(member.name, member.stands_for))
+        for member in cast.members
+        if member.stands_for and not member.masked
+    ]
     return [*found, *notes, *(Finding("Models", f"{sentence}.") for sentence in cast.absent)]
 
 
@@ -48,7 +52,7 @@ def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
         above = [row for row in table if row.fit.alpha_low > REAL_TEXT_EXPONENT]
         low, high = min(row.fit.alpha for row in table), max(row.fit.alpha for row in table)
         found.append(
-            f"On real text, {name} fits exponents from {low:.2f} to {high:.2f} over {len(table)} layers: the 95 % interval "
+            f"On real text, {name} fits exponents from {_two(low)} to {_two(high)} over {len(table)} layers: the 95 % interval "
             f"covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
         )
         found += [
@@ -115,8 +119,8 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
         root = [row for row in group if row.contains(WORST_CASE_EXPONENT)]
         falls = [row for row in group if row.fit.alpha_high < 0]
         found.append(
-            f"Adversarial points “{kind}”: exponents from {min(r.fit.alpha for r in group):.2f} to "
-            f"{max(r.fit.alpha for r in group):.2f} over {len(group)} layers and radii; the interval covers 1/2 in "
+            f"Adversarial points “{kind}”: exponents from {_two(min(r.fit.alpha for r in group))} to "
+            f"{_two(max(r.fit.alpha for r in group))} over {len(group)} layers and radii; the interval covers 1/2 in "
             f"{len(root)}" + (f", and σ falls with n in {len(falls)}" if falls else "") + "."
         )
         found += [
@@ -213,6 +217,11 @@ def _unfinished(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
 _RULES: tuple[Callable[[Sequence[Row], Sequence[FitRow]], list[Finding]], ...] = (
     _real_text, _published_curve, _companion, _worst_case, _radius, _normalisation, _certificates, _unfinished,
 )  # fmt: skip
+
+
+def _two(value: float) -> str:
+    """Two digits behind the point, and no minus sign before nothing."""
+    return f"{round(value, 2) + 0.0:.2f}"
 
 
 def _span(values: Sequence[float]) -> str:
