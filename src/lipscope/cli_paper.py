@@ -78,9 +78,12 @@ def _print(done: Reproduction) -> None:
 
     table = exponent_table([row for row in fit_table(done.rows) if row.curve.experiment != ADVERSARIAL])
     if table.rows:
-        cells = [[model, layer, inputs, *fits] for model, layer, _, inputs, *fits in table.rows]
-        names = ["model", "layer", "inputs", "σ fits", "α, 95 %", "companion fits", "its α, 95 %"]
-        print_table(names, cells, text=["model", "inputs"], title="Fitted exponents; the companion estimator is not σ")
+        # Two columns for each estimator: the fit, and the interval of its exponent.
+        cells = [[row[0], row[1], row[3], row[5], row[7]] for row in table.rows]
+        names = ["model", "layer", "inputs", "α of σ", "α of companion"]
+        print_table(
+            names, cells, text=["model", "inputs"], title="σ ~ n^α, 95 % intervals; the companion estimator is not σ"
+        )
     s = done.summary
     typer.echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
     for failure in s.failures[:3]:

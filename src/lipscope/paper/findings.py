@@ -32,11 +32,8 @@ def findings(rows: Sequence[Row], cast: Cast) -> list[Finding]:
     """Every sentence that the rows support, by topic."""
     fits = analysis.fit_table(rows)
     found = [finding for rule in _RULES for finding in rule(rows, fits)]
-    notes = [
-        Finding("Models", _stand_in(member.name, member.stands_for))
-        for member in cast.members
-        if member.stands_for and not member.masked
-    ]
+    stand_ins = [member for member in cast.members if member.stands_for and not member.masked]
+    notes = [Finding("Models", _stand_in(member.name, member.stands_for)) for member in stand_ins]
     return [*found, *notes, *(Finding("Models", f"{sentence}.") for sentence in cast.absent)]
 
 
@@ -52,8 +49,8 @@ def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
         above = [row for row in table if row.fit.alpha_low > REAL_TEXT_EXPONENT]
         low, high = min(row.fit.alpha for row in table), max(row.fit.alpha for row in table)
         found.append(
-            f"On real text, {name} fits exponents from {_two(low)} to {_two(high)} over {len(table)} layers: the 95 % interval "
-            f"covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
+            f"On real text, {name} fits exponents from {_two(low)} to {_two(high)} over {len(table)} layers: the 95 % "
+            f"interval covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
         )
         found += [
             f"{_place(row.curve)}: {name} fits {row.fit.c:.3g}·n^{row.fit.alpha:.3f}, exponent between "

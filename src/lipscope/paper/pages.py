@@ -175,7 +175,8 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
 
 def _circumstances(about: dict[str, Any]) -> str:
     """How long it took, and how long the plain loop would have taken."""
-    text = f"Measuring took {_duration(about['measured_seconds'])} with {about['threads']} torch thread{'s' if about['threads'] > 1 else ''}."
+    threads = f"{about['threads']} torch thread" + ("s" if about["threads"] > 1 else "")
+    text = f"Measuring took {_duration(about['measured_seconds'])} with {threads}."
     book = about.get("textbook")
     if book:
         text += (
