@@ -20,6 +20,11 @@ from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#777777"
 _CYCLE = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 
+# A bound larger than this times everything measured is told, not drawn.
+_FAR = 3
+# Points of a fitted line.
+_STEPS = 60
+
 Look = Literal["points", "line", "dashes", "dots", "marks"]
 
 
@@ -99,10 +104,14 @@ def _growth_series(curve: Curve) -> tuple[Series, ...]:
     x, y = curve.values(COMPANION)
     if x:
         series.append(Series("companion estimator", x, y, ORANGE))
+    highest = max(sigma + y)
     x, y = curve.values("certified")
-    if x and max(y) <= 20 * max(sigma):
+    if x and max(y) <= _FAR * highest:
         series.append(Series("certified upper bound", x, y, GREEN, "marks"))
-    grid = sorted(set(n))
+    elif x:
+        # Drawn to scale it would press the measurements into one line.
+        series.append(Series(f"certified upper bound {min(y):.2g} … {max(y):.2g}: above", [], [], GREEN, "marks"))
+    grid = [min(n) * (max(n) / min(n)) ** (step / _STEPS) for step in range(_STEPS + 1)]
     for estimator, color in ((SIGMA, BLUE), (COMPANION, ORANGE)):
         fit = curve.fit(estimator)
         if fit is not None:

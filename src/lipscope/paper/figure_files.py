@@ -78,15 +78,19 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter(_few_numbers(ax))
     else:
-        ax.set_ylim(bottom=0)
+        tops = [y for s in panel.series for y in (*s.y, *s.high)]
+        ax.set_ylim(0, 1.1 * max(tops, default=1.0))
     ax.grid(alpha=0.2)
     ax.legend(frameon=False, loc="best")
 
 
 def _few_numbers(ax: Any) -> Any:
-    """Numbers between the powers of ten, only where fewer than two of those are in view."""
+    """Numbers at 2 and 5 between the powers of ten, where few of those are in view."""
     low, high = ax.get_ylim()
-    return "{x:g}" if math.log10(high / low) < 1 else _report("matplotlib.ticker").NullFormatter()
+    ticker = _report("matplotlib.ticker")
+    if math.log10(high / low) > 2:
+        return ticker.NullFormatter()
+    return ticker.FuncFormatter(lambda y, _: f"{y:g}" if f"{y:.0e}"[0] in "25" else "")
 
 
 def _page(figure: Figure) -> str:
