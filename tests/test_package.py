@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "token_influence": {"facade", "attention", "spectral"},
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
     "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
-    "paper": {"facade", "attention", "spectral"},
+    "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
     "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
 }

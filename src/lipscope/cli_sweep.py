@@ -72,7 +72,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             "inputs": inputs, "kind": "packed" if pack else None, "rtol": rtol, "seed": seed, "dtype": dtype,
             "threads": threads,
         }  # fmt: skip
-        with clear_errors(debug), _gentle_end():
+        with clear_errors(debug), gentle_end():
             chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None})
             ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
             if workers is not None and workers < 1:
@@ -91,13 +91,13 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             engine = make_engine(scheduler, workers)
             with _waiting("looking at models and texts"):
                 expansion = expand(chosen)
-            with _progress() as progress:
+            with progress_bar() as progress:
                 try:
                     summary = run_plan(
-                        expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=_say
+                        expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=say
                     )
                 except KeyboardInterrupt:
-                    _say(f"stopped; every finished task is kept in {ledger}. Run the same command again to go on")
+                    say(f"stopped; every finished task is kept in {ledger}. Run the same command again to go on")
                     raise
             _print_summary(summary, ledger)
             if summary.failed:
@@ -119,7 +119,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             if content is not None:
                 typer.echo(content, nl=False)
             else:
-                _say(f"{count} rows are in {out}")
+                say(f"{count} rows are in {out}")
 
 
 def _plan(file: Path | None, flags: dict[str, Any]) -> Plan:
@@ -146,12 +146,13 @@ def _flag(name: str) -> str:
     return "--pack" if name == "kind" else f"--{name.rstrip('s') if name in ('models', 'texts', 'scopes') else name}"
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """A line on standard error."""
     typer.echo(message, err=True)
 
 
 @contextmanager
-def _gentle_end() -> Iterator[None]:
+def gentle_end() -> Iterator[None]:
     """A termination request (a queue's time limit, a shutdown) ends like Ctrl-C: all finished tasks are kept."""
 
     def stop(*_: object) -> None:
@@ -177,7 +178,7 @@ def _waiting(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Step], None]]:
+def progress_bar() -> Iterator[Callable[[Step], None]]:
     """A bar on standard error: tasks, failures, and the time left by work and not by count."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -215,7 +216,7 @@ def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: P
     print_table(names, rows, text=names[:3], title=title)
     where = "in this process" if workers == 1 else f"on {workers} workers"
     typer.echo(
-        f"Left: {left.tasks} tasks, {left.rows} rows; about {_duration(left.seconds)} {where}, "
+        f"Left: {left.tasks} tasks, {left.rows} rows; about {duration(left.seconds)} {where}, "
         f"about {left.bytes / 2**30:.1f} GiB of memory. The time is scaled up from a sample measured now, or from "
         "tasks in the store; cost model: lipscope.sweep.cost."
     )
@@ -224,7 +225,7 @@ def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: P
 def _print_summary(summary: Summary, store: Path) -> None:
     rows = [["tasks of the plan", str(summary.tasks)], ["kept from before", str(summary.kept)],
             ["measured now", str(summary.measured)], ["failed", str(summary.failed)], ["rows", str(summary.rows)],
-            ["time", _duration(summary.seconds)], ["table digest", summary.digest]]  # fmt: skip
+            ["time", duration(summary.seconds)], ["table digest", summary.digest]]  # fmt: skip
     print_table(["sweep", str(store)], rows, text=["sweep", str(store)])
     reasons: dict[str, list[dict[str, Any]]] = {}
     for failure in summary.failures:
@@ -238,7 +239,8 @@ def _print_summary(summary: Summary, store: Path) -> None:
     typer.echo(f"lipscope export {store} --format parquet --out rows.parquet writes the table.")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in words."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -26,7 +26,7 @@ COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
 class Text:
     """σ on disjoint pieces of a text, ``inputs`` of every length."""
 
-    coordinates = COORDINATES
+    coordinates: tuple[str, ...] = COORDINATES
     effort = 1.0
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:

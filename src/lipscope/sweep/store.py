@@ -201,6 +201,13 @@ class Store:
         )
         return {(model, scope): rate for model, scope, rate in self._connection.execute(query)}
 
+    def seconds(self) -> float:
+        """Time that the tasks of the last plan took, added up."""
+        asked = f"SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}"
+        query = f"SELECT coalesce(sum(seconds), 0) FROM tasks WHERE key IN ({asked})"
+        total: float = self._connection.execute(query).fetchone()[0]
+        return total
+
     def progress(self) -> tuple[int, int, int]:
         """Tasks of the last plan: asked for, done, failed."""
         query = (
