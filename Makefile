@@ -48,7 +48,7 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
-	$(BIN)/python benchmarks/scan.py
+	$(BIN)/python benchmarks/scan.py --write docs/performance.md
 
 clean:
 	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

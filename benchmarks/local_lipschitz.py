@@ -17,6 +17,7 @@ import torch
 
 import lipscope
 from lipscope.attention.operator import AttentionOperator
+from sections import write_section
 from textbook import forward, power_loop, scipy_over_autograd
 
 WIDTH, HEADS, INPUTS, SHARP = 768, 12, 10, 1.5
@@ -93,8 +94,6 @@ def main() -> None:
     path: Path | None = parser.parse_args().write
     layer = sharpened_layer()
     lines = [
-        "# Performance",
-        "",
         "Written by `benchmarks/local_lipschitz.py`. Times are from one run on one machine "
         f"({torch.get_num_threads()} threads, torch {torch.__version__}); only the ratios travel.",
         "",
@@ -126,7 +125,7 @@ def main() -> None:
     ]
     print("\n".join(tail))
     if path is not None:
-        path.write_text("\n".join([*lines, *tail, ""]))
+        write_section(path, "benchmarks/local_lipschitz.py", [*lines, *tail])
 
 
 if __name__ == "__main__":

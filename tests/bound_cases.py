@@ -12,7 +12,7 @@ from lipscope.bounds import lower
 from lipscope.bounds.constructions import matrices
 
 INPUTS = ("random", "clustered", "constructed", "ascended", "sphere", "equal")
-FEATURES = ("query_bias", "key_bias", "value_bias", "softcap", "sinks", "additive", "grouped", "no_out", "scale")
+FEATURES = ("query_bias", "key_bias", "value_bias", "softcap", "sinks", "additive", "grouped", "no_out", "scale", "rotary")
 MASKS = ("full", "causal", "window:2", "window:3:both", "prefix:1", "hidden")
 
 
@@ -33,8 +33,11 @@ class Problem:
         return float(lipscope.local_lipschitz(self.layer, self.X, solver=lipscope.Dense(), certificate=False).estimate)
 
 
-def problem(seed: int, *, n_max: int = 64, plain: bool = False, mask: str | None = None, kind: str | None = None) -> Problem:
-    """Everything about the problem follows from the seed."""
+def problem(
+    seed: int, *, n_max: int = 64, plain: bool = False, mask: str | None = None, kind: str | None = None,
+    always: frozenset[str] = frozenset(),
+) -> Problem:  # fmt: skip
+    """Everything about the problem follows from the seed; ``always`` lists features that are there for sure."""
     G = torch.Generator().manual_seed(seed)
 
     def pick(options):
@@ -43,11 +46,11 @@ def problem(seed: int, *, n_max: int = 64, plain: bool = False, mask: str | None
     def normal(*shape):
         return torch.randn(*shape, generator=G, dtype=torch.float64)
 
-    d, dh = pick(range(1, 9)), pick((1, 2, 3, 4))
+    d, dh = pick(range(1, 9)), pick((2, 3, 4) if "rotary" in always else (1, 2, 3, 4))
     # Short sequences dominate, so that many cases are cheap; long ones appear in every run.
     n = min(n_max, pick((1, 2, 2, 3, 4, 5, 7, 8, 12, 16, 24, 64)))
     heads = 1 if plain else pick((1, 1, 2, 3))
-    used = set() if plain else {name for name in FEATURES if float(torch.rand((), generator=G)) < 0.2}
+    used = set() if plain else {name for name in FEATURES if float(torch.rand((), generator=G)) < 0.2} | always
     kv = 1 if "grouped" in used else heads
     sharp = 10 ** float(torch.rand((), generator=G) * 2.5 - 1.5)
     options = {}
@@ -65,6 +68,13 @@ def problem(seed: int, *, n_max: int = 64, plain: bool = False, mask: str | None
         options["bias"] = normal(heads, n, n)
     if "scale" in used:
         options["scale"] = float(normal(()))
+    if "rotary" in used and dh > 1:
+        places = pick((torch.arange(n), 3 * torch.arange(n) + 5, torch.randint(0, 50, (n,), generator=G)))
+        table = lipscope.Rotary.from_base(
+            dh - dh % 2, base=pick((2.0, 100.0)), positions=places, interleaved=pick((False, True)), dtype=torch.float64
+        )
+        stretch = pick((1.0, 1.0, 0.7, 1.3))
+        options["rotary"] = lipscope.Rotary(stretch * table.cos, stretch * table.sin, table.interleaved)
     out = None if "no_out" in used and not plain else normal(pick(range(1, 6)), heads * dh)
     name = mask or pick(MASKS)
     visible = name

@@ -22,8 +22,10 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 def layer(
     *, heads=2, kv_heads=0, extras="", seed=0, dtype=torch.float64, d=WIDTH, dk=2, dv=3, d_out=4, n=N_TOKENS, sharp=1.0
 ) -> lipscope.Attention:
-    """A random layer; ``extras`` lists optional parts: biases, softcap, bias, sinks, scale, no-out."""
+    """A random layer; ``extras`` lists optional parts: biases, softcap, bias, sinks, scale, no-out, rotary, turned."""
     kv = kv_heads or heads
+    if "rotary" in extras or "turned" in extras:
+        dk = 6
     options = {}
     if "biases" in extras:
         options |= {"q_bias": random(heads * dk, seed=seed + 10), "k_bias": random(kv * dk, seed=seed + 11)}
@@ -38,6 +40,13 @@ def layer(
         options["sinks"] = random(heads, seed=seed + 15)
     if "scale" in extras:
         options["scale"] = 0.3
+    if "rotary" in extras:
+        options["rotary"] = lipscope.Rotary.from_base(6, base=10.0, n=n + 2, dtype=torch.float64)
+    if "turned" in extras:
+        # Partial, interleaved, other positions for every input, and stretched as YaRN does.
+        places = torch.arange(n) * torch.tensor([[1], [2], [-1]]) + torch.tensor([[0], [3], [5]])
+        table = lipscope.Rotary.from_base(4, base=5.0, positions=places, interleaved=True, dtype=torch.float64)
+        options["rotary"] = lipscope.Rotary(1.2 * table.cos, 1.2 * table.sin, interleaved=True)
     out = None if "no-out" in extras else random(d_out, heads * dv, seed=seed + 3)
     full = lipscope.Attention(
         sharp * random(heads * dk, d, seed=seed),
@@ -59,6 +68,8 @@ EXTRAS = {
     "sinks": "sinks",
     "everything": "biases softcap score-bias sinks scale",
     "no-out": "no-out biases",
+    "rotary": "rotary biases",
+    "turned": "turned biases softcap sinks",
 }
 
 
@@ -110,7 +121,9 @@ def attention_case(layer_: lipscope.Attention, mask_name: str, n=N_TOKENS, batch
     exact = layer_.to(torch.float64)
     dense = torch.stack(
         [
-            reference.jacobian(lambda x, b=b: reference.attention(exact, x, visible[b], _item(additive, b)), X[b].double())
+            reference.jacobian(
+                lambda x, b=b: reference.attention(exact, x, visible[b], _item(additive, b), b), X[b].double()
+            )
             for b in range(batch)
         ]
     )
@@ -123,7 +136,7 @@ def autodiff_case(layer_: lipscope.Attention, mask_name: str) -> Case:
     X = random(BATCH, N_TOKENS, layer_.width, seed=50, dtype=layer_.dtype)
 
     def function(Y: Tensor) -> Tensor:
-        return torch.stack([reference.attention(layer_, y, visible[b], _item(additive, b)) for b, y in enumerate(Y)])
+        return torch.stack([reference.attention(layer_, y, visible[b], _item(additive, b), b) for b, y in enumerate(Y)])
 
     return Case(lipscope.AutodiffOperator(function, X), case.dense)
 
@@ -138,7 +151,7 @@ def head_case(layer_: lipscope.Attention, mask_name: str) -> Case:
     for b in range(BATCH):
         for h in range(layer_.heads):
             J = reference.jacobian(
-                lambda x, b=b, h=h: reference.head(exact, h, x, visible[b], _item(additive, b)), X[b].double()
+                lambda x, b=b, h=h: reference.head(exact, h, x, visible[b], _item(additive, b), b), X[b].double()
             )
             lifted = torch.block_diag(*[operator.basis[h].double()] * N_TOKENS)
             dense.append(J @ lifted)

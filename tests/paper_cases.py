@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.models.checkpoints import Loaded
+from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from lipscope.paper.cast import Cast, Member
 from lipscope.paper.settings import QUICK, Settings
 from lipscope.sweep import ModelChoice
@@ -24,14 +25,14 @@ def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two-layer models in place of the large ones; no hub, no other pretrained model."""
 
     def entry(name: str, family: str, seed: int) -> Entry:
-        def load(entry: Entry) -> Loaded:
+        def load(name: str, files: Any) -> Loaded:
             model = FAMILIES[family]()
             model.resize_token_embeddings(256, mean_resizing=False)
             torch.manual_seed(seed)
             torch.nn.init.normal_(model.get_input_embeddings().weight)
             return Loaded(model, ByteTokenizer(), name, ("tiny",))
 
-        return Entry(name, "two layers", "none", "none", None, None, (), load)
+        return Entry(name, "two layers", "none", "none", load)
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in list(ZOO):

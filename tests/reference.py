@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 
-def attention(layer, X: Tensor, visible: Tensor, additive: Tensor | float = 0.0) -> Tensor:
-    """The layer on one input (n, d), heads concatenated and through W_O; ``visible`` is (n, n) or (H, n, n)."""
-    outputs = [head(layer, h, X, visible, additive) for h in range(layer.heads)]
+def attention(layer, X: Tensor, visible: Tensor, additive: Tensor | float = 0.0, item: int = 0) -> Tensor:
+    """The layer on one input (n, d), heads concatenated and through W_O; ``visible`` is (n, n) or (H, n, n).
+
+    ``item`` is the place in the batch, for rotary tables that differ between inputs.
+    """
+    outputs = [head(layer, h, X, visible, additive, item) for h in range(layer.heads)]
     joined = torch.cat(outputs, dim=-1)
     if layer.out is not None:
         joined = joined @ layer.out.T
     return joined + (0 if layer.out_bias is None else layer.out_bias)
 
 
-def head(layer, h: int, X: Tensor, visible: Tensor, additive: Tensor | float = 0.0) -> Tensor:
+def head(layer, h: int, X: Tensor, visible: Tensor, additive: Tensor | float = 0.0, item: int = 0) -> Tensor:
     """Head h on one input, before W_O."""
     g = h // (layer.heads // layer.kv_heads)
     dk, dv = layer.q.shape[0] // layer.heads, layer.v.shape[0] // layer.kv_heads
@@ -30,6 +33,9 @@ def head(layer, h: int, X: Tensor, visible: Tensor, additive: Tensor | float = 0
 
     q, k = project(layer.q, layer.q_bias, h, dk), project(layer.k, layer.k_bias, g, dk)
     v = project(layer.v, layer.v_bias, g, dv)
+    if layer.rotary is not None:
+        R = rotations(layer.rotary, X.shape[0], dk, item)
+        q, k = torch.einsum("nab,nb->na", R, q), torch.einsum("nab,nb->na", R, k)
     scale = dk**-0.5 if layer.scale is None else layer.scale
     s = scale * torch.einsum("id,jd->ij", q, k)
     if layer.softcap is not None:
@@ -50,6 +56,19 @@ def head(layer, h: int, X: Tensor, visible: Tensor, additive: Tensor | float = 0
         p = torch.softmax(logits, dim=0)[: len(columns)]
         rows.append(p @ v[columns])
     return torch.stack(rows)
+
+
+def rotations(rotary, n: int, dk: int, item: int = 0) -> Tensor:
+    """Rotary embeddings as explicit matrices (n, dk, dk), entry by entry."""
+    cos, sin = (t if t.ndim == 2 else t[item if t.shape[0] > 1 else 0] for t in (rotary.cos, rotary.sin))
+    r = cos.shape[1]
+    R = torch.eye(dk, dtype=cos.dtype).repeat(n, 1, 1)
+    for i in range(n):
+        for m in range(r // 2):
+            a, b = (2 * m, 2 * m + 1) if rotary.interleaved else (m, m + r // 2)
+            R[i, a, a] = R[i, b, b] = cos[i, a]
+            R[i, a, b], R[i, b, a] = -sin[i, a], sin[i, a]
+    return R
 
 
 def jacobian(function, X: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lipscope
+import reference
 from bound_cases import jacobian, problem
-from lipscope.bounds import block_inf, castin2024, kim2021, newhouse2025, refined, registry
+from lipscope.bounds import block_inf, kim2021, newhouse2025, registry
 from lipscope.bounds.certificates import local_bounds
-from lipscope.bounds.constants import Constants, rotary_interaction
+from lipscope.bounds.offsets import turned_norms
 
 # Rounding of two float64 computations, relative.
 EXACT = 1 + 1e-9
@@ -104,35 +105,58 @@ def test_l2_attention_bound(seed, heads, n, size):
     assert float(torch.linalg.matrix_norm(J, 2)) <= kim2021.l2mha(q, v, out, n).value * EXACT
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 8), st.booleans(), st.floats(-1.5, 0.7))
-def test_rotary_set_bounds(seed, n, causal, size):
-    G = torch.Generator().manual_seed(seed)
-    d, dk = 3, 4
-    q, k = (torch.randn(dk, d, generator=G, dtype=torch.float64) * 10 ** (size / 2) for _ in range(2))
-    v = torch.randn(2, d, generator=G, dtype=torch.float64)
-    angles = torch.tensor([1.0, 0.3], dtype=torch.float64)
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_counter_example_among_rotary_layers(seed):
+    check(problem(seed, n_max=16, always=frozenset({"rotary"})))
 
-    def rotate(t):
-        phase = torch.arange(n, dtype=torch.float64)[:, None] * angles
-        first, second = t[:, :2], t[:, 2:]
-        return torch.cat([first * phase.cos() - second * phase.sin(), first * phase.sin() + second * phase.cos()], -1)
 
-    def attention(X):
-        S = rotate(X @ q.mT) @ rotate(X @ k.mT).mT / 2
-        if causal:
-            S = S.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf)
-        return torch.softmax(S, -1) @ X @ v.mT
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_counter_example_among_rotary_layers_with_all_biases(seed):
+    """A turned key bias does not cancel: it is in the gradients and in the range of the scores."""
+    check(problem(seed, n_max=16, always=frozenset({"rotary", "query_bias", "key_bias"})))
 
-    X = torch.randn(n, d, generator=G, dtype=torch.float64)
-    X = X / X.norm(dim=-1, keepdim=True)
-    sigma = float(torch.linalg.matrix_norm(torch.autograd.functional.jacobian(attention, X).reshape(2 * n, n * d), 2))
-    norm = rotary_interaction(q, k, angles, n, 0.5)
-    assert norm <= 0.5 * float(torch.linalg.matrix_norm(q, 2) * torch.linalg.matrix_norm(k, 2)) * EXACT
-    constants = Constants.of(lipscope.Attention(q, k, v)).with_rotary((norm,))
-    bound = refined.masked(constants, 1.0, n) if causal else refined.unmasked(constants, 1.0, n)
-    assert sigma <= bound.value * EXACT
-    assert sigma <= castin2024.general(constants, 1.0, n).value * EXACT
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_largest_interaction_is_above_all_pairs_and_close(seed):
+    case = problem(seed, n_max=8, always=frozenset({"rotary"}))
+    layer, n = case.layer, len(case.X)
+    for h, norms in enumerate(turned_norms(layer, n)):
+        single = layer.head(h)
+        R = reference.rotations(layer.rotary, n, layer.head_width)
+        pairs = [(i, j) for i in range(n) for j in range(n if not isinstance(layer.mask, lipscope.Causal) else i + 1)]
+        A = torch.stack([single.tau * single.k.mT @ R[j].mT @ R[i] @ single.q for i, j in pairs])
+        truth = float(torch.linalg.matrix_norm(A, 2).max())
+        assert truth <= norms.interaction * EXACT
+        assert norms.interaction <= 1.03 * truth + 1e-12
+        if single.k_bias is not None:
+            b = torch.stack([single.tau * single.q.mT @ R[i].mT @ R[j] @ single.k_bias for i in range(n) for j in range(n)])
+            assert float(b.norm(dim=-1).max()) == pytest.approx(norms.key_bias, rel=1e-9)
+
+
+def test_long_or_irregular_tables_fall_back_to_the_product_of_norms():
+    G = torch.Generator().manual_seed(0)
+    W = [torch.randn(4, 4, generator=G, dtype=torch.float64) for _ in range(3)]
+    product = 0.5 * float(torch.linalg.matrix_norm(W[0], 2) * torch.linalg.matrix_norm(W[1], 2))
+    scattered = torch.randint(0, 10**6, (2000,), generator=G)
+    for positions in (torch.arange(2000), scattered):
+        table = lipscope.Rotary.from_base(4, positions=positions, dtype=torch.float64)
+        (norms,) = turned_norms(lipscope.Attention(*W, rotary=table))
+        assert norms.interaction == pytest.approx(product)
+
+
+def test_the_table_of_a_rotary_layer():
+    case = problem(11, n_max=8, always=frozenset({"rotary", "key_bias"}))
+    found = lipscope.bounds.table(case.layer, case.X)
+    upper = [b for b in found.bounds if b.side == "upper" and b.kind != "limit" and b.norm == "Frobenius"]
+    assert {"castin2024.general", "refined.visibility", "certificates.block_norm", "yudin2025.improved"} <= {
+        b.name for b in upper
+    }
+    assert min(b.value for b in upper) >= float(found.sigma.lower)
+    with pytest.raises(ValueError, match="rotary"):
+        registry.evaluate("yudin2025.published", case.layer, x=case.X)
 
 
 def test_an_unsupported_combination_names_the_supported_ones():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,12 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named models that load at once."""
     for family in ("gpt2", "bert", "llama"):
 
-        def load(entry: Entry, family: str = family) -> Loaded:
+        def load(name: str, files: Sequence[Path], family: str = family) -> Loaded:
             model = FAMILIES[family]()
             model.resize_token_embeddings(256)
-            return Loaded(model, ByteTokenizer(), entry.name, ())
+            return Loaded(model, ByteTokenizer(), name, ())
 
-        monkeypatch.setitem(ZOO, f"tiny-{family}", Entry(f"tiny-{family}", "", "none", "none", None, None, (), load))
+        monkeypatch.setitem(ZOO, f"tiny-{family}", Entry(f"tiny-{family}", "", "none", "none", load))
 
 
 def test_table_json_and_figures(weights: str, tmp_path: Path) -> None:

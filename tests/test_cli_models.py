@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli import app
+from lipscope.models.checkpoints import Loaded
 from lipscope.models.tokens import token_view
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -24,12 +25,12 @@ runner = CliRunner()
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A named model that loads at once."""
 
-    def load(entry: Entry) -> Loaded:
+    def load(name: str, files: object) -> Loaded:
         model = FAMILIES["gpt2"]()
         model.resize_token_embeddings(256)
-        return Loaded(model, ByteTokenizer(), entry.name, ("random weights",))
+        return Loaded(model, ByteTokenizer(), name, ("random weights",))
 
-    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", None, None, (), load))
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
 
 
 SCAN = ["scan", "tiny", "--text", "python-docs", "--layers", "0,-1", "--lengths", "6,8,10", "--inputs", "2"]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,15 @@ runner = CliRunner()
 def _tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A named model that loads at once."""
 
-    def load(entry: Entry) -> Loaded:
+    def load(name: str, files: Sequence[Path]) -> Loaded:
         model = FAMILIES["gpt2"]()
         model.resize_token_embeddings(256, mean_resizing=False)
         # Resizing draws the new rows at random, and a model must be the same every time.
         torch.manual_seed(3)
         torch.nn.init.normal_(model.wte.weight)
-        return Loaded(model, ByteTokenizer(), entry.name, ("random weights",))
+        return Loaded(model, ByteTokenizer(), name, ("random weights",))
 
-    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", None, None, (), load))
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
     monkeypatch.chdir(tmp_path)
 
 

@@ -200,7 +200,7 @@ def test_the_analytic_path_is_taken_exactly_where_projections_are_affine() -> No
     }
     assert plain == {
         "bert", "roberta", "distilbert", "gpt2", "opt", "t5_encoder", "vit", "whisper_encoder", "wav2vec2",
-        "wav2vec2_pre_norm", "hubert",
+        "wav2vec2_pre_norm", "hubert", "modernbert", "gpt_neox", "llama", "mistral", "qwen2", "gemma2", "phi", "gpt_oss",
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def sigma(function, X) -> float:
 def test_interval_contains_the_dense_value(n, d, kv_heads, group, dk, dv, extras, causal, sharp, seed, dtype):
     layer = cases.layer(
         heads=kv_heads * group, kv_heads=kv_heads, extras=extras, seed=seed, d=d, dk=dk, dv=dv, n=n, sharp=sharp, dtype=dtype
-    )
+    ).for_input(0)
     X = cases.random(n, d, seed=seed + 99, dtype=dtype)
     visible = torch.ones(n, n, dtype=torch.bool)
     visible = visible.tril() if causal else visible

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
+    "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
 }
 
 
@@ -38,6 +39,8 @@ def test_docstring_examples_run(module):
 def test_public_functions_show_an_example():
     for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "as_mask"):
         assert ">>>" in getattr(lipscope, name).__doc__, name
+    for name in ("construct", "maximise", "growth", "grouped_sigma", "attack_tokens"):
+        assert ">>>" in getattr(lipscope.adversarial, name).__doc__, name
 
 
 def test_public_names_exist():
@@ -45,6 +48,7 @@ def test_public_names_exist():
         assert getattr(lipscope, name) is not None
     assert set(lipscope._HOME) | {"__version__"} == set(lipscope.__all__)
     assert callable(lipscope.bounds.table)
+    assert callable(lipscope.adversarial.maximise)
     assert callable(lipscope.paper.companion_estimator)
     assert callable(lipscope.meanfield.local_constant)
     with pytest.raises(AttributeError):

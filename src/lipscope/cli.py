@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_sweep
+from lipscope import __version__, cli_attack, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_sweep
+from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Scale, Softcap, Transposed
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -31,13 +33,6 @@ class Scope(StrEnum):
 
     attention = "attention"
     head = "head"
-
-
-class Precision(StrEnum):
-    """Floating type of the computation."""
-
-    float32 = "float32"
-    float64 = "float64"
 
 
 def _version(value: bool) -> None:
@@ -65,26 +60,22 @@ def measure(
             show_default=False,
         ),
     ],
-    tokens: Annotated[
-        Path, typer.Option(help="safetensors file with one tensor of shape (n, d) or (B, n, d).", show_default=False)
-    ],
-    heads: Annotated[
-        int | None, typer.Option(help="Number of query heads; else the file's metadata 'heads', else 1.")
-    ] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Number of key/value heads (grouped queries).")] = None,
-    transposed: Annotated[bool, typer.Option(help="Weights are stored (in, out), as in GPT-2's Conv1D.")] = False,
-    mask: Annotated[str, typer.Option(help="full, causal, window:W, prefix:P, packed:L1,L2, pad-left:K, …")] = "full",
+    tokens: Annotated[Path, TOKENS],
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    transposed: Transposed = False,
+    mask: MaskText = None,
     scope: Annotated[Scope, typer.Option(help="The whole layer, or each head before W_O.")] = Scope.attention,
-    scale: Annotated[float | None, typer.Option(help="Score scale τ; 1/√dk by default.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="c in c·tanh(s/c).")] = None,
+    scale: Scale = None,
+    softcap: Softcap = None,
     rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimate.")] = 1e-4,
     delta: Annotated[float, typer.Option(help="Allowed failure probability of the upper end.")] = 1e-6,
     interval: Annotated[float, typer.Option(help="Go on until upper/lower − 1 is at most this.")] = 0.1,
     max_steps: Annotated[int, typer.Option(help="Most operator pairs (J, Jᵀ) per input.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of the random start.")] = 0,
-    dtype: Annotated[Precision | None, typer.Option(help="Compute in this precision.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of a table.")] = False,
-    debug: Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")] = False,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Measure σ of an attention layer given by its weights, at given tokens."""
     with _one_clear_line(debug):
@@ -160,11 +151,14 @@ cli_bounds.register(app, _one_clear_line)
 cli_models.register(app, _one_clear_line)
 cli_meanfield.register(app, _one_clear_line)
 cli_sweep.register(app, _one_clear_line)
+cli_attack.register(app, _one_clear_line)
 cli_paper.register(app, _one_clear_line)
 
 
 def main() -> None:
     """Entry point of the ``lipscope`` command."""
+    # Libraries that talk about missing kernels would drown the one clear line.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, ModelName, Part, Precision, TrustCode
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
     from lipscope.models.tokens import TokenView
 
 ClearErrors = Callable[[bool], AbstractContextManager[None]]
-
-ModelName = Annotated[
-    str, typer.Argument(help="A name from `lipscope models`, a directory, or a hub name.", show_default=False)
-]
-Debug = Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")]
-AllowPickle = Annotated[bool, typer.Option(help="Accept pickled weights, which can run code when opened.")]
-TrustCode = Annotated[bool, typer.Option(help="Run model code from the hub.")]
-Part = Annotated[str | None, typer.Option(help="'encoder' of an encoder–decoder model.")]
 
 
 def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
@@ -34,20 +27,22 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         """List the named models, and which of them work without a network now."""
         from lipscope.models.zoo import ZOO
 
-        rows = [(e.name, e.summary, e.size, e.licence, "yes" if e.missing is None else e.missing) for e in ZOO.values()]
-        names = ("name", "model", "download", "licence", "available offline")
+        rows = [(e.name, e.summary, e.size, e.licence, _yes(e.missing is None)) for e in ZOO.values()]
+        names = ("name", "model", "download", "licence", "here")
         print_table(names, rows, text=names)
+        _advise({e.name: e.missing for e in ZOO.values()})
         typer.echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
 
     @app.command()
     def corpora() -> None:
         """List the named texts, and which of them are on this machine."""
-        from lipscope.models.text import CORPORA
+        from lipscope.models.corpora import CORPORA
 
-        rows = [(c.name, c.summary, c.licence, "yes" if c.available else c.advice) for c in CORPORA.values()]
-        names = ("name", "text", "licence", "available")
+        rows = [(c.name, c.summary, c.licence, _yes(c.available)) for c in CORPORA.values()]
+        names = ("name", "text", "licence", "here")
         print_table(names, rows, text=names)
-        typer.echo("Any UTF-8 file, or a directory of .txt, .md and .rst files, works too.")
+        _advise({c.name: None if c.available else c.advice for c in CORPORA.values()})
+        typer.echo("Any UTF-8 file, a table with a column 'text', or a directory of .txt, .md and .rst files, works too.")
 
     @app.command()
     def scan(
@@ -66,10 +61,14 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         ] = False,
         rtol: Annotated[float, typer.Option(help="Relative accuracy of the estimates.")] = 1e-3,
         seed: Annotated[int, typer.Option(help="Where in the text the inputs lie, and the solver's start.")] = 0,
-        dtype: Annotated[str | None, typer.Option(help="float32 or float64.")] = None,
+        certificate: Annotated[
+            bool | None,
+            typer.Option(help="Also compute certified upper ends; by default where they are cheap.", show_default=False),
+        ] = None,
+        dtype: Dtype = None,
         part: Part = None,
         out: Annotated[Path | None, typer.Option(help="Directory for rows.csv, rows.json and fits.csv.")] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+        as_json: AsJson = False,
         as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
         top: Annotated[int, typer.Option(help="Lines of the table.")] = 20,
         allow_pickle: AllowPickle = False,
@@ -84,12 +83,13 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
 
             chosen = _parse_layers(layers)
             handle = load(
-                model, part=part, dtype=_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+                model, part=part, dtype=as_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
             )
             with progress_bar() as progress:
                 result = run(
                     handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
-                    solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, progress=progress,
+                    solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate,
+                    progress=progress,
                 )  # fmt: skip
             if out is not None:
                 _write(result, out)
@@ -130,14 +130,22 @@ def _parse_layers(text: str) -> list[int] | None:
         raise ValueError(f"--layers must be 'all' or indices such as 0,6, got {text!r}") from None
 
 
-def _dtype(name: str | None) -> Any:
-    if name is None:
-        return None
-    if name not in ("float32", "float64"):
-        raise ValueError(f"--dtype must be float32 or float64, got {name!r}")
+def as_dtype(precision: Precision | None) -> Any:
+    """The torch dtype of a ``--dtype`` option."""
     import torch
 
-    return getattr(torch, name)
+    return None if precision is None else getattr(torch, precision.value)
+
+
+def _yes(available: bool) -> str:
+    return "yes" if available else "no"
+
+
+def _advise(missing: dict[str, str | None]) -> None:
+    """One line per absent thing, never folded, so that commands can be copied."""
+    for name, advice in missing.items():
+        if advice is not None:
+            typer.echo(f"To get {name}: {advice}")
 
 
 @contextmanager
@@ -148,7 +156,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("recording", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
@@ -187,6 +196,9 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
             cells.append(f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}")
         rows.append(cells)
     print_table([*names, *(["σ ~ n^α, α in"] if fits else [])], rows, title=title, caption=caption)
+    ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
+    if ever:
+        typer.echo(f"Whatever the input, σ stays below {max(ever):.4g} here: the set bound at the normalisation's radius.")
     if len(summaries) > top:
         typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):

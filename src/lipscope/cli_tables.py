@@ -21,16 +21,9 @@ def print_table(
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(
-        title=escape(title),
-        caption=escape(caption),
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column, name in enumerate(names):
         widest = max((len(row[column]) for row in rows), default=0)
         if name in text:
@@ -40,4 +33,10 @@ def print_table(
             table.add_column(name, justify="right", min_width=widest, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    Console().print(table)
+    console = Console()
+    # Beside the table, not inside it: they may be wider than a narrow table.
+    if title:
+        console.print(Text(title, style="italic"))
+    console.print(table)
+    if caption:
+        console.print(Text(caption, style="dim italic"))

@@ -89,12 +89,22 @@ def local_lipschitz(
             wanted = affordable(map, batched.shape[1], result, len(batched), scope or "attention")
         if wanted:
             layer = (map if mask is None else map.with_mask(mask)).to(device=X.device)
-            result = with_certificate(result, _certificate(layer, batched, scope or "attention", norm))
+            result = with_certificate(result, certificate_at(layer, batched, scope or "attention", norm))
     return reshape_batch(result, shape)
 
 
-def _certificate(layer: Attention, X: Tensor, scope: str, norm: Normalisation | None) -> Tensor:
-    """Certified upper bounds, one per item of the operator; a normalisation enters by its exact norm at every token."""
+def certificate_at(layer: Attention, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Tensor:
+    """Certified upper bounds at tokens X (B, n, d), one per item of the scope's operator.
+
+    Args:
+        layer: the layer.
+        X: tokens (B, n, d); those before the normalisation for scope ``"norm+attention"``.
+        scope: ``"attention"``, ``"head"`` or ``"norm+attention"``.
+        norm: the normalisation of scope ``"norm+attention"``; it enters by its exact norm at every token.
+
+    Returns:
+        Bounds of shape (B,), or (B·H,) for scope ``"head"``.
+    """
     if scope != "norm+attention" or norm is None:
         return certified_upper(layer, X, scope).flatten()
     at = norm.linearise(X.double())

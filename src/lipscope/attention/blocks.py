@@ -2,7 +2,8 @@
 
     ∂out_i/∂x_j = Σ_h W_O^h [ P_ij W_V + W_ij (v_j − o_i)(W_Kᵀ q_i)ᵀ + δ_ij B_i W_Q ],   B_i = Σ_l W_il (v_l − o_i) k_lᵀ
 
-with τ inside q and W_Q, and W = P times the slope of the soft-cap. Blocks never need more than products with the
+with τ inside q and W_Q, and W = P times the slope of the soft-cap. With rotary embeddings q and k are turned already, and
+R_jᵀq_i and B_iR_i take the places of q_i and B_i. Blocks never need more than products with the
 projections, so all pairs (i, j) are solved together.
 """
 
@@ -37,6 +38,11 @@ class BlockOperator(Operator):
             moment = W @ (k[:, :, None, :] * v[..., None]).flatten(2)
             mean = (W @ k)[:, :, None, :] * o[..., None]
             self.B = (moment.reshape(mean.shape) - mean)[:, rows].transpose(0, 1)
+        turn = layer.turn(q.shape[1], 1)
+        if turn is not None:
+            self.q = turn.tokens(columns).transpose(self.q)
+            # B_iR_i turns the rows of B_i by R_iᵀ; the extra dimension is that of the values.
+            self.B = None if self.B is None else turn.tokens(rows).unsqueeze().transpose(self.B)
         self.batch = int(rows.numel())
         self.input_shape, self.output_shape = (self.weights.shape[1],), (layer.output_width,)
         self.dtype, self.device = layer.dtype, layer.device

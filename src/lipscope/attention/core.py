@@ -56,6 +56,20 @@ class Linearisation:
         P, W = (t.reshape(raw.shape) for t in (P, W))
         return cls(grouped, k, v, P, W, P @ v, size)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the products."""
+        return self.P.dtype
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that one input of the batch takes beside its tokens."""
+        return self.P[0].numel()
+
+    def finite(self) -> dict[str, Tensor]:
+        """What must be finite for the products to make sense."""
+        return {"scores": self.P, "values": self.v, "queries": self.q, "keys": self.k}
+
     def with_centred_values(self) -> Linearisation:
         """The same products from values about their mean, which spares them a cancellation.
 
@@ -75,6 +89,13 @@ class Linearisation:
         inner = (g * self.o).sum(-1, keepdim=True)
         gS = (g @ self.v.transpose(-1, -2)).sub_(inner).mul_(self.W)
         return gS @ self.k, gS.transpose(-1, -2) @ self.q, self.P.transpose(-1, -2) @ g
+
+    def per_head(self, heads: int) -> Linearisation:
+        """Every one of the query heads as an input of its own, ordered (input, head)."""
+        q, P, o = (ungroup_queries(t, heads).flatten(0, 1)[:, None] for t in (self.q, self.P, self.o))
+        W = P if self.W is self.P else ungroup_queries(self.W, heads).flatten(0, 1)[:, None]
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1).flatten(0, 1)[:, None] for t in (self.k, self.v))
+        return Linearisation(q, k, v, P, W, o, self.score_size)
 
     def select(self, items: Tensor) -> Linearisation:
         """Keep the listed batch items."""

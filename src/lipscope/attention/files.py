@@ -8,13 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.rotary import Rotary
 
 _SEPARATE = ("q", "k", "v")
 _OPTIONAL = ("out", "q_bias", "k_bias", "v_bias", "out_bias", "bias", "sinks")
+_ROTARY = ("rotary_cos", "rotary_sin")
 
 
 def load_layer(path: Path, *, heads: int | None = None, transposed: bool = False, **options: Any) -> Attention:
-    """Read a layer: tensors q, k, v (or a fused qkv), and optionally out, biases, bias and sinks.
+    """Read a layer: tensors q, k, v (or a fused qkv), and optionally out, biases, bias, sinks, rotary_cos and rotary_sin.
+
+    Rotary tables are those of ``Rotary``; the metadata entry ``rotary_interleaved`` (``true`` or ``false``) says how pairs
+    are formed.
 
     Args:
         path: a safetensors file.
@@ -34,9 +39,11 @@ def load_layer(path: Path, *, heads: int | None = None, transposed: bool = False
         options["kv_heads"] = _count(path, metadata, "kv_heads", 0)
     elif options["kv_heads"] < 1:
         raise ValueError(f"kv_heads must be at least 1, got {options['kv_heads']}")
-    known = {*_SEPARATE, *_OPTIONAL, "qkv", "qkv_bias"}
+    known = {*_SEPARATE, *_OPTIONAL, *_ROTARY, "qkv", "qkv_bias"}
     if unknown := sorted(set(tensors) - known):
         raise ValueError(f"{path.name} holds unknown tensors {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    if given := [name for name in _ROTARY if name in tensors]:
+        options["rotary"] = _rotary(path, {name: tensors.pop(name) for name in given}, metadata)
     if "qkv" in tensors:
         if clash := sorted(set(tensors) & {*_SEPARATE, "q_bias", "k_bias", "v_bias"}):
             raise ValueError(f"{path.name} holds both qkv and {', '.join(clash)}: give one of them")
@@ -62,6 +69,15 @@ def _count(path: Path, metadata: dict[str, str], name: str, default: int) -> int
     if not text.isdecimal():
         raise ValueError(f"metadata entry {name!r} of {path.name} must be a number, got {text!r}")
     return int(text)
+
+
+def _rotary(path: Path, tables: dict[str, Tensor], metadata: dict[str, str]) -> Rotary:
+    if missing := sorted(set(_ROTARY) - set(tables)):
+        raise ValueError(f"{path.name} lacks {', '.join(missing)}: rotary embeddings need both rotary_cos and rotary_sin")
+    text = metadata.get("rotary_interleaved", "false")
+    if text not in ("true", "false"):
+        raise ValueError(f"metadata entry 'rotary_interleaved' of {path.name} must be true or false, got {text!r}")
+    return Rotary(tables["rotary_cos"], tables["rotary_sin"], text == "true")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

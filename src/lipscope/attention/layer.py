@@ -3,6 +3,8 @@
 q_i = W_Q x_i + b_Q     k_j = W_K x_j + b_K     v_j = W_V x_j + b_V
 s_ij = τ q_i·k_j + B_ij     P_i = softmax_j(s_ij)     o_i = Σ_j P_ij v_j
 attention(X) = concat_h(o^h) W_Oᵀ + b_O
+
+With rotary embeddings q_i and k_j are turned by R_i and R_j, so that s_ij = τ (R_i q_i)·(R_j k_j) + B_ij.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lipscope.attention.constructors import split_fused, torch_weights
 from lipscope.attention.core import Linearisation, Triple, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
+from lipscope.attention.rotary import Rotary, Turn
 from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import TiledLinearisation
+from lipscope.attention.validation import validate
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +50,7 @@ class Attention:
         softcap: c in c·tanh(s/c), or None.
         bias: term added to the scores, ``(n, n)``, ``(heads, n, n)`` or ``(B, heads, n, n)`` (ALiBi, relative positions).
         sinks: one extra logit per head, ``(heads,)``, of a virtual token with value zero.
+        rotary: rotations of queries and keys by position, or None.
 
     Example:
         >>> import torch, lipscope
@@ -68,11 +75,12 @@ class Attention:
     softcap: float | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mask", as_mask(self.mask))
-        _validate(self)
+        validate(self)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, *, mask: MaskLike = None) -> Attention:
@@ -88,23 +96,7 @@ class Attention:
         Raises:
             ValueError: when the module is not plain self-attention, or has dropout switched on.
         """
-        if not isinstance(module, nn.MultiheadAttention):
-            raise TypeError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
-        if not module._qkv_same_embed_dim:
-            raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
-        if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("from_torch does not support add_bias_kv or add_zero_attn")
-        if module.training and module.dropout > 0:
-            raise ValueError(f"module is in training mode with dropout {module.dropout}: call .eval() first")
-        assert module.in_proj_weight is not None
-        return cls.from_fused(
-            _copy(module.in_proj_weight),
-            _copy(module.out_proj.weight),
-            heads=module.num_heads,
-            qkv_bias=None if module.in_proj_bias is None else _copy(module.in_proj_bias),
-            out_bias=None if module.out_proj.bias is None else _copy(module.out_proj.bias),
-            mask=mask,
-        )
+        return cls.from_fused(**torch_weights(module), mask=mask)
 
     @classmethod
     def from_fused(
@@ -134,25 +126,9 @@ class Attention:
         Returns:
             The layer.
         """
-        if heads < 1:
-            raise ValueError(f"heads must be at least 1, got {heads}")
-        if transposed:
-            qkv, out = qkv.mT, None if out is None else out.mT
-        parts = heads + 2 * (kv_heads or heads)
-        if qkv.shape[0] % parts:
-            raise ValueError(
-                f"qkv has {qkv.shape[0]} output rows, which {parts} heads (queries, keys and values) do not divide"
-                + ("" if transposed else "; GPT-2's Conv1D weights need transposed=True")
-            )
-        dh = qkv.shape[0] // parts
-        sizes = [heads * dh, (kv_heads or heads) * dh, (kv_heads or heads) * dh]
-        q, k, v = qkv.split(sizes)
-        if qkv_bias is not None and qkv_bias.shape != (qkv.shape[0],):
-            raise ValueError(f"qkv_bias has shape {tuple(qkv_bias.shape)}, but qkv has {qkv.shape[0]} output rows")
-        biases = (None, None, None) if qkv_bias is None else qkv_bias.split(sizes)
         return cls(
-            q, k, v, out, heads, kv_heads,
-            q_bias=biases[0], k_bias=biases[1], v_bias=biases[2], out_bias=out_bias, **options,
+            **split_fused(qkv, out, heads, kv_heads, qkv_bias, transposed), heads=heads, kv_heads=kv_heads,
+            out_bias=out_bias, **options,
         )  # fmt: skip
 
     @property
@@ -197,6 +173,8 @@ class Attention:
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
+        if self.rotary is not None:
+            moved["rotary"] = self.rotary.to(dtype, device)
         return dataclasses.replace(self, **moved)
 
     def with_mask(self, mask: MaskLike) -> Attention:
@@ -225,11 +203,12 @@ class Attention:
         )  # fmt: skip
 
     def for_input(self, index: int) -> Attention:
-        """The layer as batch item ``index`` sees it: masks and biases that differ between inputs are cut down."""
+        """The layer as batch item ``index`` sees it: masks, biases and positions that differ between inputs are cut down."""
         bias = self.bias
         if bias is not None and bias.ndim == 4 and bias.shape[0] > 1:
             bias = bias[index : index + 1]
-        return dataclasses.replace(self, mask=cast(Mask, self.mask).for_input(index), bias=bias)
+        rotary = None if self.rotary is None else self.rotary.for_input(index)
+        return dataclasses.replace(self, mask=cast(Mask, self.mask).for_input(index), bias=bias, rotary=rotary)
 
     @cached_property
     def qkv(self) -> Tensor:
@@ -246,21 +225,27 @@ class Attention:
 
         return heads(q, self.heads), heads(k, self.kv_heads), heads(v, self.kv_heads)
 
+    def turn(self, n: int, batch: int) -> Turn | None:
+        """The rotations of n tokens, or None without rotary embeddings."""
+        return None if self.rotary is None else self.rotary.turn(n, batch)
+
     def project(self, X: Tensor) -> Triple:
-        """Scaled queries, keys and values of tokens (B, n, d), biases included."""
+        """Scaled queries, keys and values of tokens (B, n, d), biases included, queries and keys turned."""
 
         def shifted(target: Tensor, vector: Tensor | None, factor: float) -> Tensor:
             # Out of place: for one token the heads are views of one tensor, which autograd does not let us change.
             return target if vector is None else target + factor * vector.detach().reshape(target.shape[1], 1, -1)
 
         q, k, v = self.split_heads(X @ self.qkv.mT)
-        return shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
+        q, k, v = shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
+        turn = self.turn(X.shape[1], X.shape[0])
+        return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
 
-    def score_rule(self, n: int, batch: int) -> ScoreRule:
-        """Mask, bias, soft-cap and sinks for sequences of n tokens."""
+    def score_rule(self, n: int, batch: int, *, tiled: bool = False) -> ScoreRule:
+        """Mask, bias, soft-cap and sinks for sequences of n tokens; ``tiled`` leaves the mask a rule, not a matrix."""
         mask = cast(Mask, self.mask)
-        allowed, additive = mask.allowed(n), mask.additive(n)
-        for tensor in (allowed, additive):
+        first, additive = slice(0, 1), mask.additive(n)
+        for tensor in (mask.sees(first, first, n), additive):
             if tensor is not None and (tensor.shape[0] not in (1, batch) or tensor.shape[1] not in (1, self.heads)):
                 raise ValueError(
                     f"mask {mask} is for {tensor.shape[0]} inputs and {tensor.shape[1]} heads, "
@@ -276,13 +261,18 @@ class Attention:
         return ScoreRule(
             softcap=self.softcap,
             additive=None if additive is None else additive.detach().to(dtype=self.dtype, device=self.device),
-            allowed=None if allowed is None else allowed.to(self.device),
+            allowed=None if tiled or (allowed := mask.allowed(n)) is None else allowed.to(self.device),
             sinks=None if self.sinks is None else self.sinks.detach(),
+            mask=mask if tiled else None,
         )
 
     def linearise(self, X: Tensor) -> Linearisation:
-        """The attention core linearised at tokens (B, n, d)."""
+        """The attention core linearised at tokens (B, n, d), with its n×n matrices."""
         return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
+
+    def linearise_tiled(self, X: Tensor) -> TiledLinearisation:
+        """The same without n×n matrices: memory grows like n."""
+        return TiledLinearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True))
 
     def merge_heads(self, grouped: Tensor) -> Tensor:
         """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""
@@ -299,67 +289,8 @@ class Attention:
 
     def __repr__(self) -> str:
         shared = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
-        extras = "".join(f", {name}" for name in ("softcap", "bias", "sinks") if getattr(self, name) is not None)
+        extras = "".join(f", {name}" for name in ("softcap", "bias", "sinks", "rotary") if getattr(self, name) is not None)
         return (
             f"Attention(d={self.width}, heads={self.heads}{shared}, dk={self.head_width}, dv={self.value_width}, "
             f"mask={self.mask}, {str(self.dtype).removeprefix('torch.')}{extras})"
         )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _validate(layer: Attention) -> None:
-    """Refuse inconsistent shapes, naming the argument and the two sizes that disagree."""
-    for name in ("q", "k", "v"):
-        if not isinstance(getattr(layer, name), Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
-    for name in ("heads", "kv_heads"):
-        if not isinstance(getattr(layer, name), int):
-            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
-    tensors = {
-        field.name: value for field in dataclasses.fields(layer) if isinstance(value := getattr(layer, field.name), Tensor)
-    }
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-        if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} holds NaN or infinite values")
-    for name in ("q", "k", "v"):
-        if tensors[name].ndim != 2 or 0 in tensors[name].shape:
-            raise ValueError(f"{name} must be a non-empty matrix, got shape {tuple(tensors[name].shape)}")
-        if tensors[name].shape[1] != layer.width:
-            raise ValueError(f"{name} takes tokens of width {tensors[name].shape[1]}, but q takes width {layer.width}")
-    if layer.heads < 1:
-        raise ValueError(f"heads must be at least 1, got {layer.heads}")
-    if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
-        raise ValueError(f"kv_heads = {layer.kv_heads} must be a positive divisor of heads = {layer.heads}")
-    for name, count in (("q", layer.heads), ("k", layer.kv_heads), ("v", layer.kv_heads)):
-        if tensors[name].shape[0] % count:
-            raise ValueError(f"{name} has {tensors[name].shape[0]} rows, which {count} heads do not divide")
-    if layer.k.shape[0] != layer.kv_heads * layer.head_width:
-        raise ValueError(
-            f"k has {layer.k.shape[0]} rows, but kv_heads × query width = {layer.kv_heads} × {layer.head_width} "
-            f"= {layer.kv_heads * layer.head_width}"
-        )
-    joined = layer.heads * layer.value_width
-    if layer.out is not None and (layer.out.ndim != 2 or layer.out.shape[1] != joined):
-        raise ValueError(f"out has shape {tuple(layer.out.shape)}, but the heads joined have width {joined}")
-    expected = {"q_bias": layer.q.shape[0], "k_bias": layer.k.shape[0], "v_bias": layer.v.shape[0]}
-    expected |= {"out_bias": layer.output_width, "sinks": layer.heads}
-    for name, size in expected.items():
-        if name in tensors and tensors[name].shape != (size,):
-            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, but ({size},) is needed")
-    if layer.bias is not None:
-        shape = tuple(layer.bias.shape)
-        if len(shape) not in (2, 3, 4) or shape[-1] != shape[-2]:
-            raise ValueError(f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}")
-        if len(shape) > 2 and shape[-3] not in (1, layer.heads):
-            raise ValueError(f"bias is for {shape[-3]} heads, but the layer has heads = {layer.heads}")
-    if layer.softcap is not None and not 0 < layer.softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite (None for no cap), got {layer.softcap}")
-    if layer.scale is not None and not math.isfinite(layer.scale):
-        raise ValueError(f"scale must be finite, got {layer.scale}")

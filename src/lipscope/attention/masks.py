@@ -1,7 +1,8 @@
 """Who may look at whom. A mask is a small frozen object; short strings and tensors turn into one by ``as_mask``.
 
-``mask.allowed(n)`` is a boolean tensor broadcastable to (batch, heads, n, n): entry (i, j) says whether query i sees
-key j. ``mask.additive(n)`` is a finite term added to the scores, or None. Masks combine with ``&``.
+``mask.sees(rows, columns, n)`` is a boolean tile broadcastable to (batch, heads, rows, columns): entry (i, j) says whether
+query i sees key j. Masks are rules, so a tile of a long sequence never needs the n×n matrix; ``mask.allowed(n)`` is that
+matrix. ``mask.additive(n)`` is a finite term added to the scores, or None. Masks combine with ``&``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from torch import Tensor
 class Mask:
     """Base of all masks."""
 
-    def allowed(self, n: int) -> Tensor | None:
-        """Boolean (·, ·, n, n), True where query i sees key j; None when everything is visible."""
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
+        """Boolean (·, ·, rows, columns), True where query i sees key j of n tokens; None when everything is visible."""
         raise NotImplementedError
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """A range [first, last) of keys outside which queries ``rows`` see nothing."""
+        return 0, n
+
+    def allowed(self, n: int) -> Tensor | None:
+        """The whole matrix (·, ·, n, n), or None when everything is visible."""
+        return self.sees(slice(0, n), slice(0, n), n)
 
     def additive(self, n: int) -> Tensor | None:
         """Finite additive scores (·, ·, n, n), or None."""
@@ -36,11 +45,20 @@ class Mask:
         return Both(self, as_mask(other))
 
 
+def _indices(part: slice) -> Tensor:
+    return torch.arange(part.start, part.stop)
+
+
+def _distance(rows: slice, columns: slice) -> Tensor:
+    """Query index minus key index."""
+    return _indices(rows)[:, None] - _indices(columns)[None, :]
+
+
 @dataclass(frozen=True)
 class Full(Mask):
     """Everything is visible."""
 
-    def allowed(self, n: int) -> None:
+    def sees(self, rows: slice, columns: slice, n: int) -> None:
         """No restriction."""
         return
 
@@ -52,9 +70,13 @@ class Full(Mask):
 class Causal(Mask):
     """Token i sees tokens j ≤ i."""
 
-    def allowed(self, n: int) -> Tensor:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """Lower triangle."""
-        return torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+        return (_distance(rows, columns) >= 0)[None, None]
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """Nothing after the last query."""
+        return 0, rows.stop
 
     def __str__(self) -> str:
         return "causal"
@@ -71,12 +93,15 @@ class Window(Mask):
         if self.width < 1:
             raise ValueError(f"window width must be at least 1, got {self.width}")
 
-    def allowed(self, n: int) -> Tensor:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """A band of the given width."""
-        i = torch.arange(n)
-        distance = i[:, None] - i[None, :]
-        seen = (distance >= 0) if self.causal else torch.ones(n, n, dtype=torch.bool)
-        return (seen & (distance.abs() < self.width))[None, None]
+        distance = _distance(rows, columns)
+        near = distance.abs() < self.width
+        return (near & (distance >= 0) if self.causal else near)[None, None]
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """Only keys near the queries."""
+        return max(0, rows.start - self.width + 1), rows.stop if self.causal else min(n, rows.stop + self.width - 1)
 
     def __str__(self) -> str:
         return f"window:{self.width}" + ("" if self.causal else ":both")
@@ -92,13 +117,15 @@ class PrefixLM(Mask):
         if self.prefix < 0:
             raise ValueError(f"prefix length must not be negative, got {self.prefix}")
 
-    def allowed(self, n: int) -> Tensor:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """Lower triangle plus the prefix columns."""
         if self.prefix > n:
             raise ValueError(f"mask prefix:{self.prefix} is longer than the sequence, n = {n}")
-        seen = torch.ones(n, n, dtype=torch.bool).tril()
-        seen[:, : self.prefix] = True
-        return seen[None, None]
+        return ((_distance(rows, columns) >= 0) | (_indices(columns) < self.prefix))[None, None]
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """The prefix, and nothing after the last query."""
+        return 0, max(self.prefix, rows.stop)
 
     def __str__(self) -> str:
         return f"prefix:{self.prefix}"
@@ -120,14 +147,15 @@ class Padding(Mask):
         if not self.pads or min(self.pads) < 0:
             raise ValueError(f"pads must be non-negative counts, one per input, got {self.pads}")
 
-    def allowed(self, n: int) -> Tensor:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """True between two real tokens."""
         if max(self.pads) >= n:
             raise ValueError(f"pads holds {max(self.pads)} padding tokens but the sequence has n = {n}")
         pads = torch.tensor(self.pads)[:, None]
-        i = torch.arange(n)[None]
-        real = (i >= pads) if self.side == "left" else (i < n - pads)
-        return (real[:, :, None] & real[:, None, :])[:, None]
+        query, key = (
+            (i >= pads) if self.side == "left" else (i < n - pads) for i in (_indices(rows)[None], _indices(columns)[None])
+        )
+        return (query[:, :, None] & key[:, None, :])[:, None]
 
     def for_input(self, index: int) -> Mask:
         """The padding of one input."""
@@ -151,13 +179,23 @@ class Packed(Mask):
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"document lengths must be positive, got {self.lengths}")
 
-    def allowed(self, n: int) -> Tensor:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """Block diagonal, causal inside each block unless told otherwise."""
+        document = self._documents(n)
+        same = document[rows, None] == document[None, columns]
+        return (same & (_distance(rows, columns) >= 0) if self.causal else same)[None, None]
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """The documents of the queries."""
+        document = self._documents(n)
+        first, last = document[rows.start], document[rows.stop - 1]
+        inside = ((document >= first) & (document <= last)).nonzero()[:, 0]
+        return int(inside[0]), rows.stop if self.causal else int(inside[-1]) + 1
+
+    def _documents(self, n: int) -> Tensor:
         if sum(self.lengths) != n:
             raise ValueError(f"mask {self}: documents add up to {sum(self.lengths)} tokens but n = {n}")
-        document = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
-        same = document[:, None] == document[None, :]
-        return (same.tril() if self.causal else same)[None, None]
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
 
     def __str__(self) -> str:
         return "packed:" + ",".join(map(str, self.lengths)) + ("" if self.causal else ":both")
@@ -178,9 +216,9 @@ class Explicit(Mask):
         if t.is_floating_point() and bool((t.isnan() | (t == float("inf"))).any()):
             raise ValueError("mask tensor holds NaN or +inf; hidden entries are -inf")
 
-    def allowed(self, n: int) -> Tensor | None:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """The visible entries."""
-        t = self._at(n)
+        t = self._at(n)[..., rows, columns]
         return t if t.dtype == torch.bool else ~hidden(t)
 
     def additive(self, n: int) -> Tensor | None:
@@ -224,15 +262,20 @@ class Both(Mask):
     first: Mask
     second: Mask
 
-    def allowed(self, n: int) -> Tensor | None:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Intersection."""
-        a, b = self.first.allowed(n), self.second.allowed(n)
+        a, b = self.first.sees(rows, columns, n), self.second.sees(rows, columns, n)
         if a is None or b is None:
             return b if a is None else a
         for name, axis in (("inputs", 0), ("heads", 1)):
             if a.shape[axis] != b.shape[axis] and 1 not in (a.shape[axis], b.shape[axis]):
                 raise ValueError(f"masks {self.first} and {self.second} are for {a.shape[axis]} and {b.shape[axis]} {name}")
         return a & b
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """Intersection."""
+        (a, b), (c, d) = self.first.span(rows, n), self.second.span(rows, n)
+        return max(a, c), min(b, d)
 
     def additive(self, n: int) -> Tensor | None:
         """Sum."""

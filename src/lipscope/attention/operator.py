@@ -1,10 +1,11 @@
 """The Jacobian of an attention layer behind the operator protocol, at scopes ``attention`` and ``head``.
 
-``attention``: J = W_O · J_core · [τW_Q; W_K; W_V], one item per input.
+``attention``: J = W_O · J_core · R · [τW_Q; W_K; W_V], one item per input, R the rotations of rotary embeddings if any.
 
 ``head``: one item per (input, head). J_head depends on a token only through its 3·dh projections, so with the thin QR
 [τW_Q; W_K; W_V]_hᵀ = U R (d × r, r ≤ 3·dh) the iteration runs on (n, r) coordinates instead of (n, d): U has
-orthonormal columns, hence the same singular values, and right singular vectors lift by U.
+orthonormal columns, hence the same singular values, and right singular vectors lift by U. Rotations come after the
+projection, so they change nothing of this.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Linearisation, group_queries
+from lipscope.attention.core import group_queries
 from lipscope.attention.layer import Attention
+from lipscope.attention.tiled import AnyLinearisation, prefers_tiles
 from lipscope.spectral.operator import Operator
 
 
 class AttentionOperator(Operator):
     """Input Jacobian of the whole layer (all heads and W_O, no residual) at tokens X of shape (B, n, d)."""
 
-    def __init__(self, layer: Attention, X: Tensor) -> None:
-        core, n = linearise_for_products(layer, X), X.shape[1]
+    def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
+        core, n = linearise_for_products(layer, X, tiled), X.shape[1]
         self.layer, self.core, self.n = layer, core, n
-        self.batch = core.q.shape[0]
+        self.turn = layer.turn(n, X.shape[0])
+        self.batch = X.shape[0]
         self.input_shape, self.output_shape = (n, layer.width), (n, layer.output_width)
         self.dtype, self.device = layer.dtype, layer.device
         self._rounding = rounding_allowance(core, layer.width)
@@ -38,6 +41,8 @@ class AttentionOperator(Operator):
         layer = self.layer
         projected = u.reshape(-1, layer.width) @ layer.qkv.mT
         dq, dk, dv = layer.split_heads(projected.reshape(self.batch, self.n, -1))
+        if self.turn is not None:
+            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
         return layer.merge_heads(self.core.jvp(group_queries(dq, layer.kv_heads), dk, dv)).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
@@ -46,10 +51,12 @@ class AttentionOperator(Operator):
         tokens = g.reshape(-1, layer.output_width)
         joined = tokens if layer.out is None else tokens @ layer.out.detach()
         split = joined.reshape(self.batch, self.n, layer.heads, -1).transpose(1, 2)
-        cotangents = self.core.vjp(group_queries(split, layer.kv_heads))
-        merged = torch.cat(
-            [t.reshape(self.batch, -1, self.n, t.shape[-1]).transpose(1, 2).flatten(2) for t in cotangents], dim=-1
-        )
+        cotangents = [
+            t.reshape(self.batch, -1, self.n, t.shape[-1]) for t in self.core.vjp(group_queries(split, layer.kv_heads))
+        ]
+        if self.turn is not None:
+            cotangents[:2] = [self.turn.transpose(t) for t in cotangents[:2]]
+        merged = torch.cat([t.transpose(1, 2).flatten(2) for t in cotangents], dim=-1)
         return (merged.flatten(0, 1) @ layer.qkv).reshape(self.batch, -1)
 
     def select(self, items: Tensor) -> AttentionOperator:
@@ -57,6 +64,7 @@ class AttentionOperator(Operator):
         kept = object.__new__(AttentionOperator)
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
+        kept.turn = None if self.turn is None else self.turn.select(items)
         return kept
 
     def to_dense(self) -> Tensor:
@@ -67,28 +75,14 @@ class AttentionOperator(Operator):
 class HeadOperator(Operator):
     """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head)."""
 
-    def __init__(self, layer: Attention, X: Tensor) -> None:
-        core = linearise_for_products(layer, X)
+    def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
+        core = linearise_for_products(layer, X, tiled)
         B, n, _ = X.shape
-        H, group = layer.heads, layer.heads // layer.kv_heads
-
-        def per_item(t: Tensor, shared: bool) -> Tensor:
-            heads = t.repeat_interleave(group, dim=1) if shared else t.reshape(B, H, n, t.shape[-1])
-            return heads.flatten(0, 1)[:, None]
-
-        P = per_item(core.P, shared=False)
-        W = P if core.W is core.P else per_item(core.W, shared=False)
-        self.core = Linearisation(
-            per_item(core.q, False),
-            per_item(core.k, True),
-            per_item(core.v, True),
-            P,
-            W,
-            per_item(core.o, False),
-            core.score_size,
-        )
+        self.core = core.per_head(layer.heads)
         self._set_weights(layer, B)
-        self.batch, self.n = B * H, n
+        turn, inputs = layer.turn(n, B), torch.arange(B, device=X.device)
+        self.turn = None if turn is None else turn.select(inputs.repeat_interleave(layer.heads))
+        self.batch, self.n = B * layer.heads, n
         self.input_shape, self.output_shape = (n, self.weights.shape[-1]), (n, layer.value_width)
         self.dtype, self.device = layer.dtype, layer.device
         self._rounding = rounding_allowance(core, layer.width)
@@ -118,12 +112,16 @@ class HeadOperator(Operator):
         """J·u in reduced coordinates."""
         projected = torch.bmm(u.reshape(self.batch, *self.input_shape), self.weights.mT)
         dq, dk, dv = (t[:, None] for t in projected.split(self.sizes, dim=-1))
+        if self.turn is not None:
+            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
         return self.core.jvp(dq, dk, dv).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g in reduced coordinates."""
-        cotangents = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
-        return torch.bmm(torch.cat([t[:, 0] for t in cotangents], dim=-1), self.weights).flatten(1)
+        gq, gk, gv = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
+        if self.turn is not None:
+            gq, gk = self.turn.transpose(gq), self.turn.transpose(gk)
+        return torch.bmm(torch.cat([gq[:, 0], gk[:, 0], gv[:, 0]], dim=-1), self.weights).flatten(1)
 
     def select(self, items: Tensor) -> HeadOperator:
         """Keep the listed (input, head) pairs."""
@@ -131,6 +129,7 @@ class HeadOperator(Operator):
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
         kept.weights, kept.head_of_item = self.weights[items], self.head_of_item[items]
+        kept.turn = None if self.turn is None else self.turn.select(items)
         return kept
 
     def lift_right(self, right: Tensor) -> Tensor:
@@ -142,30 +141,39 @@ class HeadOperator(Operator):
         return dense_by_repetition(self)
 
 
-def linearise_for_products(layer: Attention, X: Tensor) -> Linearisation:
-    """The core at X as the operators use it: finite, and with centred values where that changes nothing."""
-    core = layer.linearise(X)
+def linearise_for_products(layer: Attention, X: Tensor, tiled: bool | None = None) -> AnyLinearisation:
+    """The core at X as the operators use it: finite, and with centred values where that changes nothing.
+
+    Args:
+        layer: the layer.
+        X: tokens (B, n, d).
+        tiled: without n×n matrices; by default when these would be large.
+    """
+    B, n, _ = X.shape
+    if tiled is None:
+        tiled = prefers_tiles(layer.score_rule(n, B, tiled=True), B * layer.heads, n, n, X)
+    core: AnyLinearisation = layer.linearise_tiled(X) if tiled else layer.linearise(X)
     check_finite(core)
     return core.with_centred_values() if layer.sinks is None else core
 
 
-def check_finite(core: Linearisation) -> None:
+def check_finite(core: AnyLinearisation) -> None:
     """Refuse a linearisation that overflowed."""
-    for name, tensor in (("scores", core.P), ("values", core.v), ("queries", core.q), ("keys", core.k)):
+    for name, tensor in core.finite().items():
         if not bool(torch.isfinite(tensor).all()):
             raise FloatingPointError(
-                f"the attention {name} overflow in {core.P.dtype} at this input: the tokens or the weights are too large. "
+                f"the attention {name} overflow in {core.dtype} at this input: the tokens or the weights are too large. "
                 "Compute in float64, or rescale the input."
             )
 
 
-def rounding_allowance(core: Linearisation, width: int) -> float:
+def rounding_allowance(core: AnyLinearisation, width: int) -> float:
     """Relative error allowed for the products: eps times (√d for the inner products + the size of the scores)."""
-    eps = torch.finfo(core.P.dtype).eps
+    eps = torch.finfo(core.dtype).eps
     allowance = eps * float(16 + 4 * width**0.5 + 2 * core.score_size)
     if allowance > 0.1:
         raise FloatingPointError(
-            f"scores of size {core.score_size:.1e} leave no correct digits in {core.P.dtype}: "
+            f"scores of size {core.score_size:.1e} leave no correct digits in {core.dtype}: "
             + ("rescale the tokens or the weights" if eps < 1e-10 else "compute in float64 (dtype=torch.float64)")
         )
     return allowance
@@ -175,7 +183,7 @@ def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:
     """J of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
     M, N = operator.shape
     identity = torch.eye(N, dtype=operator.dtype, device=operator.device)
-    block = max(1, _DENSE_BLOCK // (M + N + operator.core.P[0].numel()))
+    block = max(1, _DENSE_BLOCK // (M + N + operator.core.scratch))
     items = []
     for item in range(operator.batch):
         columns = []

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope.attention.masks import Mask
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreRule:
@@ -22,12 +24,27 @@ class ScoreRule:
         additive: finite term added after the soft-cap, or None.
         allowed: True where query i sees key j, or None for everywhere.
         sinks: one extra logit per head, shape (heads,), of a virtual token with value zero; or None.
+        mask: a rule for who sees whom, beside ``allowed``; it is evaluated where it is needed, tile by tile.
     """
 
     softcap: float | None = None
     additive: Tensor | None = None
     allowed: Tensor | None = None
     sinks: Tensor | None = None
+    mask: Mask | None = None
+
+    def visible(self, rows: slice, columns: slice, n: int, device: torch.device) -> Tensor | None:
+        """True where query i of ``rows`` sees key j of ``columns``, among n tokens; None for everywhere."""
+        seen = None if self.allowed is None else tile_of(self.allowed, rows, columns)
+        ruled = None if self.mask is None else self.mask.sees(rows, columns, n)
+        if ruled is None:
+            return seen
+        ruled = ruled.to(device)
+        return ruled if seen is None else seen & ruled
+
+    def span(self, rows: slice, n: int) -> tuple[int, int]:
+        """A range of keys outside which the queries ``rows`` see nothing."""
+        return (0, n) if self.mask is None else self.mask.span(rows, n)
 
     def probabilities(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """P and the weight W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
@@ -41,10 +58,18 @@ class ScoreRule:
             scores, slope = self.softcap * bent, 1 - bent.square()
         if self.additive is not None:
             scores = scores + self.additive
-        if self.allowed is not None:
-            scores = scores.masked_fill(~self.allowed, float("-inf"))
+        queries, keys = scores.shape[-2:]
+        visible = self.visible(slice(0, queries), slice(0, keys), keys, scores.device)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
         P = safe_softmax(scores, self.sinks)
         return P, P if slope is None else P * slope
+
+
+def tile_of(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Rows and columns of a tensor that may be the same for all queries or for all keys."""
+    everything = slice(None)
+    return tensor[..., rows if tensor.shape[-2] > 1 else everything, columns if tensor.shape[-1] > 1 else everything]
 
 
 def safe_softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:

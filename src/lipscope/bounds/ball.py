@@ -1,12 +1,14 @@
 """A constant that holds on a whole ball: ‖f(X') − f(X'')‖_F ≤ L(ρ)‖X' − X''‖_F for all X', X'' within ρ of X.
 
-From entrywise score intervals, with b_j = τW_Qᵀk_j and ‖e_i‖² + ‖e_j‖² ≤ ρ²,
+From entrywise score intervals, with ‖e_i‖² + ‖e_j‖² ≤ ρ² and ‖A‖ the largest ‖A_ij‖ (rotary embeddings make it depend
+on the pair),
 
-    |s'_ij − s_ij| ≤ ρ√(‖a_i‖² + ‖b_j‖²) + ½ρ²‖A‖  (i ≠ j)        |s'_ii − s_ii| ≤ ρ‖a_i + b_i‖ + ρ²‖A‖
+    |s'_ij − s_ij| ≤ ρ√(‖a_ij‖² + ‖b_ij‖²) + ½ρ²‖A‖  (i ≠ j)        |s'_ii − s_ii| ≤ ρ‖a_ii + b_ii‖ + ρ²‖A‖
 
 follows P⁻ ≤ P' ≤ P⁺, and the certificates of one input hold with P⁺, with second moments about the old o_i, and with
-‖a'_i‖ ≤ ‖a_i‖ + ρ‖A‖. L is increasing, and without a
-soft-cap it tends to the local certificate of the head as ρ → 0. Ours; proof in docs/theory.
+‖a'_ij‖ ≤ ‖a_ij‖ + ρ‖A‖. Besides, σ(X') ≤ σ(X) + ‖J(X') − J(X)‖, where the blocks of the difference have norms of at
+most how far P, a and v − o move. L is increasing, and without a soft-cap it tends to the local certificate as ρ → 0.
+Ours; proof in docs/theory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.bounds.bound import OURS, Bound
+from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
 from lipscope.bounds.weights import HeadWeights, layer_weights
@@ -27,8 +30,9 @@ from lipscope.bounds.weights import HeadWeights, layer_weights
 def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
     """A Lipschitz constant of the layer on {X' : ‖X' − X‖_F ≤ ρ}.
 
-    Any mask, biases, grouped queries, soft-cap, sinks; float64 with the rounding margin of the local certificates. Heads
-    are combined by the least of Σ_h and ‖W_O‖·(root of squares).
+    Any mask, biases, grouped queries, soft-cap, sinks, rotary embeddings; float64 with the rounding margin of the local
+    certificates. Heads are combined by the least of Σ_h, ‖W_O‖·(root of squares), and the local certificate of the layer
+    plus how far the heads' Jacobians move.
 
     Args:
         attention: the layer.
@@ -95,6 +99,7 @@ class _BallHeads:
     image: list[_BallHead]
     plain: list[_BallHead]
     out: float
+    local: float
 
     @classmethod
     def at(cls, layer: Attention, X: Tensor) -> _BallHeads:
@@ -109,14 +114,18 @@ class _BallHeads:
             visible = [None if t is None else t[0, 0] for t in seen]
             image = [_BallHead.at(*parts) for parts in zip(cores, weights.image, visible, strict=True)]
             plain = [_BallHead.at(*parts) for parts in zip(cores, weights.plain, visible, strict=True)] if several else image
-        return cls(image, plain, weights.out if several else math.inf)
+            local = float(certified_upper(precise, x[None])[0])
+        return cls(image, plain, weights.out if several else math.inf, local)
 
     def constant(self, radius: float) -> float:
         with torch.no_grad():
-            total = sum(head.constant(radius) for head in self.image)
+            image = [head.constant(radius) for head in self.image]
+            # σ(X') ≤ σ(X) + ‖J(X') − J(X)‖, which makes the local certificate the limit for small ρ.
+            total = min(sum(constant for constant, _ in image), self.local + sum(moves for _, moves in image))
             if len(self.image) == 1:
                 return total
-            return min(total, self.out * math.sqrt(sum(head.constant(radius) ** 2 for head in self.plain)))
+            plain = [head.constant(radius)[0] for head in self.plain]
+            return min(total, self.out * math.hypot(*plain))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +134,7 @@ class _BallHead:
 
     core: HeadCore
     weights: HeadWeights
+    A: float
     v: Tensor
     o: Tensor
     delta: Tensor
@@ -144,48 +154,69 @@ class _BallHead:
         if w.R_O is not None:
             v, o = v @ w.R_O.mT, o @ w.R_O.mT
         delta, block = core.block_norms(w)
-        share = torch.where(core.P > 0, block / core.P.clamp_min(1e-300), w.value + delta * core.a[:, None])
+        share = torch.where(core.P > 0, block / core.P.clamp_min(1e-300), w.value + delta * core.a)
+        A = w.interaction if core.turn is None else core.turned_interaction(w)
         B, _ = core.covariance_norms(w)
-        b = core.k @ w.R_Q.mT
-        b_norm = torch.linalg.vector_norm(b, dim=-1)
-        inner = ((core.q @ w.KQ) * core.k).sum(-1)
-        own = ((core.a.square() + 2 * inner + b_norm.square()).clamp_min(0) + core.margin * (core.a + b_norm) ** 2).sqrt()
         # Query gradients are counted from their mean where a common shift of the keys cancels.
-        shift = torch.zeros_like(b) if core.bent or core.missing is not None else core.P @ b
-        b_spread = torch.cdist(shift, b, compute_mode="donot_use_mm_for_euclid_dist")
+        centred = not (core.bent or core.missing is not None)
+        if core.turn is None:
+            b = core.k @ w.R_Q.mT
+            b_norm = torch.linalg.vector_norm(b, dim=-1)[None]
+            own_b, inner = b_norm[0], ((core.q @ w.KQ) * core.k).sum(-1)
+            shift = core.P @ b if centred else torch.zeros_like(b)
+            b_spread = torch.cdist(shift, b, compute_mode="donot_use_mm_for_euclid_dist")
+            own_a = core.a[:, 0]
+        else:
+            shift = core.P @ core.k if centred else torch.zeros_like(core.k)
+            b_norm, b_spread = core.query_gradients(w, shift)
+            own_a, own_b = core.a.diagonal(), b_norm.diagonal()
+            q, k = (core.turn.transpose(t) for t in (core.q, core.k))
+            inner = ((q @ w.KQ) * k).sum(-1)
+        own = ((own_a.square() + 2 * inner + own_b.square()).clamp_min(0) + core.margin * (own_a + own_b) ** 2).sqrt()
         seen = torch.ones_like(core.P, dtype=torch.bool) if visible is None else visible.expand_as(core.P)
         x = perron_vector(block + torch.diag(B))
-        return cls(core, w, v, o, delta, share, B, b_norm, own, b_spread, seen, x / x.max())
+        return cls(core, w, A, v, o, delta, share, B, b_norm, own, b_spread, seen, x / x.max())
 
-    def constant(self, radius: float) -> float:
+    def constant(self, radius: float) -> tuple[float, float]:
+        """A bound for σ on the ball, and one for how far the Jacobian moves in it."""
         core, w = self.core, self.weights
+        if core.margin >= 0.1:
+            return math.inf, math.inf
+        margin = 1 + 4 * core.margin
         high, change, sink, sink_moves = self._enclosure(radius)
         move = w.value * radius
-        a = core.a + w.interaction * radius
+        a = core.a + self.A * radius
         peak = high.amax(-1).sqrt()
         o_norm = torch.linalg.vector_norm(self.o, dim=-1)
         # How far o_i moves: the probabilities change, and the values under them.
         o_moves = (change * self.delta).sum(-1) + sink_moves * o_norm + move * peak
         # Second moments about the old o_i, a sink being a token of value 0: the new covariance is no larger.
         z = torch.hypot(self._moments(high), sink.sqrt() * o_norm) + move * peak
-        rho = w.value + z * a if core.bent else (w.value**2 + (z * a).square()).sqrt()
-        B = self._queries(radius, high, change, z, o_moves, peak)
+        keys = z * a.amax(-1)
+        rho = (w.value**2 + keys.square()).sqrt() if core.orthogonal else w.value + keys
+        B, moves = self._queries(radius, high, change, z, o_moves, peak)
         row_column = math.sqrt(float((rho.square() @ high).max())) + float(B.max())
         # ‖V + δ'a'ᵀ‖ ≤ ‖V + δaᵀ‖ + ‖δ' − δ‖‖a'‖ + ‖δ‖‖a' − a‖; the slope of a soft-cap may move, so it takes the plain sum.
-        drift = move + o_moves[:, None]
+        drift = (move + o_moves[:, None]) * a + self.delta * (self.A * radius)
         if core.bent:
-            block = high * (w.value + (self.delta + drift) * a[:, None])
+            block = high * (w.value + (self.delta + move + o_moves[:, None]) * a)
+            moved = math.inf
         else:
-            block = high * (self.share + drift * a[:, None] + self.delta * (w.interaction * radius))
-        # Vectors that do not depend on ρ keep the bound increasing in ρ.
-        N = block + torch.diag(B)
-        value = min(row_column, *(collatz_wielandt(N, x) for x in (self.x, torch.ones_like(self.x), self.x + 0.1)))
-        return value * (1 + 4 * core.margin) if core.margin < 0.1 else math.inf
+            block = high * (self.share + drift)
+            # P'M' − PM = (P' − P)M' + P(M' − M)
+            difference = change * (self.share + drift) + core.P * drift
+            moved = self._norm(difference + torch.diag(moves)) * margin
+        value = min(row_column, self._norm(block + torch.diag(B)))
+        return value * margin, moved
+
+    def _norm(self, N: Tensor) -> float:
+        """‖N‖₂ from vectors that do not depend on ρ, which keeps the bound increasing in ρ."""
+        return min(collatz_wielandt(N, x) for x in (self.x, torch.ones_like(self.x), self.x + 0.1))
 
     def _enclosure(self, radius: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """P⁺ and max(P⁺ − P, P − P⁻) entrywise; the same for the share of the sink in every row."""
-        core, A, P = self.core, self.weights.interaction, self.core.P
-        moves = radius * torch.hypot(core.a[:, None], self.b[None, :]) + A * radius**2 / 2
+        core, A, P = self.core, self.A, self.core.P
+        moves = (radius * torch.hypot(core.a, self.b) + A * radius**2 / 2).expand_as(P).clone()
         moves.diagonal().copy_(radius * self.own + A * radius**2)
         # A visible entry may have underflowed to 0; beyond e^600 nothing is known of it but that it is at most 1.
         start = torch.where(self.seen, P.clamp_min(1e-300), P)
@@ -212,17 +243,19 @@ class _BallHead:
             found.append(matrix_norm_upper(Z))
         return torch.cat(found)
 
-    def _queries(self, radius: float, high: Tensor, change: Tensor, z: Tensor, o_moves: Tensor, peak: Tensor) -> Tensor:
-        """‖B'_i‖ ≤ the least of √(second moments) and ‖B_i‖ plus how far a covariance can move."""
+    def _queries(
+        self, radius: float, high: Tensor, change: Tensor, z: Tensor, o_moves: Tensor, peak: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """‖B'_i‖, the least of √(second moments) and ‖B_i‖ plus how far a covariance can move; and that distance."""
         w, core = self.weights, self.core
-        shift = w.interaction * radius
+        shift = self.A * radius
         b_root = (high * self.b_spread.square()).sum(-1).sqrt() + shift * peak
         cauchy = z * b_root
         if core.bent:
-            return cauchy
+            return cauchy, torch.full_like(cauchy, math.inf)
         # With a sink the gradients are not counted from their mean, and their mean is not small.
         b_moves = b_root if core.missing is not None else (change * self.b_spread).sum(-1) + shift * peak
         v_root = (high * self.delta.square()).sum(-1).sqrt()
-        moved = self.B + (change * self.delta * self.b_spread).sum(-1)
-        moved = moved + w.value * radius * peak * b_root + v_root * shift * peak + o_moves * b_moves
-        return torch.minimum(cauchy, moved)
+        moves = (change * self.delta * self.b_spread).sum(-1)
+        moves = moves + w.value * radius * peak * b_root + v_root * shift * peak + o_moves * b_moves
+        return torch.minimum(cauchy, self.B + moves), moves

@@ -13,7 +13,7 @@ def _head(c: HeadConstants, radius: float) -> float:
     return c.value + c.nu(radius) * c.alpha(radius) + c.queries(radius)
 
 
-def max_token(layer: Attention | Constants, radius: float) -> Bound:
+def max_token(layer: Attention | Constants, radius: float, n: int | None = None) -> Bound:
     """‖V‖ + να + νβ in the norm max_i‖x_i‖ on both sides, any mask and n; ‖V‖(1+2a) without biases.
 
     Row i moves by at most Σ_j P_ij(‖V‖ + ‖v_j − o_i‖‖a_i‖)‖ε_j‖ + ‖B_i‖‖ε_i‖, and Σ_j P_ij‖v_j − o_i‖ ≤ ν.
@@ -21,11 +21,12 @@ def max_token(layer: Attention | Constants, radius: float) -> Bound:
     Args:
         layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
         radius: R.
+        n: number of tokens, which only matters for rotary embeddings; None for all their positions.
 
     Returns:
         A set bound in the norm max_i‖x_i‖.
     """
-    constants = Constants.of(layer)
+    constants = Constants.of(layer, n)
     # The outputs of the heads of one token are joined: a root of squares over heads is valid for one token too.
     value = constants.combine(lambda c: _head(c, radius))
     return Bound("block_inf.max_token", value, "set", f"tokens of norm ≤ {radius:g}, any n, any mask", OURS,
@@ -43,6 +44,6 @@ def frobenius(layer: Attention | Constants, radius: float, n: int) -> Bound:
     Returns:
         A set bound.
     """
-    value = math.sqrt(n) * max_token(layer, radius).value
+    value = math.sqrt(n) * max_token(layer, radius, n).value
     return Bound("block_inf.frobenius", value, "set", f"tokens of norm ≤ {radius:g}, n = {n}, any mask", OURS,
                  {"R": radius, "n": n})  # fmt: skip

@@ -35,7 +35,7 @@ def general(layer: Attention | Constants, radius: float, n: int) -> Bound:
         keys = c.nu(radius) * c.alpha(radius)
         return math.sqrt(3 * (n * c.value**2 + 4 * n * keys**2 + c.queries(radius) ** 2))
 
-    value = Constants.of(layer).combine(head)
+    value = Constants.of(layer, n).combine(head)
     return Bound("castin2024.general", value, "set", f"tokens of norm ≤ {radius:g}, n = {n}, any mask",
                  f"{CASTIN}, Theorem 3.3", {"R": radius, "n": n})  # fmt: skip
 

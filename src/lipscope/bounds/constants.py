@@ -7,6 +7,7 @@ For one head and tokens in the ball of radius R:
 
 A key bias is the same for all keys of a row, so it cancels in the softmax, and a value bias cancels in v_j − o_i; the terms
 in parentheses appear only where they do not: with sinks, and for the key bias also with a soft-cap or rotary embeddings.
+With rotary embeddings ‖A‖ is the largest over pairs of tokens, and a turned key bias also widens the range of the scores.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lipscope.attention.layer import Attention
+from lipscope.bounds.offsets import TurnedNorms, turned_norms
 from lipscope.bounds.weights import HeadWeights, layer_weights
 
 
@@ -31,8 +33,9 @@ class HeadConstants:
         query_bias: τ‖W_Kᵀb_Q‖.
         key_bias: τ‖W_Qᵀb_K‖ where the key bias does not cancel, else 0.
         value_bias: ‖W_O b_V‖ where the value bias does not cancel, else 0.
-        score_range: largest difference of the additive bias within a row, plus what a rotated key bias adds.
+        score_range: largest difference of the additive bias within a row.
         softcap: c, or infinity.
+        bias_score: τ|b_Qᵀ R b_K| at most, where rotary embeddings keep the key bias in the scores; None without them.
         orthogonal: ∂s_ij/∂x_j is the same for all j (no soft-cap, no rotary embeddings).
     """
 
@@ -44,6 +47,7 @@ class HeadConstants:
     score_range: float = 0.0
     softcap: float = math.inf
     orthogonal: bool = True
+    bias_score: float | None = None
 
     def nu(self, R: float) -> float:
         """ν ≥ ‖v_j‖, up to a shift that cancels."""
@@ -59,7 +63,10 @@ class HeadConstants:
 
     def half_range(self, R: float) -> float:
         """The h for which two scores of one row differ by at most 2h; a soft-cap keeps it below c."""
-        return min(self.alpha(R) * R, self.softcap) + self.score_range / 2
+        spread = self.alpha(R) * R
+        if self.bias_score is not None:
+            spread += self.key_bias * R + self.bias_score
+        return min(spread, self.softcap) + self.score_range / 2
 
     def mean_and_keys(self, R: float) -> float:
         """ρ ≥ ρ_i of the row–column certificate: √(‖V‖² + ν²α²), or ‖V‖ + να when the directions are not orthogonal."""
@@ -86,8 +93,13 @@ class Constants:
         return cls((head,), (head,))
 
     @classmethod
-    def of(cls, layer: Attention | Constants) -> Constants:
-        """The constants of a layer; constants pass through."""
+    def of(cls, layer: Attention | Constants, n: int | None = None) -> Constants:
+        """The constants of a layer; constants pass through.
+
+        Args:
+            layer: the layer.
+            n: number of tokens, when only the first n positions of rotary embeddings matter.
+        """
         if isinstance(layer, Constants):
             return layer
         weights = layer_weights(layer)
@@ -96,21 +108,23 @@ class Constants:
         def heads(each: tuple[HeadWeights, ...]) -> tuple[HeadConstants, ...]:
             return tuple(_of_head(layer, w, span) for w in each)
 
-        return cls(heads(weights.image), heads(weights.plain), weights.out)
+        found = cls(heads(weights.image), heads(weights.plain), weights.out)
+        return found if layer.rotary is None else found.with_rotary(turned_norms(layer, n))
 
-    def with_rotary(self, interactions: tuple[float, ...], key_bias_range: float = 0.0) -> Constants:
-        """The same layer with rotary embeddings.
+    def with_rotary(self, norms: tuple[TurnedNorms, ...]) -> Constants:
+        """The same layer with rotary embeddings, given per head what the rotations make of its norms.
 
-        Args:
-            interactions: per head, an upper bound of ‖A_{i−j}‖ over all offsets, see ``rotary_interaction``.
-            key_bias_range: 2τ(‖W_Q‖R + ‖b_Q‖)‖b_K‖, since a rotated key bias does not cancel; 0 without key bias.
+        ``Constants.of`` does this by itself for a layer that has them.
         """
 
         def turn(each: tuple[HeadConstants, ...]) -> tuple[HeadConstants, ...]:
             return tuple(
-                replace(head, interaction=norm, orthogonal=False, score_range=head.score_range + key_bias_range)
-                for head, norm in zip(each, interactions, strict=True)
-            )
+                replace(
+                    head, interaction=norm.interaction, query_bias=norm.query_bias, key_bias=norm.key_bias,
+                    bias_score=norm.bias_score, orthogonal=False,
+                )
+                for head, norm in zip(each, norms, strict=True)
+            )  # fmt: skip
 
         return Constants(turn(self.image), turn(self.plain), self.out)
 
@@ -151,7 +165,7 @@ def score_range(layer: Attention) -> float:
 
 
 def additive_length(layer: Attention) -> int | None:
-    """The n an additive bias or an explicit mask is made for; None when the layer takes any n."""
+    """The n that an additive bias, an explicit mask or rotary tables per input are made for; None for any n."""
     from lipscope.attention.masks import Both, Explicit, Mask
 
     def explicit(mask: Mask) -> int | None:
@@ -160,6 +174,8 @@ def additive_length(layer: Attention) -> int | None:
         return explicit(mask.first) or explicit(mask.second) if isinstance(mask, Both) else None
 
     assert isinstance(layer.mask, Mask)
+    if layer.rotary is not None and layer.rotary.cos.ndim == 3:
+        return int(layer.rotary.cos.shape[1])
     return explicit(layer.mask) if layer.bias is None else int(layer.bias.shape[-1])
 
 
@@ -169,31 +185,3 @@ def _batch(layer: Attention, n: int) -> int:
     assert isinstance(layer.mask, Mask)
     sizes = [t.shape[0] for t in (layer.mask.allowed(n), layer.mask.additive(n)) if t is not None]
     return max([1, *sizes, layer.bias.shape[0] if layer.bias is not None and layer.bias.ndim == 4 else 1])
-
-
-def rotary_interaction(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, n: int, scale: float) -> float:
-    """Largest over offsets |o| < n of τ‖W_Kᵀ Rot(o) W_Q‖ for one head: the ‖A‖ of set bounds with rotary embeddings.
-
-    Args:
-        q: W_Q of the head (dk, d).
-        k: W_K of the head (dk, d).
-        angles: rotation per position of each pair (m, m + dk/2), shape (dk/2,), as in the usual half-split layout.
-        n: number of positions.
-        scale: τ.
-
-    Returns:
-        The norm; always at most τ‖W_K‖‖W_Q‖.
-    """
-    from lipscope.bounds.weights import spectral, triangle
-
-    R_Q, R_K = triangle(q.double().mT), triangle(k.double().mT)
-    half = angles.numel()
-    largest = 0.0
-    for offset in range(-(n - 1), n):
-        cos, sin = torch.cos(offset * angles.double()), torch.sin(offset * angles.double())
-        rotation = torch.zeros(2 * half, 2 * half, dtype=torch.float64)
-        index = torch.arange(half)
-        rotation[index, index] = rotation[index + half, index + half] = cos
-        rotation[index, index + half], rotation[index + half, index] = -sin, sin
-        largest = max(largest, spectral(R_K @ rotation @ R_Q.mT))
-    return abs(scale) * largest

@@ -5,12 +5,15 @@ Every number here is an upper bound of what it stands for, its own rounding incl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.rotary import Turn
+from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights
 
@@ -21,18 +24,19 @@ _SMALL = 1 << 22
 _TINY = 1e-300
 
 
-def rounding_margin(weights: HeadWeights, x: Tensor) -> float:
+def rounding_margin(weights: HeadWeights, x: Tensor, gain: float = 1.0) -> float:
     """Relative error of a probability, and hence of every sum of nonnegative terms built on it.
 
     A score is two products of length d and one of length dk, so its error is at most (2d + dk)·eps times
     |τ|‖W_Q‖_F‖W_K‖_F (‖x‖ + ‖b_Q‖/‖W_Q‖_F)(‖x‖ + ‖b_K‖/‖W_K‖_F); the exponential and the normalisation double it, and a
-    further factor 2 and 8(n + d) units cover the remaining sums.
+    further factor 2 and 8(n + d) units cover the remaining sums. Rotations of norm at most ``gain`` enlarge a score by its
+    square, and add a few products.
     """
     n, d = x.shape
     size = float(torch.linalg.vector_norm(x, dim=-1).max())
-    scores = weights.score_scale * (size + weights.query_shift) * (size + weights.key_shift)
+    scores = gain**2 * weights.score_scale * (size + weights.query_shift) * (size + weights.key_shift)
     eps = torch.finfo(torch.float64).eps
-    return eps * (4 * (2 * d + weights.R_K.shape[1]) * scores + 8 * (n + d))
+    return eps * (4 * (2 * d + weights.R_K.shape[1] + 8) * scores + 8 * (n + d))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +50,12 @@ class HeadCore:
         o: outputs Σ_j P_ij v_j, shifted likewise.
         P: probabilities (n, n).
         W: P times the slope of the soft-cap.
-        a: ‖a_i‖ = ‖τW_Kᵀq_i‖, (n,).
+        a: ‖a_ij‖, a_ij = W_KᵀR_jᵀq_i with τ inside q: (n, 1), or (n, n) with rotary embeddings.
         missing: share of the sink in every row (n,), or None.
         centre: the mean that was taken from the values.
         bent: there is a soft-cap.
         margin: relative rounding margin.
+        turn: the rotations R_j of rotary embeddings, tables (n, r), or None; q and k are turned already.
     """
 
     q: Tensor
@@ -64,6 +69,7 @@ class HeadCore:
     centre: Tensor
     bent: bool
     margin: float
+    turn: Turn | None = None
 
     @classmethod
     def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadCore:
@@ -79,18 +85,84 @@ class HeadCore:
             o = o - missing[:, None] * centre
         if not (bent or sinks):
             k = k - k.mean(0)
-        a = torch.linalg.vector_norm(q @ weights.R_K.mT, dim=-1)
-        return cls(q, k, v, o, P, W if bent else P, a, missing, centre, bent, rounding_margin(weights, x))
+        turn, gain = single.turn(x.shape[0], 1), 1.0
+        if turn is not None:
+            turn = Turn(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
+            gain = max(1.0, float((turn.cos.square() + turn.sin.square()).max().sqrt()))
+        margin = rounding_margin(weights, x, gain)
+        found = cls(q, k, v, o, P, W if bent else P, q[:, :1], missing, centre, bent, margin, turn)
+        return replace(found, a=found._key_gradients(weights))
+
+    @property
+    def orthogonal(self) -> bool:
+        """∂s_ij/∂x_j is the same for all j: no soft-cap, no rotary embeddings."""
+        return not self.bent and self.turn is None
+
+    def _key_gradients(self, w: HeadWeights) -> Tensor:
+        if self.turn is None:
+            norms: Tensor = torch.linalg.vector_norm(self.q @ w.R_K.mT, dim=-1, keepdim=True)
+            return norms
+        return torch.cat([torch.linalg.vector_norm(Y, dim=-1) for _, Y in self.pair_images(w.R_K, self.q)])
+
+    def pair_images(self, M: Tensor, t: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """M R_jᵀ t_i for all pairs, (rows i, n, rows of M), a block of rows at a time."""
+        n = t.shape[0]
+        turned = self.turned(M).flatten(0, 1)
+        step = max(1, _SCRATCH // turned.shape[0])
+        for start in range(0, n, step):
+            part = slice(start, min(n, start + step))
+            yield part, (t[part] @ turned.mT).reshape(-1, n, M.shape[0])
+
+    def query_gradients(self, w: HeadWeights, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """‖b_ij‖ and ‖b_ij − R_Q R_iᵀ shift_i‖, b_ij = τW_QᵀR_iᵀk_j, for all pairs, with rotary embeddings."""
+        norms, spreads = torch.empty_like(self.P), torch.empty_like(self.P)
+        for i, M in enumerate(self.turned(w.R_Q)):
+            b = self.k @ M.mT
+            norms[i] = torch.linalg.vector_norm(b, dim=-1)
+            spreads[i] = torch.linalg.vector_norm(b - M @ shift[i], dim=-1)
+        return norms, spreads
+
+    def turned_interaction(self, w: HeadWeights) -> float:
+        """A bound for ‖A_ij‖ = ‖W_KᵀR_jᵀR_iτW_Q‖ over all pairs of this input."""
+        assert self.turn is not None
+        return largest_interaction(w, self.turn)
+
+    def turned(self, M: Tensor) -> Tensor:
+        """M R_jᵀ for every token j, (n, rows of M, dk)."""
+        assert self.turn is not None
+        return Turn(self.turn.cos[:, None], self.turn.sin[:, None], self.turn.interleaved).apply(
+            M.expand(len(self.q), *M.shape)
+        )
+
+    def projected_norm(self, t: Tensor, M: Tensor) -> float:
+        """‖t Mᵀ‖, or the largest ‖t R_j Mᵀ‖ over tokens with rotary embeddings."""
+        if self.turn is None:
+            return float(torch.linalg.matrix_norm(t @ M.mT, 2))
+        turned = self.turned(M)
+        return float(matrix_norm_upper(turned @ (t.mT @ t) @ turned.mT, symmetric=True).max().sqrt())
+
+    def query_images(self, M: Tensor, part: slice) -> Tensor:
+        """M_i R_i for matrices M (rows i, ·, dk) that meet the queries."""
+        if self.turn is None:
+            return M
+        return Turn(self.turn.cos[part, None], self.turn.sin[part, None], self.turn.interleaved).transpose(M)
 
     def block_norms(self, w: HeadWeights) -> tuple[Tensor, Tensor]:
         """‖W_O(v_j − o_i)‖ and P_ij‖W_O W_V + s_ij W_O(v_j − o_i)a_iᵀ‖ for all pairs, s the slope of the soft-cap."""
-        v, o, margin, P = *self._seen(w), self.margin, self.P
-        g = self.q @ w.VK.mT
+        v, o, margin, P = *self.seen(w), self.margin, self.P
         size = v.square().sum(-1)[None, :] + o.square().sum(-1)[:, None]
         delta2 = torch.addmm(size, o, v.mT, alpha=-2).clamp_min_(0).add_(size, alpha=margin)
-        inner = g @ v.mT - (g * o).sum(-1, keepdim=True)
-        slack = 2 * margin * torch.linalg.vector_norm(g, dim=-1)[:, None] * size.sqrt_()
-        a2, g2 = self.a.square()[:, None], g.square().sum(-1)[:, None] * (1 + margin)
+        if self.turn is None:
+            g = self.q @ w.VK.mT
+            inner = g @ v.mT - (g * o).sum(-1, keepdim=True)
+            g2 = g.square().sum(-1, keepdim=True)
+        else:
+            inner, g2 = torch.empty_like(P), torch.empty_like(P)
+            for part, G in self.pair_images(w.VK, self.q):
+                g2[part] = G.square().sum(-1)
+                inner[part] = (G @ o[part, :, None])[..., 0].neg_() + (G * v).sum(-1)
+        slack = 2 * margin * g2.sqrt() * size.sqrt_()
+        a2, g2 = self.a.square(), g2 * (1 + margin)
         if self.bent:
             slope = self.W / P.clamp_min(_TINY)
             inner, slack = inner * slope, slack * slope
@@ -106,47 +178,72 @@ class HeadCore:
 
     def _exact_blocks(self, w: HeadWeights, v: Tensor, o: Tensor, delta: Tensor) -> Tensor:
         """‖W_O W_V + s_ij W_O(v_j − o_i)a_iᵀ‖ for all pairs from the matrices themselves, when they are few and small."""
-        a = self.q @ w.K.mT
+        pairs = self.turn is not None
+        a = torch.cat([Y for _, Y in self.pair_images(w.K, self.q)]) if pairs else (self.q @ w.K.mT)[:, None]
         update = v[None] - o[:, None]
         if self.bent:
             update = update * (self.W / self.P.clamp_min(_TINY))[..., None]
-        M = w.V + update[..., None] * a[:, None, None, :]
-        return matrix_norm_upper(M, squarings=5) + self.margin * (w.value + delta * self.a[:, None])
+        M = w.V + update[..., None] * a[..., None, :]
+        return matrix_norm_upper(M, squarings=5) + self.margin * (w.value + delta * self.a)
 
     def covariance_norms(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
         """‖B_i‖ and c_i seen through the weights of the head, or ‖C_i‖ and c_i in the head's own coordinates.
 
         B_i = W_O C_i τW_Q with C_i = Σ_j W_ij (v_j − o_i) k_jᵀ, and c_i = ‖Σ_j P_ij s_ij² (v_j − o_i)(v_j − o_i)ᵀ‖.
         """
-        v, o = self._seen(w)
-        k = self.k if w is None else self.k @ w.R_Q.mT
-        n, r, m = v.shape[0], v.shape[1], k.shape[1]
-        vk, vv = (v[:, :, None] * k[:, None, :]).flatten(1), (v[:, :, None] * v[:, None, :]).flatten(1)
         parts = []
-        for rows in torch.arange(n, device=v.device).split(max(1, _SCRATCH // (r * max(r, m)))):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            Wi, oi = self.W[part], o[part]
-            cross = (Wi @ vk).reshape(-1, r, m) - oi[:, :, None] * (Wi @ k)[:, None, :]
-            U = Wi.square() / self.P[part].clamp_min(_TINY) if self.bent else Wi
-            # Σ U(v−o)(v−o)ᵀ = Σ U v vᵀ − o(Uv − ½|U|o)ᵀ − (Uv − ½|U|o)oᵀ
-            shifted = oi[:, :, None] * (U @ v - oi * U.sum(-1, keepdim=True) / 2)[:, None, :]
-            own = (U @ vv).reshape(-1, r, r) - shifted - shifted.mT
+        for _, cross, own in self.moments(w):
             parts.append((matrix_norm_upper(cross), matrix_norm_upper(own, symmetric=True)))
         B, c = (torch.cat(norms) for norms in zip(*parts, strict=True))
         if self.missing is not None and not self.bent:
             # The sink is one more token, with value 0: it must be counted for the deviations to have mean zero.
-            sink = o + (self.centre if w is None or w.R_O is None else self.centre @ w.R_O.mT)
+            sink = self.seen(w)[1] + (self.centre if w is None or w.R_O is None else self.centre @ w.R_O.mT)
             c = c + self.missing * sink.square().sum(-1)
         # Cancellation in a covariance is relative to the second moments it is the difference of.
+        slack_B, slack_c = self.moment_slack(w)
+        return B + slack_B, c + slack_c
+
+    def moment_slack(self, w: HeadWeights | None) -> tuple[float, float]:
+        """What rounding may add to the norms of the two kinds of ``moments``."""
+        v, o = self.seen(w)
+        k = self.k if w is None or self.turn is not None else self.k @ w.R_Q.mT
         v_size, o_size, k_size = (float(torch.linalg.vector_norm(t, dim=-1).max()) for t in (v, o, k))
+        if self.turn is not None:
+            k_size *= max(1.0, float((self.turn.cos.square() + self.turn.sin.square()).max().sqrt()))
+            k_size *= 1.0 if w is None else w.query
         v_size += o_size
-        return B + self.margin * v_size * k_size, c + self.margin * v_size**2
+        return self.margin * v_size * k_size, self.margin * v_size**2
+
+    def moments(self, w: HeadWeights | None, U: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """B_i, or C_iR_i without weights, and Σ_j U_ij (v_j − o_i)(v_j − o_i)ᵀ, a block of rows at a time.
+
+        U is W²/P = P·s² by default, s the slope of the soft-cap.
+        """
+        v, o = self.seen(w)
+        k = self.k if w is None or self.turn is not None else self.k @ w.R_Q.mT
+        n, r, m = v.shape[0], v.shape[1], k.shape[1]
+        vk, vv = (v[:, :, None] * k[:, None, :]).flatten(1), (v[:, :, None] * v[:, None, :]).flatten(1)
+        if U is None:
+            U = self.W.square() / self.P.clamp_min(_TINY) if self.bent else self.W
+        step = max(1, _SCRATCH // (r * max(r, m)))
+        for start in range(0, n, step):
+            part = slice(start, min(n, start + step))
+            Wi, Ui, oi = self.W[part], U[part], o[part]
+            cross = torch.baddbmm((Wi @ vk).reshape(-1, r, m), oi[:, :, None], (Wi @ k)[:, None, :], alpha=-1)
+            if self.turn is not None:
+                cross = self.query_images(cross, part)
+                cross = cross if w is None else cross @ w.R_Q.mT
+            # Σ U(v−o)(v−o)ᵀ = Σ U v vᵀ − o(Uv − ½|U|o)ᵀ − (Uv − ½|U|o)oᵀ
+            shift = Ui @ v - oi * Ui.sum(-1, keepdim=True) / 2
+            left, right = torch.stack([oi, shift], dim=-1), torch.stack([shift, oi], dim=1)
+            yield part, cross, torch.baddbmm((Ui @ vv).reshape(-1, r, r), left, right, alpha=-1)
 
     def rho(self, c: Tensor, w: HeadWeights) -> Tensor:
-        """ρ_i: √(‖V‖² + c_i‖a_i‖²), or ‖V‖ + √c_i‖a_i‖ with a soft-cap, which breaks the orthogonality."""
-        return w.value + c.sqrt() * self.a if self.bent else (w.value**2 + c * self.a.square()).sqrt()
+        """ρ_i: √(‖V‖² + c_i‖a_i‖²), or ‖V‖ + √c_i max_j‖a_ij‖ when the gradients a_ij depend on j."""
+        a = self.a.amax(-1)
+        return (w.value**2 + c * a.square()).sqrt() if self.orthogonal else w.value + c.sqrt() * a
 
-    def _seen(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
+    def seen(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
         """Values and outputs through W_O."""
         if w is None or w.R_O is None:
             return self.v, self.o

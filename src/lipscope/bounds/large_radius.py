@@ -32,7 +32,8 @@ def limit(layer: Attention, x: Tensor) -> Bound:
     """
     weights = layer_weights(layer)
     n = x.shape[0]
-    bare = Attention(layer.q, layer.k, layer.v, heads=layer.heads, kv_heads=layer.kv_heads, scale=layer.scale)
+    bare = Attention(layer.q, layer.k, layer.v, heads=layer.heads, kv_heads=layer.kv_heads, scale=layer.scale,
+                     rotary=layer.rotary)  # fmt: skip
     q, k, _ = bare.to(torch.float64).project(x.detach().double()[None])
     scores = q[0] @ k[0].repeat_interleave(layer.heads // layer.kv_heads, dim=0).mT
     allowed = layer.score_rule(n, 1).allowed

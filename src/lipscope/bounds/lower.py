@@ -17,6 +17,9 @@ from torch import Tensor
 
 from lipscope.bounds.bound import CASTIN, OURS, Bound
 
+# Eigenvectors that are tried, those with the largest eigenvalues.
+_EIGENVECTORS = 8
+
 
 def two_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
     """√((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖ for m tokens at u and n−m at w; 0 when one group is empty."""
@@ -115,7 +118,8 @@ def groups(A: Tensor, V: Tensor, radius: float, n: int, *, causal: bool = False)
         A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
     """
     candidates = [best_pair(A, radius)]
-    for _, e in real_eigenvectors(A):
+    leading = sorted(real_eigenvectors(A), key=lambda pair: -abs(pair[0]))[:_EIGENVECTORS]
+    for _, e in leading:
         candidates += [(radius * e, radius * e / 2), (-radius * e, radius * e)]
     sizes = sorted({1, *(int(n * 2 ** (-step / 4)) for step in range(1, 4 * max(1, n.bit_length()) + 1))} - {0})
     value_of = causal_groups if causal else two_groups
@@ -149,8 +153,17 @@ def meanfield(A: Tensor, V: Tensor, radius: float) -> Bound | None:
                  {"R": radius, "E": E}, side="lower")  # fmt: skip
 
 
-def best_pair(A: Tensor, radius: float, steps: int = 200) -> tuple[Tensor, Tensor]:
-    """u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts."""
+def best_pair(A: Tensor, radius: float, steps: int = 200, *, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts.
+
+    With ``shift`` c, the keys' side of a query bias, Aw + c stands for Aw.
+    """
+    c = A.new_zeros(A.shape[0]) if shift is None else shift
+    basis = _span(A, c)
+    if basis is not None:
+        # E sees w through Aw, Aᵀw and c only.
+        u, w = best_pair(basis.mT @ A @ basis, radius, steps, shift=basis.mT @ c)
+        return basis @ u, basis @ w
     d = A.shape[0]
     generator = torch.Generator().manual_seed(0)
     starts = [torch.linalg.svd(A).Vh, -torch.eye(d, dtype=A.dtype), torch.linalg.eigh((A + A.mT) / 2).eigenvectors.mT]
@@ -161,22 +174,32 @@ def best_pair(A: Tensor, radius: float, steps: int = 200) -> tuple[Tensor, Tenso
     step = 0.5 / max(size, 1e-300)
 
     def energy(W: Tensor) -> Tensor:
-        images = W @ A.mT
+        images = W @ A.mT + c
         energies: Tensor = radius * torch.linalg.vector_norm(images, dim=-1) - (W * images).sum(-1)
         return energies
 
     best = W.clone()
     for _ in range(steps):
-        images = W @ A.mT
+        images = W @ A.mT + c
         unit = images / torch.linalg.vector_norm(images, dim=-1, keepdim=True).clamp_min(1e-300)
         W = W + step * (radius * unit @ A - images - W @ A)
         norms = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
         W = W * torch.clamp(radius / norms.clamp_min(1e-300), max=1.0)
         best = torch.where((energy(W) > energy(best))[:, None], W, best)
     w = best[energy(best).argmax()]
-    image = A @ w
+    image = A @ w + c
     norm = float(torch.linalg.vector_norm(image))
     return (radius * image / norm if norm > 0 else w), w
+
+
+def _span(A: Tensor, c: Tensor) -> Tensor | None:
+    """An orthonormal basis (d, r) of the rows and columns of A and of c; None when that is not much less than everything."""
+    left, values, right = torch.linalg.svd(A)
+    rank = int((values > 1e-13 * values[0]).sum())
+    if 2 * rank + 1 > 0.75 * A.shape[0]:
+        return None
+    basis: Tensor = torch.linalg.qr(torch.cat([left[:, :rank], right[:rank].mT, c[:, None]], dim=1)).Q
+    return basis
 
 
 def real_eigenvectors(A: Tensor) -> list[tuple[float, Tensor]]:

@@ -44,7 +44,7 @@ def unmasked(layer: Attention | Constants, radius: float, n: float = math.inf) -
     def head(c: HeadConstants) -> float:
         return c.mean_and_keys(radius) * math.sqrt(_full_column(n, c.half_range(radius))) + c.queries(radius)
 
-    value = Constants.of(layer).combine(head)
+    value = Constants.of(layer, _cut(n)).combine(head)
     return Bound("refined.unmasked", value, "set", f"tokens of norm ≤ {radius:g}, {_length(n)}, unmasked", OURS,
                  {"R": radius, "n": n})  # fmt: skip
 
@@ -69,7 +69,7 @@ def masked(layer: Attention | Constants, radius: float, n: float = math.inf) -> 
         free = (c.value + 2 * c.nu(radius) * c.alpha(radius)) * causal_norm(h)
         return min(c.mean_and_keys(radius) * math.sqrt(_causal_column(n, h)), free) + c.queries(radius)
 
-    value = Constants.of(layer).combine(head)
+    value = Constants.of(layer, _cut(n)).combine(head)
     return Bound("refined.masked", value, "set", f"tokens of norm ≤ {radius:g}, {_length(n)}, causal mask", OURS,
                  {"R": radius, "n": n})  # fmt: skip
 
@@ -98,7 +98,7 @@ def visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLi
         column = float((seen * share).sum(-2).max())
         return c.mean_and_keys(radius) * math.sqrt(column) + c.queries(radius)
 
-    value = Constants.of(layer).combine(head)
+    value = Constants.of(layer, _cut(n)).combine(head)
     return Bound("refined.visibility", value, "set", f"tokens of norm ≤ {radius:g}, n = {n}, mask {as_mask(rule)}", OURS,
                  {"R": radius, "n": n, "mask": str(as_mask(rule))})  # fmt: skip
 
@@ -134,6 +134,10 @@ def _causal_column(n: float, h: float) -> float:
     if n > head:
         total += (n - head) if q == 0 else math.log((1 + (n - 1) * q) / (1 + (head - 1) * q)) / q
     return total * (1 + 1e-12)
+
+
+def _cut(n: float) -> int | None:
+    return None if math.isinf(n) else int(n)
 
 
 def _length(n: float) -> str:

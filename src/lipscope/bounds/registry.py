@@ -21,10 +21,10 @@ from lipscope.bounds.certificates import local_bounds
 from lipscope.bounds.constants import additive_length
 
 MaskKind: TypeAlias = Literal["full", "causal", "other"]
-Feature: TypeAlias = Literal["query_bias", "additive", "softcap", "sinks", "several_heads"]
+Feature: TypeAlias = Literal["query_bias", "additive", "softcap", "sinks", "rotary", "several_heads"]
 
 MASKS: tuple[MaskKind, ...] = ("full", "causal", "other")
-FEATURES: tuple[Feature, ...] = ("query_bias", "additive", "softcap", "sinks", "several_heads")
+FEATURES: tuple[Feature, ...] = ("query_bias", "additive", "softcap", "sinks", "rotary", "several_heads")
 _ANY = frozenset(FEATURES)
 
 
@@ -72,12 +72,13 @@ TABLE: dict[str, Entry] = {
         _entry("refined.visibility", "radius, n"),
         _entry("block_inf.max_token", "radius"),
         _entry("block_inf.frobenius", "radius, n"),
-        _entry("newhouse2025.attention", "radius", without=("query_bias", "softcap", "sinks")),
+        _entry("newhouse2025.attention", "radius", without=("query_bias", "softcap", "sinks", "rotary")),
         _entry("kim2021.l2mha", "weights", masks=("full",), without=_PLAIN[:-1], scores="l2"),
-        _entry("yudin2025.published", "input"),
+        _entry("yudin2025.published", "input", without=("rotary",)),
         _entry("yudin2025.improved", "input"),
         _entry("certificates.row_column", "input"),
         _entry("certificates.block_norm", "input"),
+        _entry("certificates.row_gram", "input", without=("several_heads",)),
         _entry("certificates.factored", "input"),
         _entry("large_radius.limit", "input", without=("softcap", "sinks")),
         _entry("lower.pair", "radius, n", masks=("full", "causal"), without=_PLAIN, side="lower"),
@@ -93,7 +94,7 @@ _SET: dict[str, Callable[[Attention, float, int], Bound]] = {
     "refined.unmasked": refined.unmasked,
     "refined.masked": refined.masked,
     "refined.visibility": refined.visibility,
-    "block_inf.max_token": lambda layer, radius, n: block_inf.max_token(layer, radius),
+    "block_inf.max_token": lambda layer, radius, n: block_inf.max_token(layer, radius, n or None),
     "block_inf.frobenius": block_inf.frobenius,
     "newhouse2025.attention": lambda layer, radius, n: newhouse2025.attention(layer, radius),
 }
@@ -118,6 +119,7 @@ def features(layer: Attention) -> frozenset[Feature]:
         "additive": layer.bias is not None or (n is not None and layer.mask.additive(n) is not None),
         "softcap": layer.softcap is not None,
         "sinks": layer.sinks is not None,
+        "rotary": layer.rotary is not None,
         "several_heads": layer.heads > 1,
     }
     return frozenset(name for name, present in used.items() if present)

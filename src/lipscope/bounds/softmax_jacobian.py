@@ -25,7 +25,7 @@ def g1(p: Tensor) -> Tensor:
     return first * (1 - first + second)
 
 
-def largest_eigenvalue(p: Tensor, iterations: int = 100) -> Tensor:
+def largest_eigenvalue(p: Tensor, iterations: int = 64) -> Tensor:
     """λ_max(diag(p) − ppᵀ) for rows p ≥ 0 with sum at most one, shape (…, n), by bisection of the secular equation.
 
     f(λ) = 1 − Σ p_i²/(p_i − λ) changes sign once in (p₍₂₎, p₍₁₎): it tends to −∞ at p₍₁₎ and +∞ at p₍₂₎. The upper end

@@ -73,6 +73,9 @@ class LayerWeights:
         keys: ‖W_K‖ likewise.
         values: ‖W_V‖ likewise.
         total: ‖Σ_h W_O^h W_V^h‖.
+        gram_out: W_OᵀW_O, (heads·dv, heads·dv).
+        gram_query: τ²W_QW_Qᵀ, (heads·dk, heads·dk).
+        gram_key: W_KW_Kᵀ likewise, once per query head.
     """
 
     image: tuple[HeadWeights, ...]
@@ -82,6 +85,9 @@ class LayerWeights:
     keys: float
     values: float
     total: float
+    gram_out: Tensor
+    gram_query: Tensor
+    gram_key: Tensor
 
 
 def spectral(M: Tensor) -> float:
@@ -109,15 +115,18 @@ def _compute(layer: Attention) -> LayerWeights:
         singles = [layer.head(h) for h in range(layer.heads)]
         plain = tuple(_head(single, None) for single in singles)
         W_V = torch.cat([single.v for single in singles])
-        keys = _root_norm(torch.cat([single.k for single in singles]))
-        queries, values = abs(layer.tau) * _root_norm(layer.q), _root_norm(W_V)
+        W_K, W_Q = torch.cat([single.k for single in singles]), layer.tau * layer.q
+        keys, queries, values = (_root_norm(M) for M in (W_K, W_Q, W_V))
+        grams = (W_Q @ W_Q.mT, W_K @ W_K.mT)
         if layer.out is None:
-            return LayerWeights(plain, plain, 1.0, queries, keys, values, values)
+            identity = torch.eye(W_V.shape[0], dtype=W_V.dtype, device=W_V.device)
+            return LayerWeights(plain, plain, 1.0, queries, keys, values, values, identity, *grams)
         blocks = layer.out.split(layer.value_width, dim=1)
         image = tuple(_head(single, block) for single, block in zip(singles, blocks, strict=True))
         # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
         total = _root_norm(layer.out @ W_V)
-        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total)
+        gram = layer.out.mT @ layer.out
+        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total, gram, *grams)
 
 
 def _root_norm(M: Tensor) -> float:

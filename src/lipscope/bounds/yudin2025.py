@@ -52,8 +52,9 @@ def published(layer: Attention, x: Tensor) -> Bound:
 def improved(layer: Attention, x: Tensor) -> Bound:
     """‖V‖‖P‖ + ‖W_O(V − mean)‖(‖τ(K − mean)W_Q‖ + ‖τQW_K‖) max_i λ_max(diag(P_i) − P_iP_iᵀ) at tokens x (n, d).
 
-    Never larger than ``published``. The means are subtracted where a shift does not matter (not with sinks; keys not with
-    a soft-cap). Any mask, Frobenius norms. Ours.
+    Never larger than ``published``. With rotary embeddings the norms of scores are the largest ‖τK R_iW_Q‖ and ‖τQ
+    R_jW_K‖ over tokens. The means are subtracted where a shift does not matter (not with sinks; keys not with a
+    soft-cap). Any mask, Frobenius norms. Ours.
 
     Args:
         layer: the layer.
@@ -67,9 +68,9 @@ def improved(layer: Attention, x: Tensor) -> Bound:
         v = core.v if core.missing is None else core.v + core.centre
         if w.R_O is not None:
             v = v @ w.R_O.mT
-        norms = [float(torch.linalg.matrix_norm(t, 2)) for t in (v, core.k @ w.R_Q.mT, core.q @ w.R_K.mT)]
-        slope = float(largest_eigenvalue(core.P).max())
-        return c.value * nonnegative_norm(core.P) + norms[0] * (norms[1] + norms[2]) * slope
+        values, slope = float(torch.linalg.matrix_norm(v, 2)), float(largest_eigenvalue(core.P).max())
+        scores = core.projected_norm(core.k, w.R_Q) + core.projected_norm(core.q, w.R_K)
+        return c.value * nonnegative_norm(core.P) + values * scores * slope
 
     value = _over_heads(layer, x, head)
     return Bound("yudin2025.improved", value, "local", "this input; any mask", f"{OURS}, after {_SOURCE}",
@@ -78,7 +79,7 @@ def improved(layer: Attention, x: Tensor) -> Bound:
 
 def _over_heads(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeights, HeadConstants], float]) -> float:
     """min(Σ_h with W_O inside, ‖W_O‖·root of squares), rounded up by the margin of the probabilities."""
-    weights, constants = layer_weights(layer), Constants.of(layer)
+    weights, constants = layer_weights(layer), Constants.of(layer, x.shape[0])
     precise, x = layer.to(torch.float64), x.detach().double()
     total = joint = margin = 0.0
     with torch.no_grad():

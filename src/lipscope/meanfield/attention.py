@@ -60,6 +60,11 @@ class MeanFieldAttention:
                 f"mask {self.layer.mask} has no mean-field meaning: it counts tokens, and a measure has none to count. "
                 "Masks that have one: full (measures on R^d) and causal (measures on [0,1] × R^d)"
             )
+        if self.layer.rotary is not None:
+            raise ValueError(
+                "rotary embeddings have no mean-field meaning: they turn tokens by their number. Leave them out with "
+                "dataclasses.replace(layer, rotary=None)"
+            )
         if self.layer.bias is not None:
             raise ValueError(
                 f"the additive score bias of shape {tuple(self.layer.bias.shape)} has no mean-field meaning: it belongs to "
@@ -150,13 +155,13 @@ class Reweighted(Mask):
     log_weights: Tensor
     positions: Tensor | None = None
 
-    def allowed(self, n: int) -> Tensor | None:
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Atoms that carry mass, at positions not later than the query's."""
         self._check(n)
         charged = torch.isfinite(self.log_weights)
         if self.positions is None:
-            return None if bool(charged.all()) else charged[None, None, None]
-        return ((self.positions[None, :] <= self.positions[:, None]) & charged)[None, None]
+            return None if bool(charged.all()) else charged[None, None, None, columns]
+        return ((self.positions[None, columns] <= self.positions[rows, None]) & charged[columns])[None, None]
 
     def additive(self, n: int) -> Tensor | None:
         """The finite log-weights, the same for every query; None when all atoms weigh the same."""

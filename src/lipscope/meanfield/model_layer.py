@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.models.corpora import read_text
 from lipscope.models.handle import Model
 from lipscope.models.scopes import scope_tokens
-from lipscope.models.text import Chunker, read_text
+from lipscope.models.text import Chunker
 
 
 def model_layer(
@@ -38,7 +39,7 @@ def model_layer(
     chunks = Chunker(read_text(text), model.tokenizer).chunks([n], inputs, seed)[n]
     recording = model.record(model.token_inputs(input_ids=torch.tensor(chunks)))
     attention = model.attention(where.index, recording)
-    if attention is None:
+    if attention is None or attention.rotary is not None:
         raise ValueError(
             f"layer {where.index} ({where.name}) of {model.name} has no mean-field form: its queries, keys and values are "
             "no affine maps of a token alone (rotary embeddings, query and key norms, or code of its own)"

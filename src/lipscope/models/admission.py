@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipscope.models.anatomy import first_tensor
 from lipscope.models.capture import model_dtype
 from lipscope.spectral.autodiff import refuse_training_dropout
 
 
 def refuse_unmeasurable(model: nn.Module) -> None:
-    """Refuse quantised, sharded, off-loaded or training-mode models, with the reason."""
+    """Refuse quantised, sharded, off-loaded, damaged or training-mode models, with the reason."""
     method = str(getattr(model, "quantization_method", None) or "").lower()
     # GGUF files are de-quantised on loading: what is measured are ordinary floating weights.
     if (getattr(model, "is_quantized", False) or method) and not method.endswith("gguf"):
@@ -23,9 +25,34 @@ def refuse_unmeasurable(model: nn.Module) -> None:
             raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
         if not p.is_floating_point():
             raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
+        if not bool(torch.isfinite(p.detach()).all()):
+            raise ValueError(f"parameter {name} holds NaN or infinite values: the weights are damaged")
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters, so no attention to measure")
     refuse_training_dropout(model)
+
+
+def refuse_activations_that_are_not_numbers(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Name the first module whose output is NaN or infinite when ``run()`` runs the model."""
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if not found and tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            found.append(f"{names[module] or 'the model'} ({type(module).__name__})")
+
+    hooks = [part.register_forward_hook(leaving) for part in model.modules()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        raise FloatingPointError(
+            f"{found[0]} produces NaN or infinite values. The weights may be damaged or the dtype too narrow: try float64"
+        )
 
 
 def backbone(model: nn.Module, part: str | None) -> nn.Module:
@@ -37,7 +64,7 @@ def backbone(model: nn.Module, part: str | None) -> nn.Module:
             return model
         if part is None:
             raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' "
+                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' or --part encoder "
                 "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
             )
         if part != "encoder":

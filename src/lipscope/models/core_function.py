@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import AnyLinearisation, TiledLinearisation, prefers_tiles
 
 
 def attention_core(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
@@ -29,7 +30,8 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
 class _Core(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        core = Linearisation.at(q, k, v, rule)
+        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
+        core: AnyLinearisation = (TiledLinearisation if tiled else Linearisation).at(q, k, v, rule)
         ctx.core, ctx.heads = core, q.shape[1]
         ctx.save_for_backward(q, k, v)
         # A copy, because the saved core must not hold the very tensor that holds this node.
@@ -44,7 +46,7 @@ class _Core(torch.autograd.Function):
 
 class _Pullback(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, core: Linearisation, heads: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    def forward(ctx: Any, g: Tensor, core: AnyLinearisation, heads: int, q: Tensor, k: Tensor, v: Tensor) -> Triple:
         ctx.core, ctx.heads = core, heads
         ctx.shapes = (q.shape, k.shape, v.shape)
         gq, gk, gv = core.vjp(group_queries(g.transpose(1, 2), k.shape[1]))
@@ -54,7 +56,7 @@ class _Pullback(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv = grad_outputs
-        product = ctx.core.jvp(group_queries(dq, ctx.core.k.shape[1]), dk, dv)
+        product = ctx.core.jvp(group_queries(dq, ctx.shapes[1][1]), dk, dv)
         # Jᵀg also depends on q, k and v. That derivative is not provided: NaN stays unseen when only J·u is asked for,
         # and spoils visibly what would otherwise be silently wrong.
         missing = [product.new_full((), float("nan")).expand(shape) for shape in ctx.shapes]

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.operator import AttentionOperator, HeadOperator
-from lipscope.models.admission import backbone, check_ids, in_dtype, refuse_unmeasurable
+from lipscope.attention.norms import Normalisation
+from lipscope.models.admission import backbone, in_dtype, refuse_activations_that_are_not_numbers, refuse_unmeasurable
+from lipscope.models.analytic import remembered, with_named_mask
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import Recording, model_dtype, record, replaying
+from lipscope.models.input_norm import comes_from, input_normalisations
+from lipscope.models.inputs import TokenArguments, check_length, packed_inputs, require_tokenizer, runner, token_inputs
 from lipscope.models.plain import AffineParts, plain_attention
-from lipscope.models.probe import first_position, position_limit, probe_inputs
-from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
+from lipscope.models.probe import probe_inputs
+from lipscope.models.scopes import scope_tokens
 from lipscope.models.selftest import run_self_tests
+from lipscope.models.solve import add_certificate, by_head, check_scope, jacobian, solve_heads, solve_scope
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput
-from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise
+from lipscope.spectral.result import SpectralNorm
 
 if TYPE_CHECKING:
     from lipscope.models.scan import Scan
@@ -68,9 +71,18 @@ class Model:
         self.tokenizer = tokenizer
         self.model = in_dtype(model, dtype)
         self._affine: dict[int, AffineParts | None] = {}
+        self._known: dict[int, Attention] = {}
+        self._descriptions: WeakKeyDictionary[Recording, dict[int, Attention | None]] = WeakKeyDictionary()
+        self._norms: dict[int, Normalisation | None] | None = None
         inputs = probe_inputs(self.model)
+        run = runner(self.model, inputs)
         with replaying(self.model):
-            self.layers = find_layers(self.model, self._runner(inputs))
+            try:
+                self.layers = find_layers(self.model, run)
+            except ValueError:
+                # Layers are found by comparing tensors, and NaN compares with nothing.
+                refuse_activations_that_are_not_numbers(self.model, run)
+                raise
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
         if check:
@@ -105,7 +117,7 @@ class Model:
         if not isinstance(padding, Tensor) or tokens is None or padding.shape != tokens.shape[:2]:
             padding = None
         return record(
-            self.model, self.layers, self._runner(inputs), padding, None if documents is None else tuple(documents)
+            self.model, self.layers, runner(self.model, inputs), padding, None if documents is None else tuple(documents)
         )
 
     def layer(self, index: int) -> Layer:
@@ -117,23 +129,29 @@ class Model:
     def attention(self, layer: int, recording: Recording) -> Attention | None:
         """The layer as an analytic ``Attention`` when it provably is one at the recorded tokens, else None."""
         where = self.layer(layer)
-        if where.through_seam and where.batch_first and where.index not in self._affine:
-            # The projections are found at fixed inputs, never at those of a measurement: rows must not depend, not even
-            # in their last bit, on what was measured before them.
-            plain_attention(self.model, where, self.probe_recording, self._affine)
-        return plain_attention(self.model, where, recording, self._affine)
+        found = self._descriptions.setdefault(recording, {})
+        if where.index not in found:
+            if where.through_seam and where.batch_first and where.index not in self._affine:
+                # The projections are found at fixed inputs, never at those of a measurement: rows must not depend, not
+                # even in their last bit, on what was measured before them.
+                plain_attention(self.model, where, self.probe_recording, self._affine)
+            plain = plain_attention(self.model, where, recording, self._affine)
+            if plain is not None:
+                plain = remembered(with_named_mask(plain, where, recording), self._known, where.index)
+            found[where.index] = plain
+        return found[where.index]
+
+    def normalisation(self, layer: int, recording: Recording) -> Normalisation | None:
+        """The LayerNorm or RMSNorm whose output the layer's attention sees, or None; it bounds every token's norm."""
+        if self._norms is None:
+            self._norms = input_normalisations(self.model, self.layers, recording)
+        return self._norms[self.layer(layer).index]
 
     def operator(self, layer: int, recording: Recording, scope: str = "attention", *, analytic: bool = True) -> Operator:
         """The Jacobian of a scope at the recorded tokens, one item per input (per input and head for ``head``)."""
         where = self.layer(layer)
-        if scope not in MODEL_SCOPES:
-            raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
-        if scope in ("attention", "head"):
-            plain = self.attention(layer, recording) if analytic or _hides_heads(where) else None
-            if plain is not None and (analytic or scope == "head"):
-                X = scope_tokens(where, recording, scope).contiguous()
-                return AttentionOperator(plain, X) if scope == "attention" else HeadOperator(plain, X)
-        return scope_operator(self.model, where, recording, scope, self.layers)
+        plain = self._attention_for(where, recording, scope, analytic)
+        return jacobian(self.model, self.layers, where, recording, scope, plain)
 
     def solve(
         self,
@@ -144,35 +162,41 @@ class Model:
         heads: Sequence[int] | None = None,
         solver: Solver | None = None,
         analytic: bool = True,
+        certificate: bool | None = None,
     ) -> SpectralNorm:
         """σ of one layer at the recorded tokens.
+
+        Args:
+            layer: its index.
+            recording: from ``record``.
+            scope: see ``lipscope.models.scopes``.
+            heads: head indices for scope ``head``, all by default.
+            solver: ``Auto()`` by default.
+            analytic: use the closed-form Jacobian of layers that are known as an ``Attention``.
+            certificate: also compute the certified upper end and report the least; None: when it costs no more than the
+                measurement, where the layer has one.
 
         Returns:
             A ``SpectralNorm`` of shape (B,), or (B, heads) for scope ``head``.
         """
         where, solver = self.layer(layer), solver or Auto()
+        check_scope(scope)
+        chosen = self.check_heads(layer, heads) if scope == "head" else None
         operator = self.operator(layer, recording, scope, analytic=analytic)
-        mask = where.mask if recording.real is None else f"{where.mask}&padding"
-        if recording.documents is not None:
-            mask += "&packed:" + ",".join(map(str, recording.documents))
-        if scope != "head":
-            result = summarise(solver.solve(operator), operator, scope=scope, mask=mask, input_dtype=dtype_name(self.dtype))
-            return reshape_batch(result, (operator.batch,))
-        chosen = self.check_heads(layer, heads)
-        if isinstance(operator, HeadOperator):
-            inputs = operator.batch // where.heads
-            items = torch.tensor([[b * where.heads + h for h in chosen] for b in range(inputs)], device=operator.device)
-            operator = operator.select(items.flatten())
-            output = solver.solve(operator)
+        if chosen is None:
+            result = solve_scope(operator, where, recording, solver, scope)
         else:
-            inputs = operator.batch
-            parts = [solver.solve(HeadOfOperator(operator, h, where.heads)) for h in chosen]
-            output = _interleave(parts, inputs)
-            # Only its shape, batch and rounding are read below: one item per input and head.
-            items = torch.arange(inputs, device=operator.device).repeat_interleave(len(chosen))
-            operator = HeadOfOperator(operator.select(items), 0, where.heads)
-        result = summarise(output, operator, scope=scope, mask=mask, input_dtype=dtype_name(self.dtype))
-        return reshape_batch(result, (inputs, len(chosen)))
+            result = solve_heads(operator, where, recording, solver, chosen)
+        if certificate is not False:
+            result = add_certificate(
+                result,
+                self.attention(layer, recording) if scope in _CERTIFIED else None,
+                scope_tokens(where, recording, scope),
+                heads=chosen,
+                norm=self._norm_before(where, recording) if scope == "norm+attention" else None,
+                wanted=certificate,
+            )
+        return by_head(result, None if chosen is None else len(chosen))
 
     def check_heads(self, layer: int, heads: Sequence[int] | None) -> list[int]:
         """The listed heads, all by default; refuses those that do not exist."""
@@ -183,88 +207,37 @@ class Model:
                 raise ValueError(f"head must lie between 0 and {count - 1} in layer {layer}, got {h}")
         return chosen
 
-    def token_inputs(
-        self,
-        *,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        text: str | Sequence[str] | None = None,
-        attention_mask: Tensor | None = None,
-        inputs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The model's keyword arguments for exactly these tokens; give one of the first three, or ``inputs`` verbatim."""
-        given = [name for name, value in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds), ("text", text),
-                                          ("inputs", inputs)) if value is not None]  # fmt: skip
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of input_ids, inputs_embeds, text or inputs, got {given or 'none'}")
-        if inputs is not None:
-            return inputs
-        if text is not None:
-            input_ids, attention_mask = self._tokenise(text)
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        assert tokens is not None
-        dimensions = 2 if input_ids is not None else 3
-        tokens = tokens[None] if tokens.ndim == dimensions - 1 else tokens
-        if tokens.ndim != dimensions or 0 in tokens.shape:
-            raise ValueError(f"{given[0]} must hold at least one token, with shape (n, …) or (B, n, …)")
-        limit = position_limit(self.model)
-        if limit is not None and tokens.shape[1] > limit:
-            raise ValueError(f"n = {tokens.shape[1]} tokens are more than the {limit} positions of {self.name}")
-        if input_ids is not None:
-            check_ids(tokens, self.model)
-        else:
-            tokens = tokens.to(self.dtype)
-        result: dict[str, Any] = {given[0] if text is None else "input_ids": tokens.to(self.device)}
-        if attention_mask is not None:
-            attention_mask = attention_mask.reshape(tokens.shape[:2]).to(self.device)
-            result["attention_mask"] = attention_mask
-            if self.layers[0].causal and not bool(attention_mask[:, 0].all()) and self._accepts("position_ids"):
-                # Left padding: positions count real tokens, as generation does.
-                result["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
-        return result
+    def token_inputs(self, **tokens: Unpack[TokenArguments]) -> dict[str, Any]:
+        """The model's keyword arguments for exactly these tokens; see ``TokenArguments``."""
+        return token_inputs(self, tokens)
 
     def packed_inputs(self, documents: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[int]]:
         """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``.
 
         Positions start again in every document, so each is measured as if it stood alone.
         """
-        lengths = [len(document) for document in documents]
-        if not lengths or min(lengths) < 1:
-            raise ValueError("every packed document needs at least one token")
-        ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
-        check_ids(ids, self.model)
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if self._accepts("position_ids"):
-            start = first_position(self.model)
-            positions = torch.cat([torch.arange(length) for length in lengths]) + start
-            inputs["position_ids"] = positions[None].to(self.device)
-        return inputs, lengths
+        return packed_inputs(self, documents)
 
     def measure(
         self,
         *,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        text: str | Sequence[str] | None = None,
-        attention_mask: Tensor | None = None,
-        inputs: dict[str, Any] | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         scope: str = "attention",
         solver: Solver | None = None,
+        certificate: bool | None = None,
+        **tokens: Unpack[TokenArguments],
     ) -> Scan:
         """σ on exactly these tokens.
 
         Args:
-            input_ids: token ids (n,) or (B, n).
-            inputs_embeds: embedded tokens (n, d) or (B, n, d).
-            text: one or more texts, tokenised as the model expects.
-            attention_mask: 1 at real tokens, 0 at padding, (B, n).
-            inputs: the model's keyword arguments as they are (images, audio, …).
             layers: layer indices, all by default.
             heads: head indices for scope ``head``, all by default.
             scope: see ``lipscope.models.scopes``.
             solver: ``Auto()`` by default.
+            certificate: see ``solve``.
+            **tokens: one of ``input_ids`` (B, n), ``inputs_embeds`` (B, n, d), ``text`` (one or more texts) and ``inputs``
+                (the model's keyword arguments as they are: images, audio, …), and ``attention_mask`` for padding.
 
         Returns:
             A ``Scan``: one row per layer, head and input.
@@ -272,22 +245,19 @@ class Model:
         from lipscope.models.measure import measure_recording
         from lipscope.models.scan import Scan
 
-        given = self.token_inputs(
-            input_ids=input_ids, inputs_embeds=inputs_embeds, text=text, attention_mask=attention_mask, inputs=inputs
-        )
-        recording = self.record(given)
+        check_scope(scope)
+        recording = self.record(self.token_inputs(**tokens))
         rows: list[dict[str, Any]] = []
         for layer in self.check_layers(layers, scope):
-            rows += measure_recording(self, recording, layer=layer, scope=scope, heads=heads, solver=solver)
+            rows += measure_recording(
+                self, recording, layer=layer, scope=scope, heads=heads, solver=solver, certificate=certificate
+            )
         return Scan(tuple(rows))
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """Refuse text of lengths that the model has no positions for, and all text when it has no tokenizer."""
-        limit = position_limit(self.model)
-        if limit is not None and max(lengths) > limit:
-            raise ValueError(f"n = {max(lengths)} tokens are more than the {limit} positions of {self.name}")
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer, so it cannot read text; use .measure(input_ids=…)")
+        check_length(self, max(lengths))
+        require_tokenizer(self)
 
     def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
         """The listed layers, all by default; one for scope ``model``."""
@@ -308,43 +278,21 @@ class Model:
             lines.append(f"  layer {layer.index}: {layer.name}, {layer.heads} heads{shared}, mask {layer.mask}, {norm}")
         return "\n".join(lines)
 
-    def _runner(self, inputs: dict[str, Any]) -> Any:
-        if "tokens" in inputs:
-            return lambda: self.model(inputs["tokens"])
-        extra = {"use_cache": False} if self._accepts("use_cache") else {}
-        return lambda: self.model(**inputs, **extra)
+    def _norm_before(self, where: Layer, recording: Recording) -> Normalisation | None:
+        """The normalisation between the block's tokens and attention's, when nothing else lies between them."""
+        norm = self.normalisation(where.index, recording)
+        before, after = (scope_tokens(where, recording, scope) for scope in ("norm+attention", "attention"))
+        return norm if norm is not None and comes_from(norm, before, after) else None
 
-    def _accepts(self, argument: str) -> bool:
-        return argument in inspect.signature(self.model.forward).parameters
-
-    def _tokenise(self, text: str | Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.name} has no tokenizer: pass input_ids or inputs_embeds, or load it with a tokenizer")
-        texts = [text] if isinstance(text, str) else list(text)
-        if not texts or not all(t.strip() for t in texts):
-            raise ValueError("text is empty")
-        rows = [self.tokenizer(t)["input_ids"] for t in texts]
-        if min(map(len, rows)) == 0:
-            raise ValueError("text has no tokens")
-        longest = max(map(len, rows))
-        if min(map(len, rows)) == longest:
-            return torch.tensor(rows), None
-        pad = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-        return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    def _attention_for(self, where: Layer, recording: Recording, scope: str, analytic: bool) -> Attention | None:
+        """The layer's description where its Jacobian is to be taken from it."""
+        if scope not in ("attention", "head") or not (analytic or (scope == "head" and _hides_heads(where))):
+            return None
+        return self.attention(where.index, recording)
 
 
 def _hides_heads(layer: Layer) -> bool:
     return isinstance(layer.out, nn.MultiheadAttention)
 
 
-def _interleave(parts: list[SolverOutput], inputs: int) -> SolverOutput:
-    """Outputs ordered (head, input) → (input, head)."""
-    order = [h * inputs + b for b in range(inputs) for h in range(len(parts))]
-    joined = SolverOutput.cat(parts)
-    for name, value in vars(joined).items():
-        if isinstance(value, Tensor):
-            setattr(joined, name, value[order])
-        elif isinstance(value, list):
-            setattr(joined, name, [value[i] for i in order])
-    return joined
+_CERTIFIED = ("attention", "head", "norm+attention")

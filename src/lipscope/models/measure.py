@@ -10,11 +10,46 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.core import Linearisation, ungroup_queries
+from lipscope.models.bound_columns import NO_BOUNDS, bound_columns, norm_radius
 from lipscope.models.capture import Recording
 from lipscope.models.handle import Model
 from lipscope.models.plain import core_call
 from lipscope.models.scopes import scope_tokens
 from lipscope.spectral.norm import Solver
+
+COLUMNS = {
+    "model": "its name",
+    "layer": "index of the attention layer",
+    "head": "index of the head, for scope head",
+    "scope": "which map σ belongs to",
+    "mask": "who sees whom",
+    "n": "number of tokens",
+    "input": "index of the input among those of its length",
+    "document": "of a packed input: index of the document; empty for the whole chunk",
+    "lower": "σ is at least this: a direction attains it",
+    "estimate": "best estimate of σ",
+    "upper": "σ is at most this: the least upper end known, in the sense of upper_kind",
+    "upper_kind": "exact (dense SVD), certified (closed form) or probabilistic (fails with probability ≤ delta)",
+    "delta": "failure probability of a probabilistic upper end",
+    "certified": "the certified upper bound at this input, where it was computed, least or not",
+    "refined": "least refined.* set bound for any n tokens no longer than radius_max",
+    "castin2024": "least castin2024.* set bound for the same tokens: the paper's",
+    "refined_global": "least refined.* set bound for any n tokens no longer than radius_norm: for every input of the model",
+    "castin2024_global": "least castin2024.* set bound likewise",
+    "radius_max": "largest norm of a token that enters the map",
+    "radius_rms": "root mean square of these norms",
+    "radius_norm": "largest norm that the normalisation before attention can put out",
+    "entropy": "entropy of an attention row in nats, mean over rows (and heads)",
+    "max_logit": "largest visible logit, after scale, soft-cap and bias",
+    "sink_mass": "attention on the first token and on sinks, mean over rows (and heads)",
+    "iterations": "operator pairs (J, Jᵀ) spent",
+    "status": "how the solver ended",
+    "converged": "whether the asked accuracy was reached",
+    "solver": "which one",
+    "dtype": "floating type of the computation",
+    "seconds": "time for σ and its upper end: that of the batch, divided by its rows",
+    "notes": "remarks on the model: random or de-quantised weights, eager attention, …",
+}
 
 
 def measure_recording(
@@ -25,38 +60,50 @@ def measure_recording(
     scope: str = "attention",
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
+    certificate: bool | None = None,
     first_input: int = 0,
 ) -> list[dict[str, Any]]:
-    """Rows of one layer: σ as an interval, token norms, and what attention looks like there."""
+    """Rows of one layer, with the columns of ``COLUMNS``: σ as an interval, bounds, and what attention looks like there.
+
+    Args:
+        handle: the model.
+        recording: a recorded forward pass.
+        layer: index of the layer.
+        scope: what to measure.
+        heads: head indices for scope ``head``, all by default.
+        solver: ``Auto()`` by default.
+        certificate: see ``Model.solve``.
+        first_input: index of the recording's first input among those of its length.
+    """
     start = time.perf_counter()
-    result = handle.solve(layer, recording, scope, heads=heads, solver=solver)
-    rows = result.to_rows()
-    seconds = (time.perf_counter() - start) / len(rows)
+    result = handle.solve(layer, recording, scope, heads=heads, solver=solver, certificate=certificate)
+    measured = result.to_rows()
+    seconds = (time.perf_counter() - start) / len(measured)
+    where = handle.layer(layer)
     chosen = handle.check_heads(layer, heads) if scope == "head" else None
-    radius_max, radius_rms, lengths = _token_norms(scope_tokens(handle.layer(layer), recording, scope), recording.real)
+    radius_max, radius_rms, lengths = _token_norms(scope_tokens(where, recording, scope), recording.real)
     shape = attention_statistics(handle, layer, recording) if scope in ("head", "attention", "norm+attention") else {}
-    finished = []
-    for row in rows:
+    anywhere, bounds = None, [NO_BOUNDS] * len(measured)
+    if scope in ("head", "attention"):
+        anywhere = norm_radius(handle.normalisation(layer, recording))
+        attention = handle.attention(layer, recording)
+        if attention is not None:
+            bounds = bound_columns(attention, recording, lengths, radius_max, anywhere, chosen)
+    rows = []
+    for row, bound in zip(measured, bounds, strict=True):
         b = row["input"]
         h = None if chosen is None else chosen[row["head"]]
         statistics = {
             name: float(values[b, h] if h is not None else values[b].mean() if name != "max_logit" else values[b].max())
             for name, values in shape.items()
         }
-        finished.append(
-            {
-                "model": handle.name, "layer": handle.layer(layer).index, "head": h, "scope": scope, "mask": row["mask"],
-                "n": lengths[b], "input": first_input + b, "document": None,
-                "lower": row["lower"], "estimate": row["estimate"], "upper": row["upper"],
-                "upper_kind": row["upper_kind"], "delta": row["delta"],
-                "radius_max": radius_max[b], "radius_rms": radius_rms[b],
-                "entropy": statistics.get("entropy"), "max_logit": statistics.get("max_logit"),
-                "sink_mass": statistics.get("sink_mass"), "iterations": row["iterations"], "status": row["status"],
-                "converged": row["converged"], "solver": row["solver"], "dtype": row["dtype"], "seconds": seconds,
-                "notes": "; ".join(handle.notes),
-            }
-        )  # fmt: skip
-    return finished
+        found = row | bound | statistics | {
+            "model": handle.name, "layer": where.index, "head": h, "n": lengths[b], "input": first_input + b,
+            "radius_max": radius_max[b], "radius_rms": radius_rms[b], "radius_norm": anywhere, "seconds": seconds,
+            "notes": "; ".join(handle.notes),
+        }  # fmt: skip
+        rows.append({name: found.get(name) for name in COLUMNS})
+    return rows
 
 
 def attention_statistics(handle: Model, layer: int, recording: Recording) -> dict[str, Tensor]:

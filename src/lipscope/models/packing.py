@@ -76,11 +76,19 @@ def measure_packed(
     scope: str,
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
+    certificate: bool | None = None,
     which: int = 0,
 ) -> Rows:
     """Rows of a packed chunk (``document`` None) and of each of its documents alone (``document`` 0, 1, …)."""
     return measure_packed_recordings(
-        handle, record_packed(handle, chunk), layers=layers, scope=scope, heads=heads, solver=solver, which=which
+        handle,
+        record_packed(handle, chunk),
+        layers=layers,
+        scope=scope,
+        heads=heads,
+        solver=solver,
+        certificate=certificate,
+        which=which,
     )
 
 
@@ -100,6 +108,7 @@ def measure_packed_recordings(
     scope: str,
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
+    certificate: bool | None = None,
     which: int = 0,
 ) -> Rows:
     """The rows of ``measure_packed`` from recorded passes."""
@@ -107,7 +116,14 @@ def measure_packed_recordings(
     for layer in layers:
         for document, recording in recordings:
             for row in measure_recording(
-                handle, recording, layer=layer, scope=scope, heads=heads, solver=solver, first_input=which
+                handle,
+                recording,
+                layer=layer,
+                scope=scope,
+                heads=heads,
+                solver=solver,
+                certificate=certificate,
+                first_input=which,
             ):
                 rows.append(row | {"document": document})
     return rows

@@ -1,22 +1,25 @@
-"""The analytic fast path: a layer whose projections are the same affine map for every token is an ``Attention``.
+"""The analytic fast path: a layer whose projections are affine, up to rotations by position, is an ``Attention``.
 
-Found by probing, not by architecture: the host is replayed on the tokens 0, e_1, …, e_d and the core tells which q, k and
-v came out. If W x + b then reproduces q, k and v at the recorded tokens, and W_O the output, the layer is plain. Rotary
-embeddings and QK-norm fail that test and take the general path.
+Found by probing, not by architecture: the host is replayed on the tokens 0, e_1, …, e_d, and on one token at all places, and
+the core tells which q, k and v came out. If R_t(W x_t + b) then reproduces q, k and v at the recorded tokens, and W_O the
+output, the layer is plain. QK-norm fails that test and takes the general path.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import as_mask
+from lipscope.attention.rotary import Rotary
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording, replaying
+from lipscope.models.positions import Layout, find_layout
 from lipscope.models.seam import CoreCall, observing_core
 
 
@@ -24,7 +27,14 @@ class _CoreReachedError(Exception):
     """Stops a replay at the attention core."""
 
 
-AffineParts: TypeAlias = list[tuple[Tensor, Tensor]]
+@dataclass(frozen=True, eq=False)
+class AffineParts:
+    """(W, b) of the scaled queries, the keys and the values, and how positions turn queries and keys, if they do."""
+
+    q: tuple[Tensor, Tensor]
+    k: tuple[Tensor, Tensor]
+    v: tuple[Tensor, Tensor]
+    layout: Layout | None
 
 
 def plain_attention(
@@ -48,16 +58,22 @@ def plain_attention(
     if layer.index not in known:
         known[layer.index] = _probe(model, call)
     parts = known[layer.index]
-    if parts is None or not _reproduces(parts, at_tokens, call.tokens):
-        return None
-    (q, bq), (k, bk), (v, bv) = parts
+    rotary = _rotations(model, call, parts)
+    if not _reproduces(parts, rotary, at_tokens, call.tokens):
+        if not _looked_unturned(model, call, parts):
+            return None
+        known[layer.index] = parts = _probe(model, call)
+        rotary = _rotations(model, call, parts)
+        if not _reproduces(parts, rotary, at_tokens, call.tokens):
+            return None
+    assert parts is not None
     out, out_bias = _matrix(layer.out)
     rule = at_tokens.rule
     attention = Attention(
-        q, k, v, out, heads=at_tokens.q.shape[1], kv_heads=at_tokens.k.shape[1],
-        q_bias=bq, k_bias=bk, v_bias=bv, out_bias=out_bias, scale=1.0,
+        parts.q[0], parts.k[0], parts.v[0], out, heads=at_tokens.q.shape[1], kv_heads=at_tokens.k.shape[1],
+        q_bias=parts.q[1], k_bias=parts.k[1], v_bias=parts.v[1], out_bias=out_bias, scale=1.0,
         mask=_visible(rule.allowed, recording.real, call.tokens),
-        softcap=rule.softcap, bias=rule.additive, sinks=rule.sinks,
+        softcap=rule.softcap, bias=rule.additive, sinks=rule.sinks, rotary=rotary,
     )  # fmt: skip
     recorded = recording.outputs[layer.index].reshape(*call.tokens.shape[:2], -1)
     return attention if _agree(attention(call.tokens), recorded, recording.real) else None
@@ -98,34 +114,97 @@ def core_call(model: nn.Module, call: Call, tokens: Tensor, documents: tuple[int
 
 
 def _probe(model: nn.Module, call: Call) -> AffineParts | None:
-    """(W, b) of the scaled queries, keys and values, from probes with unit tokens, whether or not they are affine."""
+    """The projections from probes with unit tokens, affine or not; None when positions do more than turn pairs."""
     B, n, d = call.tokens.shape
     # Probes in the size of the activations, so that a normalisation in between cannot look affine.
     size = float(call.tokens.abs().max()) or 1.0
     probes = size * torch.eye(d + 1, d).roll(1, 0).to(call.tokens)
     rounds = -(-probes.shape[0] // (B * n))
     padded = torch.cat([probes, probes.new_zeros(rounds * B * n - probes.shape[0], d)]).reshape(rounds, B, n, d)
+    seen = _everywhere(model, call)
+    if seen is None:
+        return None
+    reference = seen[:, 0, 0]
+    layout = turn = None
+    if not _close(seen, reference[:, None, None].expand_as(seen)):
+        layout = find_layout(seen, reference, _allowance(seen))
+        if layout is None:
+            return None
+        turn = layout.table(layout.fit(seen, reference)).turn(n, B)
     images: list[list[Tensor]] = [[], [], []]
     for tokens in padded:
         core = core_call(model, call, tokens)
-        for image, t in zip(images, (core.q, core.k, core.v), strict=True):
-            if t.shape[0] != B or t.shape[2] != n:
-                return None
+        for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
+            if turn is not None and turned:
+                t = turn.inverse(t)
             image.append(_token_rows(t))
     parts = []
     for image in images:
         rows = torch.cat(image)[: d + 1]
         parts.append((((rows[1:] - rows[0]) / size).mT.contiguous(), rows[0]))
-    return parts
+    return AffineParts(parts[0], parts[1], parts[2], layout)
 
 
-def _reproduces(parts: AffineParts, at_tokens: CoreCall, tokens: Tensor) -> bool:
-    """Whether W x + b is what the core received."""
-    flat = tokens.flatten(0, 1)
-    return all(
-        _close(flat @ weight.mT + bias, _token_rows(t))
-        for (weight, bias), t in zip(parts, (at_tokens.q, at_tokens.k, at_tokens.v), strict=True)
-    )
+def _looked_unturned(model: nn.Module, call: Call, parts: AffineParts | None) -> bool:
+    """Whether places matter here although they did not where the projections were found: a single token has no others."""
+    if parts is None or parts.layout is not None or call.tokens.shape[:2].numel() == 1:
+        return False
+    seen = _everywhere(model, call)
+    return seen is not None and not _close(seen, seen[:, :1, :1].expand_as(seen))
+
+
+def _everywhere(model: nn.Module, call: Call) -> Tensor | None:
+    """Queries and keys of all heads, (samples, B, n, dk), for one token at all places; None when values see the place."""
+    B, n, _ = call.tokens.shape
+    samples = []
+    for z in _constant_tokens(call):
+        core = core_call(model, call, z.expand_as(call.tokens).contiguous())
+        for t in (core.q, core.k, core.v):
+            if t.shape[0] != B or t.shape[2] != n:
+                return None
+        if core.q.shape[-1] != core.k.shape[-1] or not _close(core.v, core.v[:1, :, :1].expand_as(core.v)):
+            return None
+        samples += [core.q.transpose(0, 1), core.k.transpose(0, 1)]
+    return torch.cat(samples)
+
+
+def _constant_tokens(call: Call) -> Tensor:
+    """Two tokens in the size of the activations, drawn from a fixed seed."""
+    tokens = call.tokens
+    size = float(tokens.square().mean().sqrt()) or 1.0
+    drawn = torch.randn(2, tokens.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return size * drawn.to(tokens)
+
+
+def _rotations(model: nn.Module, call: Call, parts: AffineParts | None) -> Rotary | None:
+    """The rotations at the places of this call, in the frame in which the projections were found."""
+    if parts is None or parts.layout is None:
+        return None
+    seen = _everywhere(model, call)
+    if seen is None:
+        return None
+    before = []
+    for z in _constant_tokens(call):
+        for weight, bias in (parts.q, parts.k):
+            before.append((weight @ z + bias).reshape(-1, seen.shape[-1]))
+    return parts.layout.table(parts.layout.fit(seen, torch.cat(before)))
+
+
+def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: CoreCall, tokens: Tensor) -> bool:
+    """Whether W x + b, turned, is what the core received."""
+    if parts is None or (parts.layout is None) != (rotary is None):
+        return False
+    B, n, _ = tokens.shape
+    turn = None if rotary is None else rotary.turn(n, B)
+    for (weight, bias), t, turned in (
+        (parts.q, at_tokens.q, True), (parts.k, at_tokens.k, True), (parts.v, at_tokens.v, False),
+    ):  # fmt: skip
+        projected = (tokens @ weight.mT + bias).reshape(B, n, t.shape[1], -1).transpose(1, 2)
+        if turn is not None and turned:
+            projected = turn.apply(projected)
+        if projected.shape != t.shape or not _close(projected, t):
+            return False
+    return True
 
 
 def _token_rows(t: Tensor) -> Tensor:
@@ -158,4 +237,8 @@ def _agree(actual: Tensor, recorded: Tensor, real: Tensor | None) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).abs().max()) <= 4096 * torch.finfo(b.dtype).eps * max(float(b.abs().max()), 1e-30)
+    return float((a - b).abs().max()) <= _allowance(b)
+
+
+def _allowance(b: Tensor) -> float:
+    return 4096 * torch.finfo(b.dtype).eps * max(float(b.abs().max()), 1e-30)

@@ -12,12 +12,17 @@ from lipscope.models.capture import model_dtype
 _PROBE_TOKENS = 8
 
 
-def probe_inputs(model: nn.Module) -> dict[str, Any]:
+def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
     """Keyword arguments for one short forward pass, drawn from a fixed seed.
 
+    Args:
+        model: the model.
+        n: number of tokens; a few by default.
+
     Raises:
-        ValueError: when the model takes an input of an unknown kind.
+        ValueError: when the model takes an input of an unknown kind, or its number of tokens cannot be chosen.
     """
+    short = _PROBE_TOKENS if n is None else n
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     dtype, device = model_dtype(model), next(model.parameters()).device
@@ -33,13 +38,16 @@ def probe_inputs(model: nn.Module) -> dict[str, Any]:
                 "inside; measure it as a map with lipscope.local_lipschitz(module, X)"
             )
         batch_first = all(part.batch_first for part in model.modules() if isinstance(part, nn.MultiheadAttention))
-        shape = (2, _PROBE_TOKENS) if batch_first else (_PROBE_TOKENS, 2)
+        shape = (2, short) if batch_first else (short, 2)
         return {"tokens": gaussian(*shape, widths[0])}
-    match getattr(model, "main_input_name", "input_ids"):
+    kind = getattr(model, "main_input_name", "input_ids")
+    if n is not None and kind != "input_ids":
+        raise ValueError(f"{type(model).__name__} takes {kind}, so its number of tokens cannot be chosen")
+    match kind:
         case "input_ids":
-            n = min(_PROBE_TOKENS, position_limit(model) or _PROBE_TOKENS)
+            short = min(short, position_limit(model) or short)
             low = min(10, config.vocab_size - 1)
-            return {"input_ids": torch.randint(low, config.vocab_size, (2, n), generator=generator).to(device)}
+            return {"input_ids": torch.randint(low, config.vocab_size, (2, short), generator=generator).to(device)}
         case "pixel_values":
             size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
             return {"pixel_values": gaussian(1, config.num_channels, size, size)}

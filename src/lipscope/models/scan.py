@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.models.corpora import read_text
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.handle import Model
+from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
 from lipscope.models.packing import measure_packed, packed_chunks
-from lipscope.models.text import Chunker, input_batches, parse_lengths, read_text
+from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
 from lipscope.spectral.norm import Solver
 
 Progress = Callable[[int, int, str], None]
@@ -31,9 +33,8 @@ Progress = Callable[[int, int, str], None]
 class Scan:
     """Rows of a scan: plain dictionaries with the same keys, one per layer, head and input.
 
-    ``lower``, ``estimate`` and ``upper`` are σ; ``radius_max`` and ``radius_rms`` the token norms; ``entropy`` the mean row
-    entropy of attention in nats, ``max_logit`` its largest logit, ``sink_mass`` the mean attention to the first token and
-    to sinks; ``seconds`` the time of that row.
+    ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
+    ``lipscope.models.measure.COLUMNS`` says what every key means.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -149,6 +150,7 @@ def scan(
     solver: Solver | None = None,
     seed: int = 0,
     pack: bool = False,
+    certificate: bool | None = None,
     batch_tokens: int = 4096,
     progress: Progress | None = None,
     **load_options: Any,
@@ -167,6 +169,7 @@ def scan(
         seed: where in the text the inputs lie.
         pack: fill each input with several documents that do not see each other; rows of the chunk have ``document``
             None, rows of its documents their number. A text of one document is packed by paragraphs.
+        certificate: also compute certified upper ends; None: where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
@@ -190,29 +193,46 @@ def scan(
         raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
     chosen_heads = None if isinstance(heads, bool) else list(heads)
     sizes = parse_lengths(lengths) if isinstance(lengths, str) else sorted(set(lengths))
-    handle.check_lengths(sizes)
+    check_length(handle, sizes[-1])
+    tokenizer = require_tokenizer(handle)
     if inputs < 1:
         raise ValueError(f"inputs must be at least 1, got {inputs}")
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
+    # Far more than is needed, at a few letters per token, and little enough to tokenise in seconds.
+    documents = excerpt(documents, max(1_000_000, 50 * inputs * sum(sizes)), seed)
     chosen = handle.check_layers(layers, scope)
     rows: list[dict[str, Any]] = []
     done, total = 0, len(sizes) * inputs * len(chosen)
     if pack:
-        for n, bundle in packed_chunks(documents, handle.tokenizer, sizes, inputs, seed).items():
+        for n, bundle in packed_chunks(documents, tokenizer, sizes, inputs, seed).items():
             for which, chunk in enumerate(bundle):
                 rows += measure_packed(
-                    handle, chunk, layers=chosen, scope=scope, heads=chosen_heads, solver=solver, which=which
+                    handle,
+                    chunk,
+                    layers=chosen,
+                    scope=scope,
+                    heads=chosen_heads,
+                    solver=solver,
+                    certificate=certificate,
+                    which=which,
                 )
                 done += len(chosen)
                 if progress is not None:
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
         return Scan(tuple(rows))
-    chunks = Chunker(documents, handle.tokenizer).chunks(sizes, inputs, seed)
+    chunks = Chunker(documents, tokenizer).chunks(sizes, inputs, seed)
     for n, first, ids in input_batches(chunks, batch_tokens):
         recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
         for layer in chosen:
             rows += measure_recording(
-                handle, recording, layer=layer, scope=scope, heads=chosen_heads, solver=solver, first_input=first
+                handle,
+                recording,
+                layer=layer,
+                scope=scope,
+                heads=chosen_heads,
+                solver=solver,
+                certificate=certificate,
+                first_input=first,
             )
             done += len(ids)
             if progress is not None:

@@ -61,7 +61,8 @@ def packed(lengths: Sequence[int] | None) -> Iterator[None]:
     if lengths is None:
         yield
         return
-    _documents.append(Packed(tuple(lengths), causal=False).allowed(sum(lengths)))
+    everything = slice(0, sum(lengths))
+    _documents.append(Packed(tuple(lengths), causal=False).sees(everything, everything, everything.stop))
     try:
         yield
     finally:
@@ -199,7 +200,7 @@ def _allowed_without_mask(query: Tensor, key: Tensor, causal: bool, window: int 
     if query.shape[2] != n or (not causal and not window):
         return None
     mask = Window(window, causal) if window else Causal()
-    return mask.allowed(n).to(query.device)
+    return mask.sees(slice(0, n), slice(0, n), n).to(query.device)
 
 
 @contextmanager

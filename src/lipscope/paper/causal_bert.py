@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from lipscope.models.checkpoints import Loaded
 from lipscope.models.handle import Model
-from lipscope.models.zoo import Loaded, load_named
+from lipscope.models.zoo import load_named
 
 LOADER = "lipscope.paper.causal_bert:causal_bert"
 SUFFIX = "-causal"

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lipscope.attention.layer import Attention
+from lipscope.models.corpora import read_text
 from lipscope.models.scopes import scope_tokens
-from lipscope.models.text import Chunker, read_text
+from lipscope.models.text import Chunker
 from lipscope.paper import analysis
 from lipscope.paper.analysis import Row
 from lipscope.paper.cast import Cast, find_cast

@@ -7,45 +7,72 @@ from torch import Tensor
 
 
 class Basis:
-    """Orthonormal rows per item, stored (B, capacity, N) and grown in chunks."""
+    """Orthonormal rows per item, stored in blocks (B, rows, N); at most ``capacity`` of them, and always the newest."""
 
     CHUNK = 32
+    # Blocks of large vectors hold fewer of them, so that growing does not ask for much more than is needed.
+    BLOCK_BYTES = 256 << 20
 
-    def __init__(self, batch: int, size: int, like: Tensor) -> None:
-        self._store = like.new_empty(batch, self.CHUNK, size)
+    def __init__(self, batch: int, size: int, like: Tensor, capacity: int | None = None) -> None:
+        fitting = self.BLOCK_BYTES // max(1, batch * size * like.element_size())
+        self._block = max(1, min(self.CHUNK, fitting))
+        self._capacity = capacity
+        self._blocks: list[Tensor] = []
+        self._like = like
+        self._size = size
         self.count = 0
+        self.last: Tensor = like.new_zeros(batch, size)
 
     @property
-    def last(self) -> Tensor:
-        """The newest vector of every item, (B, N)."""
-        return self._store[:, self.count - 1]
+    def complete(self) -> bool:
+        """Whether every vector is stored."""
+        return self._capacity is None or self.count <= self._capacity
 
     def orthogonalise(self, x: Tensor) -> Tensor:
-        """Remove the components of x along the basis; the recurrence has removed most of them already."""
-        if self.count == 0:
-            return x
-        Q = self._store[:, : self.count]
-        coefficients = torch.bmm(Q, x.unsqueeze(-1))
-        return torch.baddbmm(x.unsqueeze(-1), Q.transpose(1, 2), coefficients, alpha=-1).squeeze(-1)
+        """Remove the components of x along the stored vectors; the recurrence has removed most of them already."""
+        column = x.unsqueeze(-1)
+        # All coefficients of the same x: the correction of one block must not depend on the order of blocks.
+        parts = [(Q, torch.bmm(Q, column)) for Q in self._stored()]
+        for Q, coefficients in parts:
+            column = torch.baddbmm(column, Q.transpose(1, 2), coefficients, alpha=-1)
+        return column.squeeze(-1)
 
     def append(self, x: Tensor) -> None:
         """Add one vector per item."""
-        if self.count == self._store.shape[1]:
-            self._store = torch.cat([self._store, torch.empty_like(self._store[:, : self.CHUNK])], dim=1)
-        self._store[:, self.count] = x
+        self.last = x
+        if self._capacity is None or self.count < self._capacity:
+            block, row = divmod(self.count, self._block)
+            if row == 0:
+                self._blocks.append(self._like.new_empty(x.shape[0], self._block, self._size))
+            self._blocks[block][:, row] = x
+            # A view, not a second copy.
+            self.last = self._blocks[block][:, row]
         self.count += 1
 
     def combine(self, rows: Tensor, coefficients: Tensor) -> Tensor:
-        """Unit vectors Σ_j coefficients[:, j, c] · q_j of the listed items, shape (rows, c, N)."""
-        Q = self._store[rows, : coefficients.shape[1]]
-        vectors = torch.bmm(coefficients.transpose(1, 2).to(Q.dtype), Q)
-        return torch.nn.functional.normalize(vectors, dim=-1, eps=torch.finfo(Q.dtype).tiny)
+        """Unit vectors Σ_j coefficients[:, j, c] · q_j of the listed items over the stored vectors, (rows, c, N)."""
+        total = self._like.new_zeros(rows.numel(), coefficients.shape[2], self._size)
+        everyone = rows.numel() == self.last.shape[0]
+        for index, Q in enumerate(self._stored()):
+            first = index * self._block
+            part = coefficients[:, first : first + Q.shape[1]].transpose(1, 2).to(Q.dtype)
+            Q = Q[:, : part.shape[2]]
+            total.baddbmm_(part, Q if everyone else Q[rows])
+        return torch.nn.functional.normalize(total, dim=-1, eps=torch.finfo(total.dtype).tiny)
 
     def keep(self, rows: Tensor) -> None:
         """Forget all items but the listed ones."""
-        kept = self._store.new_empty(rows.numel(), *self._store.shape[1:])
-        kept[:, : self.count] = self._store[rows, : self.count]
-        self._store = kept
+        for index, stored in enumerate(self._stored()):
+            kept = stored.new_empty(rows.numel(), self._block, self._size)
+            kept[:, : stored.shape[1]] = stored[rows]
+            self._blocks[index] = kept
+        stored_last = self._capacity is None or self.count <= self._capacity
+        block, row = divmod(self.count - 1, self._block)
+        self.last = self._blocks[block][:, row] if stored_last else self.last[rows]
+
+    def _stored(self) -> list[Tensor]:
+        stored = self.count if self._capacity is None else min(self.count, self._capacity)
+        return [Q[:, : stored - i * self._block] for i, Q in enumerate(self._blocks) if stored > i * self._block]
 
 
 def scaled_norm(x: Tensor) -> Tensor:

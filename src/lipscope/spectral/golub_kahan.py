@@ -11,11 +11,18 @@ failure event does not depend on k, so the bound holds at a stopping time chosen
 **Exhaustion.** When β_k vanishes to rounding, the Krylov space is invariant and says nothing more. The iteration goes on
 from a fresh random vector orthogonal to it: the rest of the space gets its own recurrence and its own bound, with half of
 the failure probability left, and σ is at most the larger of that bound and the values already found.
+
+**Warm starts.** A direction w from a nearby problem is mixed with the random one, v₁ ∝ w + r. By Anderson's inequality
+|⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, so the bound holds with g(δ)/‖w + r‖ for g(δ).
+
+**Memory.** Large problems keep the right basis only, and of it no more vectors than ``memory`` allows; later vectors follow
+the recurrence, re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no
+value beyond σ (Paige 1980), and changes γ·q_k(σ²) by about eps/γ relative, far less than the interval.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,8 +53,8 @@ class GolubKahan:
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched (but
             for rounding).
-        memory: bytes that the first 32 vectors of the Krylov bases of one sub-batch may take; larger batches are solved
-            in turns.
+        memory: bytes for Krylov bases. A batch whose first 32 vectors need more is solved in turns; a single problem that
+            does keeps what fits. Singular vectors and several values (k > 1) always come from whole bases.
     """
 
     rtol: float = 1e-4
@@ -70,23 +77,35 @@ class GolubKahan:
         if self.max_steps < self.k:
             raise ValueError(f"max_steps must be at least 1 and at least k = {self.k}, got {self.max_steps}")
 
-    def solve(self, operator: Operator) -> SolverOutput:
-        """Leading singular values of every item of ``operator``."""
+    def solve(self, operator: Operator, start: Tensor | None = None) -> SolverOutput:
+        """Leading singular values of every item of ``operator``.
+
+        Args:
+            operator: the maps.
+            start: directions (B, N) believed close to the top right singular vectors, say those of a nearby problem.
+        """
         M, N = operator.shape
         if self.k > min(M, N):
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
-        basis_bytes = (M + N) * Basis.CHUNK * torch.finfo(operator.dtype).bits // 8
-        turn = max(1, self.memory // basis_bytes)
+        if start is not None and start.shape != (operator.batch, N):
+            raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
+        turn = max(1, self.memory // (_element_size(operator) * (M + N) * Basis.CHUNK))
         if operator.batch <= turn:
-            return _Run(self, operator).solve()
-        items = torch.arange(operator.batch, device=operator.device)
-        return SolverOutput.cat([_Run(self, operator.select(part)).solve() for part in items.split(turn)])
+            return _Run(self, operator, start).solve()
+        parts = torch.arange(operator.batch, device=operator.device).split(turn)
+        return SolverOutput.cat(
+            [_Run(self, operator.select(part), None if start is None else start[part]).solve() for part in parts]
+        )
+
+
+def _element_size(operator: Operator) -> int:
+    return torch.finfo(operator.dtype).bits // 8
 
 
 class _Run:
     """One batched bidiagonalisation: the growing bases, and the items that have not converged yet."""
 
-    def __init__(self, config: GolubKahan, operator: Operator) -> None:
+    def __init__(self, config: GolubKahan, operator: Operator, start: Tensor | None = None, pure: bool = False) -> None:
         self.config = config
         self.operator = operator
         M, N = operator.shape
@@ -94,12 +113,14 @@ class _Run:
         self.whole_space = min(M + 1, N)
         self.steps = min(config.max_steps, self.whole_space)
         self.active = torch.arange(operator.batch, device=operator.device)
-        start = random_unit_vector(operator, config.seed)
-        self.V = Basis(operator.batch, N, start)
-        self.U = Basis(operator.batch, M, start)
-        self.V.append(start.expand(operator.batch, N))
+        first, self.mixing = self._start(start, pure)
+        # Copies that rounding brings would pass for further singular values.
+        left, right = (None, None) if config.vectors or config.k > 1 else self._capacities()
+        self.V = Basis(operator.batch, N, first, right)
+        self.U = Basis(operator.batch, M, first, left)
+        self.V.append(first)
         # Bidiagonal entries in float64 whatever the operator's dtype: the small problem is never the weak link.
-        self.alpha = start.new_zeros(operator.batch, self.steps, dtype=torch.float64)
+        self.alpha = first.new_zeros(operator.batch, self.steps, dtype=torch.float64)
         self.beta = torch.zeros_like(self.alpha)
         # Where the recurrence of each item last started afresh, and how often it did.
         self.fresh = torch.zeros(operator.batch, dtype=torch.int64, device=operator.device)
@@ -107,6 +128,28 @@ class _Run:
         # The bounds of recurrences that have ended.
         self.known = torch.full_like(self.alpha[:, 0], torch.inf)
         self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
+
+    def _start(self, given: Tensor | None, pure: bool) -> tuple[Tensor, Tensor]:
+        """Unit start vectors (B, N), and by how much mixing shortened their random part."""
+        B, N = self.operator.batch, self.operator.shape[1]
+        if given is not None and pure:
+            return given, torch.ones(B, dtype=torch.float64, device=given.device)
+        random = random_unit_vector(self.operator, self.config.seed).expand(B, N)
+        if given is None:
+            return random, torch.ones(B, dtype=torch.float64, device=random.device)
+        given = given.to(random)
+        mixed = unit_rows(given, scaled_norm(given)) + random
+        norm = scaled_norm(mixed)
+        return unit_rows(mixed, norm), 1 / norm
+
+    def _capacities(self) -> tuple[int, int]:
+        """How many left and right vectors are kept: all that are likely to be needed, or the right ones that fit."""
+        M, N = self.operator.shape
+        size = self.operator.batch * _element_size(self.operator)
+        both = self.config.memory // ((M + N) * size)
+        if both >= Basis.CHUNK:
+            return both, both
+        return 0, max(_FEWEST, self.config.memory // (N * size))
 
     def solve(self) -> SolverOutput:
         for step in range(1, self.steps + 1):
@@ -194,7 +237,7 @@ class _Run:
             self.alpha[rows, :step],
             self.beta[rows, :step],
             first=self.fresh[rows],
-            overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]],
+            overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]] * self.mixing[rows],
             floor=self._negligible(self.operator.dtype)[rows],
         )
 
@@ -216,9 +259,28 @@ class _Run:
 
         wanted = k if self.config.vectors else 1
         right = self.V.combine(rows, ritz.right[rows, :, :wanted])
+        if not self.V.complete:
+            right = self._finish(rows, items, right)
         out.record_energy(items, self.operator.token_energy(right[:, 0]))
         if self.config.vectors:
             out.record_vectors(items, right, self.U.combine(rows, ritz.left[rows, :, :wanted]))
+
+    def _finish(self, rows: Tensor, items: Tensor, right: Tensor) -> Tensor:
+        """The top right vector when part of the basis was let go: short recurrences, each from the best vector so far."""
+        capacity = max(2, self._capacities()[1] - 1)
+        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=capacity)
+        operator = self.operator.select(rows)
+        for _ in range(_FINISHING):
+            found = _Run(short, operator, right[:, 0], pure=True).solve()
+            assert found.right is not None
+            right = found.right
+            better = torch.maximum(self.output.estimate[items], found.estimate)
+            self.output.estimate[items] = better
+            self.output.upper[items] = torch.maximum(self.output.upper[items], better)
+            self.output.singular_values[items, 0] = better
+            if bool(found.converged.all()):
+                break
+        return right
 
     def _keep(self, rows: Tensor) -> None:
         self.active = self.active[rows]
@@ -227,9 +289,13 @@ class _Run:
         self.operator = self.operator.select(rows)
         self.alpha, self.beta = self.alpha[rows], self.beta[rows]
         self.fresh, self.restarts, self.known = self.fresh[rows], self.restarts[rows], self.known[rows]
+        self.mixing = self.mixing[rows]
         self.U.keep(rows)
         self.V.keep(rows)
 
+
+# Right vectors kept however small the memory, and most short recurrences spent on finding the top vector afterwards.
+_FEWEST, _FINISHING = 4, 20
 
 _NON_FINITE = (
     "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input: check the input and "

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from lipscope.models.capture import Recording
+from lipscope.models.corpora import read_text
 from lipscope.models.handle import Model
 from lipscope.models.measure import measure_recording
 from lipscope.models.packing import measure_packed_recordings, packed_chunks, record_packed
 from lipscope.models.scopes import scope_map
-from lipscope.models.text import Chunker, input_batches, read_text
+from lipscope.models.text import Chunker, input_batches
 from lipscope.spectral.dense import Auto
 from lipscope.sweep.fingerprints import digest
 from lipscope.sweep.plan import Block

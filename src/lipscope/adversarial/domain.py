@@ -1,0 +1,190 @@
+"""Where tokens may lie: the ball B_R, or the image of a normalisation.
+
+Both are affine images x = D z + β of a ball ‖z‖ ≤ ρ (for LayerNorm with Σz = 0), token by token:
+
+    ball          D = I            β = 0       ρ = R
+    LayerNorm     D = diag(g) C    β = bias    ρ = √d      C removes the mean
+    RMSNorm       D = diag(g)      β = 0       ρ = √d
+
+The search runs on z. With ε > 0 the inside of the ellipsoid is reached by tokens of small variance, its surface in the limit
+of large ones; with ε = 0 only the surface ‖z‖ = √d is reached.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
+
+
+class Domain(Protocol):
+    """A set of tokens, and the coordinates z in which it is a ball.
+
+    Attributes:
+        size: ρ.
+    """
+
+    @property
+    def size(self) -> float:
+        """ρ."""
+        ...
+
+    @property
+    def radius(self) -> float:
+        """R: no token of the set is longer. The set bounds take it."""
+        ...
+
+    def tokens(self, z: Tensor) -> Tensor:
+        """X = D z + β, (…, n, d)."""
+        ...
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        """The z of tokens, of the nearest admissible ones in the sense of z."""
+        ...
+
+    def project(self, z: Tensor) -> Tensor:
+        """The nearest admissible z."""
+        ...
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """Dᵀ·gradient."""
+        ...
+
+    def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """D (d, d) and β (d,) in the dtype of ``like`` (…, d)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ball:
+    """Tokens of norm at most R.
+
+    Attributes:
+        radius: R.
+    """
+
+    radius: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.radius < math.inf:
+            raise ValueError(f"radius must be positive and finite, got {self.radius:g}")
+
+    @property
+    def size(self) -> float:
+        """R."""
+        return self.radius
+
+    def tokens(self, z: Tensor) -> Tensor:
+        """Z itself."""
+        return z
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        """X, with tokens outside the ball moved to its surface."""
+        return self.project(X)
+
+    def project(self, z: Tensor) -> Tensor:
+        """Shorten what is too long."""
+        return _shorten(z, self.radius)
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """The gradient itself."""
+        return gradient
+
+    def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """I and 0."""
+        d = like.shape[-1]
+        return torch.eye(d, dtype=like.dtype, device=like.device), like.new_zeros(d)
+
+    def __str__(self) -> str:
+        return f"tokens of norm ≤ {self.radius:.6g}"
+
+
+@dataclass(frozen=True, eq=False)
+class NormImage:
+    """The tokens that a LayerNorm or an RMSNorm can produce.
+
+    Attributes:
+        norm: the normalisation.
+    """
+
+    norm: Normalisation
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.norm, LayerNorm | RMSNorm):
+            raise TypeError(f"norm must be a LayerNorm or an RMSNorm, got {type(self.norm).__name__}")
+
+    @property
+    def size(self) -> float:
+        """√d."""
+        return math.sqrt(self.norm.weight.numel())
+
+    @property
+    def radius(self) -> float:
+        """The largest norm of an output of the normalisation."""
+        return self.norm.image_radius()
+
+    def tokens(self, z: Tensor) -> Tensor:
+        """g∘z + β."""
+        y = self.norm.weight.detach().to(z) * z
+        return y if self.norm.bias is None else y + self.norm.bias.detach().to(z)
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        """(X − β)/g, projected; coordinates with g = 0 carry nothing and get 0."""
+        g = self.norm.weight.detach().to(X)
+        centred = X if self.norm.bias is None else X - self.norm.bias.detach().to(X)
+        return self.project(torch.where(g == 0, torch.zeros_like(centred), centred / torch.where(g == 0, 1.0, g)))
+
+    def project(self, z: Tensor) -> Tensor:
+        """Remove the mean (LayerNorm) and shorten to √d; with ε = 0 also lengthen."""
+        if self.norm.centred:
+            z = z - z.mean(-1, keepdim=True)
+        if self.norm.eps > 0:
+            return _shorten(z, self.size)
+        norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        # Every point of the sphere is as near to its centre as any other; this one has mean zero.
+        somewhere = torch.zeros_like(z)
+        somewhere[..., 0], somewhere[..., -1] = 1, -1
+        return self.size * torch.where(norms > 0, z / torch.where(norms > 0, norms, 1.0), somewhere / math.sqrt(2))
+
+    def pull_back(self, gradient: Tensor) -> Tensor:
+        """C(g∘gradient)."""
+        pulled = self.norm.weight.detach().to(gradient) * gradient
+        return pulled - pulled.mean(-1, keepdim=True) if self.norm.centred else pulled
+
+    def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """diag(g)·C and β."""
+        g = self.norm.weight.detach().to(like)
+        D = torch.diag(g)
+        if self.norm.centred:
+            D = D - D.mean(1, keepdim=True)
+        return D, torch.zeros_like(g) if self.norm.bias is None else self.norm.bias.detach().to(like)
+
+    def __str__(self) -> str:
+        return f"the image of {type(self.norm).__name__}, norm ≤ {self.radius:.6g}"
+
+
+def domain_of(radius: float | None, norm: Normalisation | None, width: int) -> Domain:
+    """The set that ``radius`` or ``norm`` describes; exactly one of them must be given.
+
+    Raises:
+        ValueError: when both or neither are given, the radius is not positive, or the widths differ.
+    """
+    if (radius is None) == (norm is None):
+        raise ValueError("give either radius (tokens of norm ≤ R) or norm (the image of a LayerNorm or RMSNorm)")
+    if radius is not None:
+        return Ball(float(radius))
+    assert norm is not None
+    image = NormImage(norm)
+    if norm.weight.numel() != width:
+        raise ValueError(f"norm has width {norm.weight.numel()}, but the layer takes tokens of width {width}")
+    return image
+
+
+def _shorten(z: Tensor, size: float) -> Tensor:
+    norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    return z * torch.clamp(size / norms.clamp_min(torch.finfo(z.dtype).tiny), max=1.0)

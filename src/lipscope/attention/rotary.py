@@ -1,0 +1,196 @@
+"""Rotary position embeddings: every token's query and key are turned, pair by pair, by angles that its position sets.
+
+For a pair of coordinates (a, b) of the first r of a head, and the token at place i,
+
+    (a, b) ↦ (a·cos_i − b·sin_i, a·sin_i + b·cos_i)
+
+The map is linear per token, so J·u and Jᵀ·g of attention stay analytic. Tables whose cos² + sin² is not 1 (models that also
+scale, such as YaRN) are allowed: a pair is then turned and stretched.
+
+Reference: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021 (arXiv 2104.09864).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Tables of cosines and sines, one row per token place.
+
+    Attributes:
+        cos: ``(n_max, r)``, for all inputs of up to n_max tokens, or ``(B, n, r)``, for exactly these inputs. Both
+            coordinates of a pair carry the same number. r is even, at most the query width; other coordinates stay.
+        sin: likewise.
+        interleaved: pairs are (0, 1), (2, 3), … as in GPT-J; otherwise (0, r/2), (1, r/2 + 1), … as in Llama and NeoX.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(4, dtype=torch.float64)
+        >>> turn = lipscope.Rotary.from_base(4, n=16, dtype=torch.float64)
+        >>> layer = lipscope.Attention(q=W, k=W, v=W, mask="causal", rotary=turn)
+        >>> layer(torch.ones(3, 4, dtype=torch.float64)).shape
+        torch.Size([3, 4])
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cos", "sin"):
+            table = getattr(self, name)
+            if not isinstance(table, Tensor) or not table.is_floating_point():
+                raise TypeError(f"rotary {name} must be a floating-point tensor, got {table!r:.80}")
+            if table.ndim not in (2, 3) or 0 in table.shape:
+                raise ValueError(f"rotary {name} must be (n_max, r) or (B, n, r), got shape {tuple(table.shape)}")
+            if table.shape[-1] % 2:
+                raise ValueError(f"rotary {name} turns pairs of coordinates: r must be even, got r = {table.shape[-1]}")
+            if not bool(torch.isfinite(table).all()):
+                raise ValueError(f"rotary {name} holds NaN or infinite values")
+        if (self.cos.shape, self.cos.dtype, self.cos.device) != (self.sin.shape, self.sin.dtype, self.sin.device):
+            raise ValueError(
+                f"rotary cos and sin must agree: cos is {tuple(self.cos.shape)} {self.cos.dtype} on {self.cos.device}, "
+                f"sin is {tuple(self.sin.shape)} {self.sin.dtype} on {self.sin.device}"
+            )
+        for name in ("cos", "sin"):
+            first, second = _pairs(getattr(self, name), self.interleaved)
+            if not torch.equal(first, second):
+                layout = "(0, 1), (2, 3), …" if self.interleaved else "(0, r/2), (1, r/2 + 1), …"
+                raise ValueError(
+                    f"rotary {name} must give both coordinates of a pair the same number; pairs are {layout} with "
+                    f"interleaved={self.interleaved}"
+                )
+
+    @classmethod
+    def from_base(
+        cls,
+        width: int,
+        *,
+        base: float = 10000.0,
+        n: int | None = None,
+        positions: Tensor | None = None,
+        interleaved: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> Rotary:
+        """The usual table: pair m of the token at position p is turned by p·base^(−2m/r).
+
+        Args:
+            width: r, the number of coordinates that are turned.
+            base: the base of the frequencies.
+            n: number of tokens, at positions 0, …, n − 1.
+            positions: instead of n, the positions themselves, ``(n,)`` or ``(B, n)``.
+            interleaved: which coordinates form a pair.
+            dtype: that of the layer.
+
+        Returns:
+            The tables, computed in float64 and rounded to ``dtype``.
+
+        Raises:
+            ValueError: when the width is odd, the base not positive, or not exactly one of n and positions is given.
+        """
+        if width < 2 or width % 2:
+            raise ValueError(f"width must be a positive even number, got {width}")
+        if not 0 < base < float("inf"):
+            raise ValueError(f"base must be positive and finite, got {base}")
+        if (n is None) == (positions is None):
+            raise ValueError("give exactly one of n and positions")
+        if positions is None:
+            if n is None or n < 1:
+                raise ValueError(f"n must be at least 1, got {n}")
+            positions = torch.arange(n)
+        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
+        angles = positions[..., None].double() * frequencies
+        angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat([angles, angles], dim=-1)
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
+
+    @property
+    def width(self) -> int:
+        """Number r of coordinates that are turned."""
+        return self.cos.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the tables."""
+        return self.cos.dtype
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Rotary:
+        """The same tables in another dtype or on another device."""
+        return replace(self, cos=self.cos.to(dtype=dtype, device=device), sin=self.sin.to(dtype=dtype, device=device))
+
+    def for_input(self, index: int) -> Rotary:
+        """The tables of batch item ``index``."""
+        if self.cos.ndim == 2 or self.cos.shape[0] == 1:
+            return self
+        return replace(self, cos=self.cos[index : index + 1], sin=self.sin[index : index + 1])
+
+    def turn(self, n: int, batch: int) -> Turn:
+        """The tables for ``batch`` inputs of n tokens.
+
+        Raises:
+            ValueError: when they are for fewer tokens, or for other inputs.
+        """
+        cos, sin = self.cos.detach(), self.sin.detach()
+        if cos.ndim == 2:
+            if n > cos.shape[0]:
+                raise ValueError(f"rotary has positions for n_max = {cos.shape[0]} tokens, but the input has n = {n}")
+            return Turn(cos[None, None, :n], sin[None, None, :n], self.interleaved)
+        if cos.shape[1] != n or cos.shape[0] not in (1, batch):
+            raise ValueError(
+                f"rotary is for {cos.shape[0]} inputs of n = {cos.shape[1]} tokens, but there are {batch} inputs of n = {n}"
+            )
+        return Turn(cos[:, None], sin[:, None], self.interleaved)
+
+    def __str__(self) -> str:
+        return f"rotary({self.width}, {'interleaved' if self.interleaved else 'halves'})"
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The rotations of given tokens, ready to be applied to (…, n, dk); cos and sin broadcast against (…, n, r)."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def apply(self, t: Tensor) -> Tensor:
+        """R t for every token."""
+        return self._turned(t, self.sin)
+
+    def transpose(self, t: Tensor) -> Tensor:
+        """Rᵀ t for every token: the opposite angle, the same stretch."""
+        return self._turned(t, -self.sin)
+
+    def inverse(self, t: Tensor) -> Tensor:
+        """R⁻¹ t for every token: Rᵀ t with the stretch taken out twice; no cos and sin may both be 0."""
+        stretch = self.cos.square() + self.sin.square()
+        return Turn(self.cos / stretch, self.sin / stretch, self.interleaved).transpose(t)
+
+    def select(self, items: Tensor) -> Turn:
+        """The rotations of the listed batch items."""
+        return self if self.cos.shape[0] == 1 else Turn(self.cos[items], self.sin[items], self.interleaved)
+
+    def tokens(self, places: Tensor) -> Turn:
+        """The rotations of the listed tokens of one input, as (…, r) tables for vectors (tokens, heads, dk)."""
+        return Turn(self.cos[0, 0, places][:, None], self.sin[0, 0, places][:, None], self.interleaved)
+
+    def unsqueeze(self) -> Turn:
+        """The same rotations for vectors with one more dimension before the last."""
+        return Turn(self.cos[..., None, :], self.sin[..., None, :], self.interleaved)
+
+    def _turned(self, t: Tensor, sin: Tensor) -> Tensor:
+        r = self.cos.shape[-1]
+        moving = t[..., :r]
+        first, second = _pairs(moving, self.interleaved)
+        partner = torch.stack([-second, first], dim=-1).flatten(-2) if self.interleaved else torch.cat([-second, first], -1)
+        turned = moving * self.cos + partner * sin
+        return turned if r == t.shape[-1] else torch.cat([turned, t[..., r:]], dim=-1)
+
+
+def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """First and second coordinates of all pairs."""
+    return (t[..., 0::2], t[..., 1::2]) if interleaved else (t[..., : t.shape[-1] // 2], t[..., t.shape[-1] // 2 :])

@@ -1,0 +1,316 @@
+"""The attention core without n×n matrices: probabilities are rebuilt tile by tile.
+
+Kept per input: q, k, v, the outputs o, and the largest score and the normaliser of every row, so memory grows like n. With
+E_ij = exp(s_ij − peak_i), P = E/total and W = E (times the slope of the soft-cap), each product makes a single pass:
+
+    T = W∘(dQ Kᵀ + Q dKᵀ)              dO_i = ( Σ_j T_ij v_j + Σ_j E_ij dv_j − (Σ_j T_ij) o_i ) / total_i
+    G' = G/total,  gS = W∘(G' Vᵀ − ⟨G', O⟩)    gQ_i = Σ_j gS_ij k_j    gK_j = Σ_i gS_ij q_i    gV_j = Σ_i E_ij g'_i
+
+Tiles in which nothing is visible are never visited: half of them under a causal mask, all but a band under a window. When
+the E fit into ``keep`` bytes they are kept, which spares one product in five and the exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.core import Linearisation, Triple
+from lipscope.attention.scores import ScoreRule, tile_of
+from lipscope.attention.tiles import Layout, Strip, Tile, make_strips
+
+# Queries and keys of one tile, and bytes of one tile matrix over the items that are worked on together: a few of those
+# stay in the cache while the products are large enough to run at full speed (benchmarks/long_context.py).
+TILE = (256, 512)
+TILE_BYTES = 4 << 20
+# Bytes of exponentials that are kept between products.
+KEEP = 256 << 20
+
+# Bytes of one n×n matrix over all heads and inputs beyond which tiles are used.
+DENSE_BYTES = 256 << 20
+# Tokens from which tiles are faster when a mask hides about half of the entries.
+SHORTEST_HALF = 512
+
+Kept: TypeAlias = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TiledLinearisation:
+    """The attention core at one point: the products of ``Linearisation`` in memory that grows like n.
+
+    Shapes, with I = B·Hkv items and G query heads for each: queries (I, G, n, dk) with the scale inside, keys (I, m, dk),
+    values (I, m, dv), outputs (I, G, n, dv), peak and scale = 1/total (I, G, n, 1). A row that sees nothing has scale 0.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+    peak: Tensor
+    scale: Tensor
+    layout: Layout
+    strips: tuple[Strip, ...]
+    softcap: float | None
+    additive: Tensor | None
+    score_size: float
+    kept: Kept | None = None
+
+    @classmethod
+    def at(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: ScoreRule,
+        *,
+        tile: tuple[int, int] = TILE,
+        keep: int = KEEP,
+    ) -> TiledLinearisation:
+        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk) and values v (B, Hkv, m, dv).
+
+        Args:
+            q: queries.
+            k: keys.
+            v: values.
+            rule: mask, additive term, soft-cap and sinks.
+            tile: most queries and keys of one tile.
+            keep: bytes of exponentials that may be kept; 0 rebuilds them for every product.
+        """
+        q, k, v = q.detach(), k.detach(), v.detach()
+        (B, H, n, dk), (kv_heads, m) = q.shape, k.shape[1:3]
+        layout = Layout(B, kv_heads, H // kv_heads)
+        strips = make_strips(rule, layout, (n, m), tile, q.device)
+        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
+        if rule.additive is not None:
+            size += float(rule.additive.abs().amax())
+        queries = q.reshape(layout.items, layout.groups, n, dk)
+        rows = queries.new_zeros(*queries.shape[:3], 1)
+        core = cls(
+            queries, k.reshape(layout.items, m, dk), v.reshape(layout.items, m, v.shape[-1]),
+            queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
+            rule.softcap, rule.additive, size,
+        )  # fmt: skip
+        core = core._normalised(rule.sinks)
+        entries = sum(strip.area for strip in strips) * B * H * (1 if rule.softcap is None else 2)
+        if entries * q.element_size() <= keep:
+            core = replace(core, kept=core._exponentials())
+        return replace(core, outputs=core._outputs())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the products."""
+        return self.queries.dtype
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that one input of the batch takes beside its tokens."""
+        return (
+            0 if self.kept is None else sum(strip.area for strip in self.strips) * self.layout.kv_heads * self.layout.groups
+        )
+
+    @property
+    def o(self) -> Tensor:
+        """Outputs in the layout of ``Linearisation``, (B, Hkv, G·n, dv)."""
+        return self._grouped(self.outputs)
+
+    def finite(self) -> dict[str, Tensor]:
+        """What must be finite for the products to make sense."""
+        return {"scores": self.peak, "values": self.outputs, "queries": self.queries, "keys": self.keys}
+
+    def with_centred_values(self) -> TiledLinearisation:
+        """See ``Linearisation.with_centred_values``."""
+        core = replace(self, values=self.values - self.values.mean(-2, keepdim=True))
+        return replace(core, outputs=core._outputs())
+
+    def per_head(self, heads: int) -> TiledLinearisation:
+        """Every one of the query heads as an input of its own, ordered (input, head)."""
+        layout = self.layout
+        assert heads == layout.kv_heads * layout.groups
+        additive = self.additive
+        if additive is not None:
+            additive = layout.per_item(additive)
+            if additive.shape[:2] != (1, 1):
+                additive = additive.expand(layout.items, layout.groups, -1, -1).flatten(0, 1)[:, None]
+
+        def own(t: Tensor) -> Tensor:
+            return t.flatten(0, 1)[:, None]
+
+        def shared(t: Tensor) -> Tensor:
+            return t if layout.groups == 1 else t.repeat_interleave(layout.groups, dim=0)
+
+        return replace(
+            self, queries=own(self.queries), keys=shared(self.keys), values=shared(self.values), outputs=own(self.outputs),
+            peak=own(self.peak), scale=own(self.scale), layout=Layout(layout.items * layout.groups, 1, 1),
+            strips=tuple(strip.per_head(layout.items, layout.groups) for strip in self.strips), additive=additive,
+            kept=self._kept_per_head(),
+        )  # fmt: skip
+
+    def select(self, items: Tensor) -> TiledLinearisation:
+        """Keep the listed inputs."""
+        wide = self.layout.kv_heads
+        index = (items[:, None] * wide + torch.arange(wide, device=items.device)).flatten()
+        additive = self.additive
+        if additive is not None and additive.ndim == 4 and additive.shape[0] > 1:
+            additive = additive[items]
+        kept = self.kept
+        if kept is not None:
+            kept = tuple(tuple((E[index], E[index] if W is E else W[index]) for E, W in row) for row in kept)
+        return replace(
+            self, queries=self.queries[index], keys=self.keys[index], values=self.values[index], outputs=self.outputs[index],
+            peak=self.peak[index], scale=self.scale[index], layout=replace(self.layout, inputs=int(items.numel())),
+            strips=tuple(strip.select(index) for strip in self.strips), additive=additive, kept=kept,
+        )  # fmt: skip
+
+    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """DO (B, Hkv, G·n, dv) for perturbations of the scaled queries (B, Hkv, G·n, dk), keys and values."""
+        dq, dk, dv = dq.reshape(self.queries.shape), dk.reshape(self.keys.shape), dv.reshape(self.values.shape)
+        result = torch.empty_like(self.outputs)
+        for items in self._item_parts():
+            # dQ Kᵀ + Q dKᵀ as one product with a longer inner dimension.
+            left = torch.cat([dq[items], self.queries[items]], dim=-1)
+            right = torch.cat([self.keys[items], dk[items]], dim=-1).mT
+            for s, strip in enumerate(self.strips):
+                rows = _stacked(left, strip)
+                total = rows.new_zeros(*rows.shape[:2], self.values.shape[-1])
+                row = rows.new_zeros(*rows.shape[:2], 1)
+                for t, tile in enumerate(strip.tiles):
+                    E, W = self._tile(items, s, t)
+                    T = torch.bmm(rows, right[:, :, tile.columns]).mul_(W)
+                    row += T.sum(-1, keepdim=True)
+                    total.baddbmm_(T, self.values[items, tile.columns]).baddbmm_(E, dv[items, tile.columns])
+                total.addcmul_(row, _stacked(self.outputs[items], strip), value=-1)
+                target = result[items, :, strip.rows]
+                target.copy_(total.reshape(target.shape))
+        return self._grouped(result.mul_(self.scale))
+
+    def vjp(self, g: Tensor) -> Triple:
+        """(gQ (B, Hkv, G·n, dk), gK, gV) for a cotangent g (B, Hkv, G·n, dv) of O."""
+        scaled = g.reshape(self.outputs.shape) * self.scale
+        inner = (scaled * self.outputs).sum(-1, keepdim=True)
+        gq, gk, gv = torch.empty_like(self.queries), torch.zeros_like(self.keys), torch.zeros_like(self.values)
+        for items in self._item_parts():
+            transposed = self.values[items].mT
+            for s, strip in enumerate(self.strips):
+                rows, q = _stacked(scaled[items], strip), _stacked(self.queries[items], strip)
+                constant = _stacked(inner[items], strip)
+                total = torch.zeros_like(q)
+                for t, tile in enumerate(strip.tiles):
+                    E, W = self._tile(items, s, t)
+                    gS = torch.bmm(rows, transposed[:, :, tile.columns]).sub_(constant).mul_(W)
+                    total.baddbmm_(gS, self.keys[items, tile.columns])
+                    gk[items, tile.columns].baddbmm_(gS.mT, q)
+                    gv[items, tile.columns].baddbmm_(E.mT, rows)
+                target = gq[items, :, strip.rows]
+                target.copy_(total.reshape(target.shape))
+        B, kv_heads = self.layout.inputs, self.layout.kv_heads
+        return self._grouped(gq), gk.reshape(B, kv_heads, *gk.shape[1:]), gv.reshape(B, kv_heads, *gv.shape[1:])
+
+    def _normalised(self, sinks: Tensor | None) -> TiledLinearisation:
+        """Fill in peak and scale, by a running maximum and sum over the tiles of each strip."""
+        shape = self.peak.shape
+        peak, total = self.peak.new_full(shape, float("-inf")), self.peak.new_zeros(shape)
+        if sinks is not None:
+            peak = sinks.to(peak).reshape(1, self.layout.kv_heads, self.layout.groups, 1, 1)
+            peak = peak.expand(self.layout.inputs, -1, -1, shape[2], 1).reshape(shape).clone()
+            total = torch.ones_like(peak)
+        for items in self._item_parts():
+            for strip in self.strips:
+                top, mass = peak[items, :, strip.rows], total[items, :, strip.rows]
+                for tile in strip.tiles:
+                    scores, _ = self._scores(items, strip, tile)
+                    new = torch.maximum(top, scores.amax(-1, keepdim=True))
+                    safe = new.masked_fill(new == float("-inf"), 0.0)
+                    mass.mul_(torch.exp(top - safe)).add_(scores.sub_(safe).exp_().sum(-1, keepdim=True))
+                    top.copy_(new)
+        return replace(
+            self,
+            peak=peak.masked_fill(peak == float("-inf"), 0.0),
+            scale=torch.where(total > 0, 1 / total, torch.zeros_like(total)),
+        )
+
+    def _outputs(self) -> Tensor:
+        outputs = torch.zeros_like(self.outputs)
+        for items in self._item_parts():
+            for s, strip in enumerate(self.strips):
+                target = outputs[items, :, strip.rows]
+                for t, tile in enumerate(strip.tiles):
+                    target += torch.bmm(self._tile(items, s, t)[0], self.values[items, tile.columns]).reshape(target.shape)
+        return outputs.mul_(self.scale)
+
+    def _exponentials(self) -> Kept:
+        """E and W of every tile, over all items."""
+        return tuple(
+            tuple(self._rebuilt(slice(0, self.layout.items), strip, tile) for tile in strip.tiles) for strip in self.strips
+        )
+
+    def _kept_per_head(self) -> Kept | None:
+        if self.kept is None:
+            return None
+
+        def apart(t: Tensor) -> Tensor:
+            return t.reshape(t.shape[0] * self.layout.groups, -1, t.shape[-1])
+
+        return tuple(tuple((e := apart(E), e if W is E else apart(W)) for E, W in row) for row in self.kept)
+
+    def _tile(self, items: slice, s: int, t: int) -> tuple[Tensor, Tensor]:
+        """E and W of one tile, (items, G·rows, columns)."""
+        if self.kept is None:
+            return self._rebuilt(items, self.strips[s], self.strips[s].tiles[t])
+        E, W = self.kept[s][t]
+        return E[items], W[items]
+
+    def _rebuilt(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor]:
+        scores, slope = self._scores(items, strip, tile)
+        E = scores.sub_(self.peak[items, :, strip.rows]).exp_().flatten(1, 2)
+        return E, E if slope is None else E * slope
+
+    def _scores(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Scores (items, G, rows, columns) with −inf where hidden, and the slope of the soft-cap, stacked like E."""
+        raw = torch.bmm(_stacked(self.queries[items], strip), self.keys[items, tile.columns].mT)
+        slope = None
+        if self.softcap is not None:
+            bent = raw.div_(self.softcap).tanh_()
+            slope = 1 - bent.square()
+            raw = bent.mul_(self.softcap)
+        scores = raw.reshape(raw.shape[0], self.layout.groups, -1, raw.shape[-1])
+        if self.additive is not None:
+            scores += _of_items(self.layout.per_item(tile_of(self.additive, strip.rows, tile.columns)), items)
+        if tile.hidden is not None:
+            scores.masked_fill_(_of_items(tile.hidden, items), float("-inf"))
+        return scores, slope
+
+    def _item_parts(self) -> Iterator[slice]:
+        """Items worked on together: as many as keep one tile matrix within its bytes, at least one."""
+        largest = max((strip.area // max(1, len(strip.tiles)) for strip in self.strips), default=1)
+        together = max(1, TILE_BYTES // max(1, largest * self.layout.groups * self.queries.element_size()))
+        for start in range(0, self.layout.items, together):
+            yield slice(start, min(self.layout.items, start + together))
+
+    def _grouped(self, t: Tensor) -> Tensor:
+        return t.reshape(self.layout.inputs, self.layout.kv_heads, -1, t.shape[-1])
+
+
+AnyLinearisation: TypeAlias = Linearisation | TiledLinearisation
+
+
+def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Tensor) -> bool:
+    """Whether tiles beat n×n matrices of so many heads (over all inputs): these are large, or half of them is hidden."""
+    if heads * queries * keys * like.element_size() > DENSE_BYTES:
+        return True
+    if queries != keys or queries < SHORTEST_HALF:
+        return False
+    corner = rule.visible(slice(0, queries // 4), slice(queries // 2, queries), queries, like.device)
+    return corner is not None and not bool(corner.any())
+
+
+def _stacked(t: Tensor, strip: Strip) -> Tensor:
+    """Rows of one strip, query heads of an item stacked: (items, G, n, d) → (items, G·rows, d)."""
+    return t[:, :, strip.rows].flatten(1, 2)
+
+
+def _of_items(t: Tensor, items: slice) -> Tensor:
+    return t if t.shape[0] == 1 else t[items]

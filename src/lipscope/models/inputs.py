@@ -1,0 +1,145 @@
+"""From text, token ids or embeddings to the keyword arguments of a model, with every refusal in one place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.admission import check_ids
+from lipscope.models.probe import first_position, position_limit
+
+if TYPE_CHECKING:
+    from lipscope.models.handle import Model
+
+
+class TokenArguments(TypedDict, total=False):
+    """What to measure on: exactly one of ``input_ids``, ``inputs_embeds``, ``text`` and ``inputs``.
+
+    Attributes:
+        input_ids: token ids (n,) or (B, n).
+        inputs_embeds: embedded tokens (n, d) or (B, n, d).
+        text: one or more texts, tokenised as the model expects.
+        inputs: the model's keyword arguments as they are (images, audio, …).
+        attention_mask: 1 at real tokens, 0 at padding, (B, n); beside ``input_ids`` or ``inputs_embeds``.
+    """
+
+    input_ids: Tensor
+    inputs_embeds: Tensor
+    text: str | Sequence[str]
+    inputs: dict[str, Any]
+    attention_mask: Tensor
+
+
+_KINDS = ("input_ids", "inputs_embeds", "text", "inputs")
+
+
+def token_inputs(handle: Model, arguments: TokenArguments) -> dict[str, Any]:
+    """The model's keyword arguments for exactly these tokens.
+
+    Raises:
+        ValueError: when not exactly one kind of input is given, or it is empty, too long or outside the vocabulary.
+    """
+    unknown = set(arguments) - {*_KINDS, "attention_mask"}
+    if unknown:
+        raise TypeError(f"unknown argument {unknown.pop()!r}; tokens are given as {', '.join(_KINDS)} and attention_mask")
+    given = [name for name in _KINDS if arguments.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"give exactly one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
+    attention_mask = arguments.get("attention_mask")
+    match given[0]:
+        case "inputs":
+            return arguments["inputs"]
+        case "text":
+            tokens, attention_mask = tokenise(handle, arguments["text"])
+            name = "input_ids"
+        case "input_ids":
+            name, tokens = "input_ids", arguments["input_ids"]
+        case _:
+            name, tokens = "inputs_embeds", arguments["inputs_embeds"]
+    dimensions = 2 if name == "input_ids" else 3
+    tokens = tokens[None] if tokens.ndim == dimensions - 1 else tokens
+    if tokens.ndim != dimensions or 0 in tokens.shape:
+        raise ValueError(f"{name} must hold at least one token, with shape (n, …) or (B, n, …)")
+    check_length(handle, tokens.shape[1])
+    if name == "input_ids":
+        check_ids(tokens, handle.model)
+    else:
+        tokens = tokens.to(handle.dtype)
+    result: dict[str, Any] = {name: tokens.to(handle.device)}
+    if attention_mask is not None:
+        attention_mask = attention_mask.reshape(tokens.shape[:2]).to(handle.device)
+        result["attention_mask"] = attention_mask
+        if handle.layers[0].causal and not bool(attention_mask[:, 0].all()) and accepts(handle.model, "position_ids"):
+            # Left padding: positions count real tokens, as generation does.
+            result["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    return result
+
+
+def packed_inputs(handle: Model, documents: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[int]]:
+    """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``."""
+    lengths = [len(document) for document in documents]
+    if not lengths or min(lengths) < 1:
+        raise ValueError("every packed document needs at least one token")
+    ids = torch.tensor([[i for document in documents for i in document]], device=handle.device)
+    check_ids(ids, handle.model)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if accepts(handle.model, "position_ids"):
+        positions = torch.cat([torch.arange(length) for length in lengths]) + first_position(handle.model)
+        inputs["position_ids"] = positions[None].to(handle.device)
+    return inputs, lengths
+
+
+def check_length(handle: Model, n: int) -> int:
+    """The number of tokens; refuses none, and more than the model has positions for."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    limit = position_limit(handle.model)
+    if limit is not None and n > limit:
+        raise ValueError(f"n = {n} tokens are more than the {limit} positions of {handle.name}")
+    return n
+
+
+def tokenise(handle: Model, text: str | Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """Token ids (B, n), and the padding mask when the texts differ in length."""
+    tokenizer = require_tokenizer(handle)
+    texts = [text] if isinstance(text, str) else list(text)
+    if not texts or not all(t.strip() for t in texts):
+        raise ValueError("text is empty")
+    rows = [tokenizer(t)["input_ids"] for t in texts]
+    if min(map(len, rows)) == 0:
+        raise ValueError("text has no tokens")
+    longest = max(map(len, rows))
+    if min(map(len, rows)) == longest:
+        return torch.tensor(rows), None
+    pad = tokenizer.pad_token_id or 0
+    ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+    return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+
+
+def require_tokenizer(handle: Model) -> Any:
+    """The tokenizer, or the reason why this model cannot read text."""
+    if handle.tokenizer is not None:
+        return handle.tokenizer
+    takes = getattr(handle.model, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        raise ValueError(f"{handle.name} takes {takes}, not text: give them with .measure(inputs={{{takes!r}: …}})")
+    raise ValueError(
+        f"{handle.name} has no tokenizer, so it cannot read text: load it with one, or use .measure(input_ids=…)"
+    )
+
+
+def runner(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Runs the model on these inputs, without a KV cache."""
+    if "tokens" in inputs:
+        return lambda: model(inputs["tokens"])
+    extra = {"use_cache": False} if accepts(model, "use_cache") else {}
+    return lambda: model(**inputs, **extra)
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return argument in inspect.signature(model.forward).parameters

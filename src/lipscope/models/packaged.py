@@ -1,0 +1,185 @@
+"""Weights that come inside installed packages: their files are read as data, none of their code is imported.
+
+A package is located through its metadata. Most hold a saved model as it is; Whisper's is a checkpoint of its first
+authors, with other names for the same tensors, and MPNet is a zip file cut into five packages, which is put together in
+the cache directory once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipscope.models.checkpoints import Loaded, auto_model, auto_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def data_file(package: str, file: str) -> Path | None:
+    """A file of an installed distribution, found without importing it; None when absent.
+
+    Args:
+        package: the distribution, with or without ``==version``; the version is not compared.
+        file: its path as the distribution records it.
+    """
+    try:
+        path = Path(str(metadata.distribution(package.partition("==")[0]).locate_file(file)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.exists() else None
+
+
+def minilm(name: str, files: Sequence[Path]) -> Loaded:
+    """A saved model, as it is."""
+    directory = files[0].parent
+    return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
+
+
+def smollm2(name: str, files: Sequence[Path]) -> Loaded:
+    """A GGUF file, de-quantised by transformers."""
+    import torch
+
+    directory, file = files[0].parent, files[0].name
+    # De-quantising draws a progress bar that transformers cannot be asked to leave out.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = auto_model(directory, gguf_file=file, dtype=torch.float32)
+    return Loaded(model, auto_tokenizer(directory, gguf_file=file), name, ("weights de-quantised from 4 bits",))
+
+
+def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
+    """The encoder of a Whisper checkpoint in its first authors' layout; hears log-mel features, 1,500 tokens a window.
+
+    The file is a pickle, opened with ``weights_only=True``: it may hold tensors and plain values only, no code.
+    """
+    import torch
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    checkpoint = torch.load(files[0], map_location="cpu", weights_only=True)
+    dims = checkpoint["dims"]
+    config = WhisperConfig(
+        num_mel_bins=dims["n_mels"], d_model=dims["n_audio_state"], max_source_positions=dims["n_audio_ctx"],
+        encoder_layers=dims["n_audio_layer"], encoder_attention_heads=dims["n_audio_head"],
+        encoder_ffn_dim=4 * dims["n_audio_state"], vocab_size=dims["n_vocab"],
+    )  # fmt: skip
+    model: nn.Module = WhisperEncoder(config)
+    # Strict: a tensor too many or too few is an error, not a random weight.
+    model.load_state_dict(whisper_names(checkpoint["model_state_dict"]), strict=True)
+    return Loaded(model.eval(), None, name, ("weights stored in 16 bits",))
+
+
+_WHISPER_NAMES = {
+    "positional_embedding": "embed_positions.weight",
+    "blocks.": "layers.",
+    "attn_ln.": "self_attn_layer_norm.",
+    "mlp_ln.": "final_layer_norm.",
+    "attn.query.": "self_attn.q_proj.",
+    "attn.key.": "self_attn.k_proj.",
+    "attn.value.": "self_attn.v_proj.",
+    "attn.out.": "self_attn.out_proj.",
+    "mlp.0.": "fc1.",
+    "mlp.2.": "fc2.",
+    "ln_post.": "layer_norm.",
+}
+
+
+def whisper_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The encoder's tensors under the names that transformers gives them, in float32."""
+    renamed = {}
+    for name, tensor in state.items():
+        if not name.startswith("encoder."):
+            continue
+        new = name.removeprefix("encoder.")
+        for old, ours in _WHISPER_NAMES.items():
+            new = new.replace(old, ours)
+        renamed[new] = tensor.float()
+    return renamed
+
+
+def mpnet(name: str, files: Sequence[Path]) -> Loaded:
+    """A saved model inside a zip file that is spread over several packages."""
+    directory = assembled(name, files)
+    return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
+
+
+def assembled(name: str, parts: Sequence[Path]) -> Path:
+    """The directory with the saved model inside the zip file that the parts make up; unpacked once, into the cache.
+
+    Args:
+        name: of the directory.
+        parts: pieces of one zip file, in order.
+    """
+    # Another size of the parts is another file: it gets a directory of its own.
+    target = cache_directory() / f"{name}-{sum(part.stat().st_size for part in parts)}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Unpacked beside it and then renamed: a directory of that name is always whole.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        inside = Path(scratch) / "model"
+        inside.mkdir()
+        with io.BufferedReader(Pieces(parts)) as joined, zipfile.ZipFile(joined) as archive:
+            for member in archive.infolist():
+                *folders, file = member.filename.split("/")
+                if len(folders) == 1 and Path(file).suffix in (".json", ".txt", ".safetensors"):
+                    with archive.open(member) as source, (inside / file).open("wb") as out:
+                        shutil.copyfileobj(source, out)
+        with contextlib.suppress(OSError):  # another process was faster, with the same files
+            inside.rename(target)
+    return target
+
+
+def cache_directory() -> Path:
+    """Where lipscope keeps what it unpacked: ``$XDG_CACHE_HOME/lipscope`` or ``~/.cache/lipscope``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lipscope"
+
+
+class Pieces(io.RawIOBase):
+    """Several files read as one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [path.open("rb") for path in paths]
+        self._sizes = [path.stat().st_size for path in paths]
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a place in the whole."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: sum(self._sizes)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read from the piece that holds the current place; the caller asks again at its end."""
+        start = 0
+        for file, size in zip(self._files, self._sizes, strict=True):
+            if self._at < start + size:
+                file.seek(self._at - start)
+                data = file.read(min(len(buffer), start + size - self._at))
+                buffer[: len(data)] = data
+                self._at += len(data)
+                return len(data)
+            start += size
+        return 0
+
+    def close(self) -> None:
+        """Close every piece."""
+        for file in self._files:
+            file.close()
+        super().close()

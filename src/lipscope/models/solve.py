@@ -1,0 +1,136 @@
+"""σ of one layer at recorded tokens: the Jacobian of a scope as an operator, solved, with its least upper end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.norms import Normalisation
+from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.bounds.certificates import affordable
+from lipscope.facade import certificate_at
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Recording
+from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
+from lipscope.spectral.norm import Solver
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.output import SolverOutput
+from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
+
+
+def check_scope(scope: str) -> None:
+    """Refuse an unknown scope, naming those that exist."""
+    if scope not in MODEL_SCOPES:
+        raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
+
+
+def jacobian(
+    model: nn.Module, layers: list[Layer], where: Layer, recording: Recording, scope: str, plain: Attention | None
+) -> Operator:
+    """The Jacobian of a scope at the recorded tokens, analytic when the layer is known as an ``Attention``."""
+    check_scope(scope)
+    if plain is not None and scope in ("attention", "head"):
+        X = scope_tokens(where, recording, scope).contiguous()
+        return AttentionOperator(plain, X) if scope == "attention" else HeadOperator(plain, X)
+    return scope_operator(model, where, recording, scope, layers)
+
+
+def solve_scope(operator: Operator, where: Layer, recording: Recording, solver: Solver, scope: str) -> SpectralNorm:
+    """σ of every item of an operator that is not split into heads, as a flat batch."""
+    return summarise(
+        solver.solve(operator), operator, scope=scope, mask=mask_words(where, recording), input_dtype=_dtype(operator)
+    )
+
+
+def solve_heads(operator: Operator, where: Layer, recording: Recording, solver: Solver, heads: list[int]) -> SpectralNorm:
+    """σ of the chosen heads as a flat batch ordered (input, head)."""
+    if isinstance(operator, HeadOperator):
+        operator = operator.select(head_items(operator.batch // where.heads, where.heads, heads).to(operator.device))
+        output = solver.solve(operator)
+    else:
+        inputs = operator.batch
+        parts = [solver.solve(HeadOfOperator(operator, h, where.heads)) for h in heads]
+        output = _interleave(parts, inputs)
+        # Only its shape, batch and rounding are read below: one item per input and head.
+        items = torch.arange(inputs, device=operator.device).repeat_interleave(len(heads))
+        operator = HeadOfOperator(operator.select(items), 0, where.heads)
+    mask = mask_words(where, recording)
+    return summarise(output, operator, scope="head", mask=mask, input_dtype=_dtype(operator))
+
+
+def head_items(inputs: int, heads: int, chosen: Sequence[int]) -> Tensor:
+    """Where the chosen heads are in a flat batch (input, head)."""
+    return torch.tensor([b * heads + h for b in range(inputs) for h in chosen])
+
+
+def add_certificate(
+    result: SpectralNorm,
+    plain: Attention | None,
+    tokens: Tensor,
+    *,
+    heads: list[int] | None,
+    norm: Normalisation | None,
+    wanted: bool | None,
+) -> SpectralNorm:
+    """The same flat batch with certified upper ends, where there are some and they are wanted (None: where cheap).
+
+    Args:
+        result: σ of scope ``attention``, ``head`` or ``norm+attention``, a flat batch.
+        plain: the layer as an ``Attention``, or None.
+        tokens: the scope's tokens (B, n, d).
+        heads: the heads of scope ``head``.
+        norm: the normalisation of scope ``norm+attention``.
+        wanted: whether to compute the certificate.
+
+    Raises:
+        ValueError: when a certificate is asked for that does not exist.
+    """
+    known = plain is not None and (
+        result.scope in ("attention", "head") or (result.scope == "norm+attention" and norm is not None)
+    )
+    if plain is None or not known:
+        if wanted:
+            raise ValueError(
+                f"no certificate for scope {result.scope!r} of this layer: it exists for attention and head (and "
+                "norm+attention behind LayerNorm or RMSNorm) of layers whose projections are known"
+            )
+        return result
+    if wanted is None:
+        wanted = affordable(plain, tokens.shape[1], result, tokens.shape[0], result.scope)
+    if not wanted:
+        return result
+    certified = certificate_at(plain, tokens, result.scope, norm)
+    if heads is not None:
+        certified = certified[head_items(tokens.shape[0], plain.heads, heads).to(certified.device)]
+    return with_certificate(result, certified)
+
+
+def mask_words(where: Layer, recording: Recording) -> str:
+    """The mask of a layer in this recording, in words."""
+    mask = where.mask if recording.real is None else f"{where.mask}&padding"
+    return mask if recording.documents is None else f"{mask}&packed:" + ",".join(map(str, recording.documents))
+
+
+def by_head(result: SpectralNorm, heads: int | None) -> SpectralNorm:
+    """A flat batch as (B,), or as (B, heads)."""
+    items = len(result.status)
+    return reshape_batch(result, (items,) if heads is None else (items // heads, heads))
+
+
+def _dtype(operator: Operator) -> str:
+    return dtype_name(operator.dtype)
+
+
+def _interleave(parts: list[SolverOutput], inputs: int) -> SolverOutput:
+    """Outputs ordered (head, input) → (input, head)."""
+    order = [h * inputs + b for b in range(inputs) for h in range(len(parts))]
+    joined = SolverOutput.cat(parts)
+    for name, value in vars(joined).items():
+        if isinstance(value, Tensor):
+            setattr(joined, name, value[order])
+        elif isinstance(value, list):
+            setattr(joined, name, [value[i] for i in order])
+    return joined

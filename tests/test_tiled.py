@@ -1,0 +1,167 @@
+"""Tiles give the same products as n×n matrices, whatever the mask, the score rule and the size of the tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cases
+import lipscope
+from lipscope.attention import tiled
+from lipscope.attention.core import Linearisation
+from lipscope.attention.memory import plan_memory, read_bytes, show_bytes
+from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+from lipscope.models.core_function import attention_core
+
+N, B, H = 37, 3, 4
+BIAS = cases.random(B, H, N, N, seed=7)
+MASKS = {
+    "full": None,
+    "causal": "causal",
+    "window": "window:5",
+    "window-both": "window:7:both",
+    "prefix": "prefix:6",
+    "padding": "pad-left:3,0,7",
+    "causal-padding": "causal&pad-right:1,2,30",
+    "packed": "packed:10,20,7",
+    "packed-both": "packed:10,20,7:both",
+    "boolean": BIAS > -0.5,
+    "additive": BIAS.masked_fill(BIAS < 0, float("-inf")),
+    "hidden-rows": (BIAS > -9) & (torch.arange(N)[:, None] % 5 != 0),
+}
+PARTS = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": cases.random(H, seed=1)},
+    "bias": {"bias": BIAS[0]},
+    "bias-per-input": {"bias": BIAS},
+    "rotary": {"rotary": lipscope.Rotary.from_base(2, n=N, dtype=torch.float64)},
+}
+
+
+def layer(mask, kv_heads=H, dtype=torch.float64, d=10, dh=3, **parts) -> lipscope.Attention:
+    draw = iter(range(100))
+
+    def random(*shape):
+        return cases.random(*shape, seed=next(draw)).to(dtype)
+
+    return lipscope.Attention(
+        q=random(H * dh, d), k=random(kv_heads * dh, d), v=random(kv_heads * dh, d), out=random(d, H * dh), heads=H,
+        kv_heads=kv_heads, q_bias=random(H * dh), k_bias=random(kv_heads * dh), v_bias=random(kv_heads * dh), mask=mask,
+        **parts,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[0, 1 << 30], ids=["rebuilt", "kept"])
+def small_tiles(request, monkeypatch):
+    """Tiles that do not divide the sequence, two items at a time, with and without kept exponentials."""
+    at = TiledLinearisation.at.__func__
+    monkeypatch.setattr(
+        TiledLinearisation, "at", classmethod(lambda cls, *given: at(cls, *given, tile=(8, 11), keep=request.param))
+    )
+    monkeypatch.setattr(tiled, "TILE_BYTES", 2 * 8 * 11 * 8)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_equal_matrices(mask, part, kv_heads):
+    X = cases.random(B, N, 10, seed=3)
+    subject = layer(MASKS[mask], kv_heads, **PARTS[part])
+    for kind in (AttentionOperator, HeadOperator):
+        dense, tiles = kind(subject, X, tiled=False), kind(subject, X, tiled=True)
+        assert isinstance(dense.core, Linearisation)
+        assert isinstance(tiles.core, TiledLinearisation)
+        for chosen in (torch.arange(dense.batch), torch.tensor([2, 0])):
+            one, other = dense.select(chosen), tiles.select(chosen)
+            u, g = cases.random(one.batch, one.shape[1], seed=4), cases.random(one.batch, one.shape[0], seed=5)
+            for expected, found in ((one.matvec(u), other.matvec(u)), (one.rmatvec(g), other.rmatvec(g))):
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max()))
+
+
+def test_tiles_in_float32():
+    """At realistic size the two agree to 1e-5 relative, also with large scores."""
+    for scale in (1.0, 6.0):
+        subject = layer("causal", 2, torch.float32, d=64, dh=16)
+        X = scale * cases.random(1, 600, 64, seed=0).float() / 8
+        dense, tiles = AttentionOperator(subject, X, tiled=False), AttentionOperator(subject, X, tiled=True)
+        u = cases.random(1, 600 * 64, seed=1).float()
+        for expected, found in ((dense.matvec(u), tiles.matvec(u)), (dense.rmatvec(u), tiles.rmatvec(u))):
+            assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_hidden_tiles_are_not_visited():
+    """Half of the entries under a causal mask, a band under a window, whatever way the mask is written."""
+    n = 2048
+    q, k, v = (cases.random(1, 2, n, 4, seed=s).float() for s in range(3))
+
+    def visited(rule):
+        return sum(strip.area for strip in TiledLinearisation.at(q, k, v, rule).strips) / n**2
+
+    assert visited(ScoreRule()) == 1
+    assert visited(ScoreRule(mask=lipscope.as_mask("causal"))) < 0.6
+    assert visited(ScoreRule(mask=lipscope.as_mask("window:100"))) < 0.2
+    assert visited(ScoreRule(mask=lipscope.as_mask("packed:512,512,512,512"))) < 0.26
+    assert visited(ScoreRule(allowed=torch.ones(n, n).tril().bool())) < 0.7
+
+
+def test_tiles_are_chosen_where_they_pay():
+    like = torch.zeros(1)
+    causal, full = ScoreRule(mask=lipscope.as_mask("causal")), ScoreRule()
+    assert prefers_tiles(causal, 12, 1024, 1024, like)
+    assert not prefers_tiles(full, 12, 1024, 1024, like)
+    assert not prefers_tiles(causal, 12, 128, 128, like)
+    assert prefers_tiles(full, 12, 4096, 4096, like)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_core_of_models_uses_tiles(monkeypatch):
+    """The autograd core gives the same outputs, Jᵀ and J with tiles; keys may outnumber queries."""
+    monkeypatch.setattr(tiled, "DENSE_BYTES", 0)
+    q, k, v = cases.random(2, 4, 9, 3, seed=0), cases.random(2, 2, 14, 3, seed=1), cases.random(2, 2, 14, 5, seed=2)
+    rule = ScoreRule(allowed=cases.random(2, 1, 9, 14, seed=3) > -0.5, softcap=2.0)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    found = []
+    for limit in (0, 1 << 40):
+        monkeypatch.setattr(tiled, "DENSE_BYTES", limit)
+        o = attention_core(q, k, v, rule)
+        g = cases.random(*o.shape, seed=4).requires_grad_()
+        pulled = torch.autograd.grad(o, inputs, g, create_graph=True)
+        directions = [cases.random(*t.shape, seed=5 + i) for i, t in enumerate(pulled)]
+        (pushed,) = torch.autograd.grad(pulled, g, directions)
+        found.append((o, *pulled, pushed))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_is_planned():
+    """Fewer Krylov vectors are kept when memory is short, and too little memory is refused with what is needed."""
+    W = torch.zeros(64, 64)
+    subject = lipscope.Attention(W, W, W, W, heads=4, mask="causal")
+    free = plan_memory(subject, 5000)
+    assert free.tiled
+    tight = plan_memory(subject, 5000, limit=free.total - free.bases // 2)
+    assert free.bases // 3 < tight.bases <= free.bases // 2
+    assert tight.total <= free.total - free.bases // 2
+    with pytest.raises(MemoryError, match=r"n = 5000 tokens need about [\d.]+ MiB .* limited to 1 MiB"):
+        plan_memory(subject, 5000, limit=1 << 20)
+
+
+def test_sizes_are_read_and_shown():
+    assert [read_bytes(text) for text in ("4GiB", "512 MiB", "1.5kb", "7")] == [4 << 30, 512 << 20, 1500, 7]
+    assert [show_bytes(count) for count in (3 << 30, 1536 << 10, 12)] == ["3 GiB", "1.5 MiB", "12 B"]
+    with pytest.raises(ValueError, match="memory must be a size"):
+        read_bytes("4 apples")
+
+
+def test_terms_that_are_the_same_for_all_queries():
+    """An additive term and a mask over keys alone, as models hand them over for padding."""
+    q, k, v = (cases.random(2, 3, 20, 4, seed=s) for s in range(3))
+    rule = ScoreRule(additive=cases.random(2, 1, 1, 20, seed=3), allowed=cases.random(2, 1, 1, 20, seed=4) > -1)
+    dense, tiles = Linearisation.at(q, k, v, rule), TiledLinearisation.at(q, k, v, rule, tile=(6, 7))
+    torch.testing.assert_close(tiles.o, dense.o)
+    for one, other in zip(dense.vjp(dense.o), tiles.vjp(dense.o), strict=True):
+        torch.testing.assert_close(other, one)
