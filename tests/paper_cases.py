@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.models.checkpoints import Loaded
+from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from lipscope.paper.cast import Cast, Member
 from lipscope.paper.settings import QUICK, Settings
 from lipscope.sweep import ModelChoice
@@ -26,7 +25,7 @@ def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two-layer models in place of the large ones; no hub, no other pretrained model."""
 
     def entry(name: str, family: str, seed: int) -> Entry:
-        def load(name: str, files: Sequence[Path]) -> Loaded:
+        def load(name: str, files: Any) -> Loaded:
             model = FAMILIES[family]()
             model.resize_token_embeddings(256, mean_resizing=False)
             torch.manual_seed(seed)

@@ -63,9 +63,9 @@ def adversarial(alpha: float, points: str = "proposition 3.4", factor: float = 1
 def test_the_worst_case() -> None:
     assert "σ grows like √n" in said(adversarial(0.5), "The worst case")
     slower = said(adversarial(0.3), "The worst case")
-    assert "covers 1/2 in 0" in slower
+    assert "that covers it, in 0." in slower
     assert "grows like √n" not in slower
-    assert "falls with n in 1" in said(adversarial(-0.2), "The worst case")
+    assert "σ falls with n in 1" in said(adversarial(-0.2), "The worst case")
     climbed = adversarial(0.5) + adversarial(0.5, "ascent", 3.0)
     assert "reaches 3 times the σ of the best construction" in said(climbed, "The worst case")
     # An ascent below its own start would be a fault, not a finding.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from lipscope.sweep.loading import loaded_model
 from paper_cases import TINY, tiny_zoo
 
 runner = CliRunner()
-has_search = find_spec("lipscope.adversarial") is not None
 
 
 def _only_the_first(figure: Any, directory: Path) -> list[Path]:
@@ -74,7 +72,7 @@ def test_settings_expand_to_the_right_points() -> None:
     assert variants == set(VARIANTS)
     attacked = {(t.labels["model"], t.identity["radius"], t.identity["n"]) for t in tasks if "radius" in t.identity}
     wanted = {(m, r, n) for m in ("bert-random", "gpt2-random") for r in (1.0,) for n in (2, 4, 7)}
-    assert attacked == (wanted if has_search else set())
+    assert attacked == wanted
 
 
 def test_causal_bert_leaks_nothing_and_keeps_its_weights() -> None:

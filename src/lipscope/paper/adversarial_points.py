@@ -8,12 +8,12 @@ input, the best m : n−m split of two tokens, and at some n a short gradient as
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lipscope.adversarial import construct, maximise
 from lipscope.attention.layer import Attention
 from lipscope.bounds import registry
 from lipscope.bounds.certificates import certified_upper
@@ -58,13 +58,12 @@ class AdversarialPoints:
 
     def measure(self, handle: Model, recorded: None, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """One row per input built."""
-        search = import_module("lipscope.adversarial")
         layer = weights_of(handle, task["layer"])
         assert layer is not None
         head, radius, n = layer.head(task["heads"][0]).to(torch.float64), payload["radius"], payload["n"]
         solver = Auto(**task["solver"])
         case = paper_case(head)
-        built = search.construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
+        built = construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
         points: list[tuple[str, Tensor, SpectralNorm, float | None, str]] = [
             (
                 PAPER if c.name == case else GROUPS,
@@ -76,7 +75,7 @@ class AdversarialPoints:
             for c in built
         ]
         if payload["ascend"]:
-            found = search.maximise(
+            found = maximise(
                 head, n, radius=radius, built=built, restarts=task["options"]["restarts"], steps=task["options"]["steps"],
                 seed=task["seed"], solver=solver, dtype=torch.float32,
             )  # fmt: skip

@@ -18,6 +18,8 @@ from lipscope.paper.plan import ADVERSARIAL, DIFFERENCES, GROWTH, LAYERNORM, LON
 
 Row = dict[str, Any]
 SIGMA, COMPANION = "σ", "companion"
+# Constructions grow like √(n−1), which is no power of n for the first few n.
+_SHORTEST = 7
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Curve:
     def fit(self, estimator: str = SIGMA) -> GrowthFit | None:
         """The power law of σ or of the companion estimator; None with fewer than three lengths."""
         n, values = self.values("estimate" if estimator == SIGMA else COMPANION)
+        far = [(k, value) for k, value in zip(n, values, strict=True) if k >= _SHORTEST]
+        if self.experiment == ADVERSARIAL and len({k for k, _ in far}) >= 3:
+            n, values = [k for k, _ in far], [value for _, value in far]
         if len(set(n)) < 3 or min(values) <= 0:
             return None
         return _fit(tuple(n), tuple(values))

@@ -30,7 +30,7 @@ Look = Literal["points", "line", "dashes", "dots", "marks"]
 
 @dataclass(frozen=True)
 class Series:
-    """Points or a line of a panel; ``low`` and ``high`` are ends of intervals."""
+    """Points or a line of a panel; ``low`` and ``high`` are ends of intervals; the legend lists it if ``listed``."""
 
     name: str
     x: Sequence[float]
@@ -39,6 +39,7 @@ class Series:
     look: Look = "points"
     low: Sequence[float] = ()
     high: Sequence[float] = ()
+    listed: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def _adversarial_series(curves: Sequence[Curve]) -> tuple[Series, ...]:
     for radius, color in zip(radii, _CYCLE, strict=False):
         for curve in (c for c in curves if c.rows[0]["radius"] == radius):
             points = curve.rows[0]["points"]
-            series.append(Series(f"R = {radius:g}, {points}", *curve.values("estimate"), color, looks[points]))
+            listed = points == "proposition 3.4"
+            name = f"R = {radius:g}" if listed else f"R = {radius:g}, {points}"
+            series.append(Series(name, *curve.values("estimate"), color, looks[points], listed=listed))
     grid = sorted({row["n"] for c in curves for row in c.rows})
     start = max(row["estimate"] for c in curves for row in c.rows if row["n"] == grid[0] and row["points"] != "ascent")
     line = [start * (n / grid[0]) ** WORST_CASE_EXPONENT for n in grid]

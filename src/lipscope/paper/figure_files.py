@@ -54,29 +54,31 @@ def _draw(figure: Figure, png: Path, pdf: Path) -> None:
 
 def _draw_panel(ax: Any, panel: Panel) -> None:
     for s in panel.series:
+        label = s.name if s.listed else None
         match s.look:
             case "line":
-                ax.plot(s.x, s.y, "-", color=s.color, label=s.name, linewidth=1.5)
+                ax.plot(s.x, s.y, "-", color=s.color, label=label, linewidth=1.5)
             case "dashes":
-                ax.plot(s.x, s.y, "--", color=s.color, label=s.name, linewidth=1.5)
+                ax.plot(s.x, s.y, "--", color=s.color, label=label, linewidth=1.5)
             case "dots":
-                ax.plot(s.x, s.y, ":", color=s.color, label=s.name, linewidth=1.5)
+                ax.plot(s.x, s.y, ":", color=s.color, label=label, linewidth=1.5)
             case "marks":
-                ax.plot(s.x, s.y, "x", color=s.color, label=s.name, markersize=5)
+                ax.plot(s.x, s.y, "x", color=s.color, label=label, markersize=5)
             case "points":
-                ax.plot(s.x, s.y, ".", color=s.color, label=s.name, markersize=4, alpha=0.6)
+                ax.plot(s.x, s.y, ".", color=s.color, label=label, markersize=4, alpha=0.6)
         if len(s.low):
             ax.vlines(s.x, s.low, s.high, color=s.color, alpha=0.25, linewidth=0.8)
     ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.x_log:
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(_few_numbers(ax.get_xlim()))
     if panel.x_names:
         ax.set_xticks(range(len(panel.x_names)), panel.x_names)
     if panel.y_log:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter(_few_numbers(ax))
+        ax.yaxis.set_minor_formatter(_few_numbers(ax.get_ylim()))
     else:
         tops = [y for s in panel.series for y in (*s.y, *s.high)]
         ax.set_ylim(0, 1.1 * max(tops, default=1.0))
@@ -84,9 +86,9 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     ax.legend(frameon=False, loc="best")
 
 
-def _few_numbers(ax: Any) -> Any:
+def _few_numbers(limits: tuple[float, float]) -> Any:
     """Numbers at 2 and 5 between the powers of ten, where few of those are in view."""
-    low, high = ax.get_ylim()
+    low, high = limits
     ticker = _report("matplotlib.ticker")
     if math.log10(high / low) > 2:
         return ticker.NullFormatter()
@@ -104,7 +106,7 @@ def _page(figure: Figure) -> str:
     for index, panel in enumerate(figure.panels):
         place = {"row": index // columns + 1, "col": index % columns + 1}
         for s in panel.series:
-            grid.add_scatter(**_trace(s), legendgroup=s.name, showlegend=s.name not in shown, **place)
+            grid.add_scatter(**_trace(s), legendgroup=s.name, showlegend=s.listed and s.name not in shown, **place)
             shown.add(s.name)
         grid.update_xaxes(title=panel.x_label, type="log" if panel.x_log else "linear", **place)
         if panel.x_names:

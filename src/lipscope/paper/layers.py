@@ -47,7 +47,7 @@ def weights_of(handle: Model, layer: int) -> Attention | None:
 def _weights(handle: Model, layer: int) -> Attention | None:
     where = handle.layer(layer)
     found = handle.attention(layer, handle.probe_recording)
-    if found is None or where.mask not in ("full", "causal") or getattr(found, "rotary", None) is not None:
+    if found is None or where.mask not in ("full", "causal") or found.rotary is not None:
         return None
     if found.bias is not None:
         if bool(found.bias.any()):

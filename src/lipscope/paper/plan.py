@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from lipscope.models.corpora import CORPORA
@@ -57,10 +56,9 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
                 **dict(curves),
             )
         )
-    if find_spec("lipscope.adversarial") is not None:
-        attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
-                  "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
-        blocks.append(block(ADVERSARIAL, unmasked, adversarial_points.KIND, settings.adversarial_lengths, 1, options=attack))
+    attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
+              "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
+    blocks.append(block(ADVERSARIAL, unmasked, adversarial_points.KIND, settings.adversarial_lengths, 1, options=attack))
     blocks.append(
         block(LAYERNORM, unmasked, real_text.KIND, settings.norm_lengths, settings.norm_inputs, texts=text,
               scopes=NORM_SCOPES, options={"layers": settings.norm_layers, "certificates": 0})

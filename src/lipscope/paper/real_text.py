@@ -43,7 +43,7 @@ class RealText(Text):
         """The rows of one layer and scope, with certificates for the first inputs."""
         rows = measure_recording(
             handle, recorded, layer=task["layer"], scope=task["scope"], solver=Auto(**task["solver"]),
-            first_input=payload["first"],
+            certificate=False, first_input=payload["first"],
         )  # fmt: skip
         rows = add_quantities(Measured(handle, recorded, task, rows))
         _certify(handle, recorded, rows, task)
@@ -78,10 +78,15 @@ def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...
 def _certify(handle: Model, recorded: Recording, rows: list[Row], task: dict[str, Any]) -> None:
     """The certified upper bound of the first ``certificates`` inputs of a length, where the layer has one."""
     wanted = [row for row in rows if row["input"] < int(task["options"].get("certificates", 0)) and not row.get("certified")]
-    layer = weights_of(handle, task["layer"]) if task["scope"] == "attention" and wanted else None
-    if layer is None:
+    if task["scope"] != "attention" or not wanted:
         return
     X = scope_tokens(handle.layer(task["layer"]), recorded, "attention")
+    # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
+    shared = weights_of(handle, task["layer"])
+    plain = shared or handle.attention(task["layer"], recorded)
+    if plain is None:
+        return
     for row in wanted:
         item = row["input"] - rows[0]["input"]
+        layer = plain if plain is shared else plain.for_input(item)
         row["certified"] = float(certified_upper(layer, X[item : item + 1].double())[0])
