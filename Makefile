@@ -49,6 +49,9 @@ types: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
 	$(BIN)/python benchmarks/scan.py --write docs/performance.md
+	$(BIN)/python benchmarks/long_context.py --write docs/performance.md
+	$(BIN)/python benchmarks/bounds.py
+	$(BIN)/python benchmarks/adversarial.py
 
 clean:
 	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
