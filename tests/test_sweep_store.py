@@ -26,6 +26,7 @@ from lipscope.sweep import (
     NewerStoreError,
     Plan,
     Store,
+    StoreError,
     StoreFullError,
     expand,
     export_table,
@@ -147,6 +148,28 @@ def test_two_processes_on_one_store(place: Path, tmp_path: Path) -> None:
             Store(path, write=True)
         with Store(path) as reader:
             assert reader.rows() == []
+
+
+def test_a_link_to_a_store_has_the_lock_of_the_store(tmp_path: Path) -> None:
+    path, link, lost = tmp_path / "run.db", tmp_path / "links" / "link.db", tmp_path / "lost.db"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    lost.symlink_to(tmp_path / "gone" / "run.db")
+    for first, second in ((path, link), (link, path)):
+        with Store(first, write=True), pytest.raises(LockedStoreError, match=f"process {os.getpid()}"):
+            Store(second, write=True)
+    assert [file.name for file in link.parent.iterdir()] == ["link.db"]
+    with pytest.raises(FileNotFoundError, match=r"no directory '.*gone' for the store"):
+        Store(lost, write=True)
+
+
+def test_rows_that_are_there_already_are_refused_in_words(tmp_path: Path) -> None:
+    filled(tmp_path / "run.db", 2)
+    with Store(tmp_path / "run.db", write=True) as store:
+        before = store.rows()
+        with pytest.raises(StoreError, match=r"has some of these rows already \(UNIQUE .*Nothing was changed"):
+            store.save(made_up_outcome(1), 1)
+        assert store.rows() == before
 
 
 def test_an_older_store_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:

@@ -44,11 +44,14 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, write: bool = False) -> None:
-        self.path = Path(path)
+        # One file has one lock, whatever links lead to it.
+        self.path = Path(path).resolve()
         if not write and not self.path.exists():
             raise FileNotFoundError(f"there is no store {str(path)!r}")
         if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {str(self.path.parent)!r} for the store")
+            # A link may lead to a place that is not there; otherwise, say it as it was given.
+            missing = self.path.parent if Path(path).parent.is_dir() else Path(path).parent
+            raise FileNotFoundError(f"there is no directory {str(missing)!r} for the store")
         self._lock = StoreLock(self.path) if write else None
         self.recovery: Recovery | None = None
         try:
