@@ -34,7 +34,7 @@ from lipscope.sweep import (
 )
 from lipscope.sweep.cost import Work
 from lipscope.sweep.fingerprints import digest
-from lipscope.sweep.rowtext import table_digest, to_record
+from lipscope.sweep.rowtext import IDENTITY_COLUMNS, table_digest, to_record
 from lipscope.sweep.schema import MIGRATIONS, VERSION, migrate
 from lipscope.sweep.tasks import Task
 from lipscope.sweep.work import Outcome
@@ -346,3 +346,25 @@ def test_export_table(tmp_path: Path, place: Path) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             export_table(tmp_path / "run.db", *arguments)
     assert not list(tmp_path.glob(".*part"))
+
+
+def test_exported_rows_tell_measurements_apart(tmp_path: Path, place: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"seed": 1}, {"rtol": 1e-4}, {"delta": 1e-4}, {"interval": 0}, {"max_steps": 200}, {"options": {"x": 1}},
+        {"threads": 2}, {"inputs": 3}, {"batch_tokens": 6}, {"quantities": ["sweep_cases:largest_token"]},
+    ]  # fmt: skip
+    model = small(place).blocks[0].models[1]
+    for change in changes:
+        run_plan(small(place, **({"models": [model], "lengths": [6], "inputs": 2} | change)), tmp_path / "run.db")
+    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet", all_plans=True)
+    table = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert len(table) == 2 * len(changes) + 1
+    what = ["input", *IDENTITY_COLUMNS]
+    assert not table.duplicated(what).any()
+    assert sorted(table["rtol"].unique()) == [1e-4, 1e-3]
+    assert table["options"].dropna().unique().tolist() == ['{"x": 1}']
+    # The digest of an input is that of its tokens, whatever shared its pass; input 0 of another seed is another text.
+    first = table[table["input"] == 0]
+    job = expand(small(place, models=[model], lengths=[6], inputs=2)).jobs[0]
+    assert set(first.loc[first["seed"] == 0, "input_digest"]) == {digest(job.payload["ids"][0])[:12]}
+    assert not set(first.loc[first["seed"] == 1, "input_digest"]) & set(first.loc[first["seed"] == 0, "input_digest"])
