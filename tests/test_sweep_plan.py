@@ -68,12 +68,33 @@ def test_a_python_plan_is_written_as_toml_that_reads_back() -> None:
         ('texts = ["a"]', "at least one model"),
         ('models = ["a"]\nthreads = 0', "threads must be"),
         ('models = ["a"]\n[[block]]\n[[block]]\nscopes = ["x"]', "block 2: unknown scope"),
+        ('models = ["a"]\nrtol = 2.0', "rtol must lie strictly between 0 and 1, got 2.0"),
+        ('models = ["a"]\nrtol = 0', "rtol must lie strictly between 0 and 1"),
+        ('models = ["a"]\nrtol = -1', "rtol must be finite and not negative, got -1"),
+        ('models = ["a"]\nrtol = nan', "rtol must be finite"),
+        ('models = ["a"]\ndelta = 3', "delta must be at least 1e-30 and less than 1"),
+        ('models = ["a"]\ndelta = 0', "delta must be at least 1e-30"),
+        (f'models = ["a"]\nseed = {2**70}', f"seed must be at most {2**63 - 1}"),
+        ('models = ["a"]\nthreads = 1000000', "threads must be at most 4096"),
+        ('models = ["a"]\noptions = {a = 2020-01-01}', "options.a must be a number, string"),
+        ('models = ["a"]\noptions = {a = [1, {b = inf}]}', r"options.a\[1\].b must be finite"),
+        ('models = ["a"]\nkind = "os:getcwd"', "kind 'os:getcwd' must be a class .* lacks expand, record, measure"),
+        ('models = ["a"]\nquantities = ["os:getcwd"]', "quantity 'os:getcwd' must be a function of one argument"),
+        ('models = ["a"]\nquantities = ["os:sep"]', "quantity 'os:sep' must be a function"),
+        ('models = [{name = "a", allow_pickle = "yes"}]', "allow_pickle of model 'a' must be true or false, got 'yes'"),
+        ('models = [{name = "a", part = 1}]', "part of model 'a' must be a string"),
         ("block = 3", r"written as \[\[block\]\]"),
     ],
 )
 def test_bad_plans_are_refused_with_the_setting(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.from_toml(text)
+
+
+def test_options_have_names() -> None:
+    with pytest.raises(ValueError, match="names in options must be strings, got 1"):
+        Block(models="a", options={1: 2})
+    assert Block(models="a", seed=2**63 - 1, interval=0, kind="sweep_cases:Fragile").solver["seed"] == 2**63 - 1
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from lipscope.sweep import (
     NewerStoreError,
     Plan,
     Store,
+    StoreError,
     StoreFullError,
     expand,
     export_table,
@@ -33,7 +34,7 @@ from lipscope.sweep import (
 )
 from lipscope.sweep.cost import Work
 from lipscope.sweep.fingerprints import digest
-from lipscope.sweep.rowtext import table_digest, to_record
+from lipscope.sweep.rowtext import IDENTITY_COLUMNS, table_digest, to_record
 from lipscope.sweep.schema import MIGRATIONS, VERSION, migrate
 from lipscope.sweep.tasks import Task
 from lipscope.sweep.work import Outcome
@@ -147,6 +148,28 @@ def test_two_processes_on_one_store(place: Path, tmp_path: Path) -> None:
             Store(path, write=True)
         with Store(path) as reader:
             assert reader.rows() == []
+
+
+def test_a_link_to_a_store_has_the_lock_of_the_store(tmp_path: Path) -> None:
+    path, link, lost = tmp_path / "run.db", tmp_path / "links" / "link.db", tmp_path / "lost.db"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    lost.symlink_to(tmp_path / "gone" / "run.db")
+    for first, second in ((path, link), (link, path)):
+        with Store(first, write=True), pytest.raises(LockedStoreError, match=f"process {os.getpid()}"):
+            Store(second, write=True)
+    assert [file.name for file in link.parent.iterdir()] == ["link.db"]
+    with pytest.raises(FileNotFoundError, match=r"no directory '.*gone' for the store"):
+        Store(lost, write=True)
+
+
+def test_rows_that_are_there_already_are_refused_in_words(tmp_path: Path) -> None:
+    filled(tmp_path / "run.db", 2)
+    with Store(tmp_path / "run.db", write=True) as store:
+        before = store.rows()
+        with pytest.raises(StoreError, match=r"has some of these rows already \(UNIQUE .*Nothing was changed"):
+            store.save(made_up_outcome(1), 1)
+        assert store.rows() == before
 
 
 def test_an_older_store_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
@@ -323,3 +346,25 @@ def test_export_table(tmp_path: Path, place: Path) -> None:
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             export_table(tmp_path / "run.db", *arguments)
     assert not list(tmp_path.glob(".*part"))
+
+
+def test_exported_rows_tell_measurements_apart(tmp_path: Path, place: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"seed": 1}, {"rtol": 1e-4}, {"delta": 1e-4}, {"interval": 0}, {"max_steps": 200}, {"options": {"x": 1}},
+        {"threads": 2}, {"inputs": 3}, {"batch_tokens": 6}, {"quantities": ["sweep_cases:largest_token"]},
+    ]  # fmt: skip
+    model = small(place).blocks[0].models[1]
+    for change in changes:
+        run_plan(small(place, **({"models": [model], "lengths": [6], "inputs": 2} | change)), tmp_path / "run.db")
+    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet", all_plans=True)
+    table = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert len(table) == 2 * len(changes) + 1
+    what = ["input", *IDENTITY_COLUMNS]
+    assert not table.duplicated(what).any()
+    assert sorted(table["rtol"].unique()) == [1e-4, 1e-3]
+    assert table["options"].dropna().unique().tolist() == ['{"x": 1}']
+    # The digest of an input is that of its tokens, whatever shared its pass; input 0 of another seed is another text.
+    first = table[table["input"] == 0]
+    job = expand(small(place, models=[model], lengths=[6], inputs=2)).jobs[0]
+    assert set(first.loc[first["seed"] == 0, "input_digest"]) == {digest(job.payload["ids"][0])[:12]}
+    assert not set(first.loc[first["seed"] == 1, "input_digest"]) & set(first.loc[first["seed"] == 0, "input_digest"])

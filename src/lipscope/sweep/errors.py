@@ -56,4 +56,9 @@ def explained(path: Path) -> Iterator[None]:
             ) from error
         if code in _NO_ENTRY:
             raise StoreError(f"{path} cannot be opened for writing ({error}): check the rights of its directory") from error
+        if isinstance(error, sqlite3.IntegrityError):
+            raise StoreError(
+                f"{path} has some of these rows already ({error}): something else wrote to it. Nothing was changed. "
+                "See that only one sweep uses the store, and run the same command again to go on"
+            ) from error
         raise

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lipscope.sweep.rowtext import IDENTITY_COLUMNS
 from lipscope.sweep.schema import KEY_COLUMNS
 from lipscope.sweep.store import Store
 
@@ -73,9 +74,11 @@ def _json(rows: list[dict[str, Any]]) -> str:
 
 def _write_parquet(rows: list[dict[str, Any]], plan: str | None, environments: list[dict[str, Any]], path: Path) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    columns = list(rows[0]) if rows else [*KEY_COLUMNS, "key"]
+    columns = list(rows[0]) if rows else [*KEY_COLUMNS, *IDENTITY_COLUMNS, "key"]
     # Key columns have a type even where all of them are empty; the others get that of their values.
     types = {name: arrow.int64() if name in _NUMBERS else arrow.string() for name in (*KEY_COLUMNS, "key")}
+    named = {"integer": arrow.int64(), "number": arrow.float64(), "text": arrow.string()}
+    types |= {name: named[kind] for name, kind in IDENTITY_COLUMNS.items()}
     arrays = {name: arrow.array([row[name] for row in rows], types.get(name)) for name in columns}
     table = arrow.table(arrays)
     about = {"lipscope.plan": plan or "", "lipscope.environments": json.dumps(environments)}

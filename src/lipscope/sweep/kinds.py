@@ -19,6 +19,7 @@ from lipscope.spectral.dense import Auto
 from lipscope.sweep.fingerprints import digest
 from lipscope.sweep.plan import Block
 from lipscope.sweep.registry import Measured, Pass, Row, load_object
+from lipscope.sweep.rowtext import SHORT_DIGEST
 
 COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
 
@@ -48,6 +49,8 @@ class Text:
             handle, recorded, layer=task["layer"], scope=task["scope"], heads=task["heads"], solver=Auto(**task["solver"]),
             first_input=payload["first"],
         )  # fmt: skip
+        for row in rows:
+            row["input_digest"] = digest(payload["ids"][row["input"] - payload["first"]])[:SHORT_DIGEST]
         return add_quantities(Measured(handle, recorded, task, rows))
 
 
@@ -75,10 +78,11 @@ class Packed:
 
     def measure(self, handle: Model, recorded: Any, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope."""
-        return measure_packed_recordings(
+        rows = measure_packed_recordings(
             handle, recorded, layers=[task["layer"]], scope=task["scope"], heads=task["heads"],
             solver=Auto(**task["solver"]), which=payload["which"],
         )  # fmt: skip
+        return [row | {"input_digest": digest(payload["chunk"])[:SHORT_DIGEST]} for row in rows]
 
 
 def layer_settings(block: Block, handle: Model) -> tuple[dict[str, Any], ...]:

@@ -6,6 +6,7 @@ line. What can be refused without loading a model is refused here; ``lipscope.sw
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -17,6 +18,10 @@ from lipscope.sweep.registry import kind_path, quantity_path
 from lipscope.sweep.toml import to_toml
 
 SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+# Seeds are 64-bit numbers for torch and for TOML.
+_LARGEST = 2**63 - 1
+# More than any machine has cores; torch would try to start them all.
+_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,18 @@ class ModelChoice:
     allow_pickle: bool = False
     trust_remote_code: bool = False
     loader: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name of a model must be a string, got {self.name!r}")
+        for setting in ("part", "loader"):
+            value = getattr(self, setting)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{setting} of model {self.name!r} must be a string, got {value!r}")
+        for setting in ("allow_pickle", "trust_remote_code"):
+            value = getattr(self, setting)
+            if not isinstance(value, bool):
+                raise ValueError(f"{setting} of model {self.name!r} must be true or false, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -91,12 +108,9 @@ class Block:
             object.__setattr__(self, name, _indices(name, getattr(self, name)))
         object.__setattr__(self, "lengths", _lengths(self.lengths))
         for name, least in (("inputs", 1), ("batch_tokens", 1), ("max_steps", 1), ("seed", 0)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least, _LARGEST))
         for name in ("rtol", "delta", "interval"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-                raise ValueError(f"{name} must be a number, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         if not self.models:
             raise ValueError("models must name at least one model")
         if not self.scopes:
@@ -110,9 +124,17 @@ class Block:
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options must be a table, got {self.options!r}")
+        _refuse_unwritable("options", self.options)
         kind_path(self.kind)
         for quantity in self.quantities:
             quantity_path(quantity)
+        self._refuse_solver()
+
+    def _refuse_solver(self) -> None:
+        """The solver knows what it can do; asked now, a wrong setting fails here and not in every task."""
+        from lipscope.spectral.dense import Auto
+
+        Auto(**self.solver)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -148,7 +170,7 @@ class Plan:
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", _integer("threads", self.threads, 1))
+        object.__setattr__(self, "threads", _integer("threads", self.threads, 1, _MOST_THREADS))
         if not self.blocks:
             raise ValueError("a plan needs at least one block")
         if not self.text:
@@ -261,7 +283,36 @@ def _lengths(value: Any) -> tuple[int, ...]:
     return tuple(sorted(set(value)))
 
 
-def _integer(name: str, value: Any, least: int) -> int:
+def _integer(name: str, value: Any, least: int, most: int) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
     return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+    return float(value)
+
+
+def _refuse_unwritable(where: str, value: Any) -> None:
+    """Options are part of a row's identity, which is JSON, and of the plan, which is TOML."""
+    match value:
+        case Mapping():
+            for key, entry in value.items():
+                if not isinstance(key, str):
+                    raise ValueError(f"names in {where} must be strings, got {key!r}")
+                _refuse_unwritable(f"{where}.{key}", entry)
+        case list() | tuple():
+            for number, entry in enumerate(value):
+                _refuse_unwritable(f"{where}[{number}]", entry)
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{where} must be finite, got {value!r}")
+        case bool() | int() | float() | str():
+            pass
+        case _:
+            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")

@@ -8,6 +8,7 @@ names are for people.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +23,7 @@ Row = dict[str, Any]
 
 KINDS = {"text": "lipscope.sweep.kinds:Text", "packed": "lipscope.sweep.kinds:Packed"}
 QUANTITIES: dict[str, str] = {}
+_PARTS_OF_A_KIND = ("expand", "record", "measure", "coordinates", "effort")
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,24 @@ def register_quantity(name: str, path: str) -> None:
 
 def kind_path(name: str) -> str:
     """The import path of a kind; refuses what cannot be imported."""
-    return _path(name, KINDS, "kind")
+    path = _path(name, KINDS, "kind")
+    if name not in KINDS:
+        kind = load_object(path)
+        lacking = [part for part in _PARTS_OF_A_KIND if not hasattr(kind, part)]
+        if not isinstance(kind, type) or lacking:
+            raise ValueError(
+                f"kind {name!r} must be a class with {', '.join(_PARTS_OF_A_KIND)}; "
+                + (f"it lacks {', '.join(lacking)}" if lacking else f"it is a {type(kind).__name__}")
+            )
+    return path
 
 
 def quantity_path(name: str) -> str:
     """The import path of a quantity; refuses what cannot be imported."""
-    return _path(name, QUANTITIES, "quantity")
+    path = _path(name, QUANTITIES, "quantity")
+    if name not in QUANTITIES and not _takes_one_argument(quantity := load_object(path)):
+        raise ValueError(f"quantity {name!r} must be a function of one argument, Measured; got {quantity!r}")
+    return path
 
 
 def load_object(path: str) -> Any:
@@ -128,6 +142,18 @@ def _path(name: str, known: dict[str, str], what: str) -> str:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{what} {name!r} cannot be imported: {error}") from None
     return name
+
+
+def _takes_one_argument(quantity: Any) -> bool:
+    if not callable(quantity):
+        return False
+    try:
+        inspect.signature(quantity).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C without a signature: only calling it would tell
+        return True
+    return True
 
 
 def _check_path(path: str) -> str:

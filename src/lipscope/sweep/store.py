@@ -19,7 +19,7 @@ from lipscope.sweep.errors import DAMAGED, ForeignFileError, NewerStoreError, ex
 from lipscope.sweep.fingerprints import digest
 from lipscope.sweep.lock import StoreLock
 from lipscope.sweep.recovery import Recovery, damage, recover
-from lipscope.sweep.rowtext import from_record, to_record
+from lipscope.sweep.rowtext import IDENTITY_COLUMNS, from_record, identity_columns, to_record
 from lipscope.sweep.schema import APPLICATION_ID, RECORD, VERSION, migrate
 from lipscope.sweep.tasks import Task
 from lipscope.sweep.work import Outcome
@@ -44,11 +44,14 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, write: bool = False) -> None:
-        self.path = Path(path)
+        # One file has one lock, whatever links lead to it.
+        self.path = Path(path).resolve()
         if not write and not self.path.exists():
             raise FileNotFoundError(f"there is no store {str(path)!r}")
         if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {str(self.path.parent)!r} for the store")
+            # A link may lead to a place that is not there; otherwise, say it as it was given.
+            missing = self.path.parent if Path(path).parent.is_dir() else Path(path).parent
+            raise FileNotFoundError(f"there is no directory {str(missing)!r} for the store")
         self._lock = StoreLock(self.path) if write else None
         self.recovery: Recovery | None = None
         try:
@@ -228,13 +231,21 @@ class Store:
         return [json.loads(text) for (text,) in self._connection.execute("SELECT content FROM environments ORDER BY id")]
 
     def rows(self, *, all_plans: bool = False) -> list[dict[str, Any]]:
-        """The rows of the last plan (or of all) as flat dictionaries with the same columns, in a fixed order."""
+        """The rows of the last plan (or of all) as flat dictionaries with the same columns, in a fixed order.
+
+        Each has what it is (model, layer, …), what was measured, and what it was measured with (seed, rtol, …).
+        """
         which = "" if all_plans else f"WHERE task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}) "
         order = "kind, model, text, dtype, scope, layer, head, n, input, document, key"
         query = f"SELECT {RECORD} FROM rows {which}ORDER BY {order}"
-        found = [from_record(record) for record in self._connection.execute(query)]
-        columns = list(dict.fromkeys(name for row in found for name in row if name != "key"))
-        return [{name: row.get(name) for name in (*columns, "key")} for row in found]
+        records = self._connection.execute(query).fetchall()
+        identities = self._connection.execute("SELECT key, identity FROM tasks")
+        about = {key: identity_columns(json.loads(identity)) for key, identity in identities}
+        # A column that a kind or quantity measured under the same name is the kind's.
+        found = [{**about[record[1]], **from_record(record)} for record in records]
+        trailing = (*IDENTITY_COLUMNS, "key")
+        columns = list(dict.fromkeys(name for row in found for name in row if name not in trailing))
+        return [{name: row.get(name) for name in (*columns, *trailing)} for row in found]
 
     # ── plumbing ──
 
