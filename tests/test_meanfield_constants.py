@@ -97,6 +97,20 @@ def test_ratios_are_output_over_input():
     assert found.to_row()["atoms_nu"] == 6
     with pytest.raises(ValueError, match="same measure"):
         pair_ratio(F, mu, mu.split())
+    # Weights that do not add up in floating point leave a distance of rounding, and a ratio of noise.
+    for seed in range(5):
+        weights = torch.rand(7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        uneven = Measure(cases.random(7, 2, seed=seed), weights / weights.sum())
+        with pytest.raises(ValueError, match=r"same measure|resolve no distance below"):
+            pair_ratio(F, uneven, uneven.split(3))
+        positions = torch.tensor([1, 1, 1, 2, 2, 2, 2], dtype=torch.float64) / 2
+        placed = PositionedMeasure(positions, uneven.points, uneven.weights)
+        with pytest.raises(ValueError, match=r"same measure|resolve no distance below"):
+            pair_ratio(repulsive("causal"), placed, placed.split(3))
+        # The same weights are matched exactly: a step far below √eps keeps its ratio, the derivative in that direction.
+        step = cases.random(7, 2, seed=seed + 50)
+        close, closer = (pair_ratio(F, uneven, uneven.push(uneven.points + t * step)).ratio for t in (1e-6, 1e-9))
+        assert closer == pytest.approx(close, rel=1e-4)
     with pytest.raises(ValueError, match="different laws of positions"):
         pair_ratio(repulsive("causal"), *(PositionedMeasure.from_tokens(torch.zeros(n, 2)) for n in (2, 3)))
 
