@@ -30,6 +30,7 @@ from lipscope.meanfield import (
     set_bound,
     two_diracs,
 )
+from lipscope.meanfield.rates import RATES
 
 IDENTITY = torch.eye(2, dtype=torch.float64)
 REPULSIVE = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
@@ -285,6 +286,12 @@ def test_plateau_fit_recovers_what_was_put_in():
     growing = fit_plateau(n, [m**0.5 for m in n])
     assert not growing.is_visible
     assert "no plateau" in str(growing)
+    # The estimate alone is clear of the slow end, its interval is not: growth without end fits these draws as well.
+    unclear = fit_plateau(n, [2 - 3 * m**-0.3 + 50 * e for m, e in zip(n, noise.tolist(), strict=True)])
+    assert unclear.rate > RATES[0] * 1.1
+    assert unclear.rate_low == pytest.approx(RATES[0])
+    assert not unclear.is_visible
+    assert str(unclear).startswith("no plateau can be told from steady drift")
     with pytest.raises(ValueError, match="four different lengths"):
         fit_plateau([1, 2, 3], [1, 1, 1])
 
