@@ -56,6 +56,31 @@ def test_worst_inputs_lie_between_constructions_and_bounds(mask):
     assert json.dumps(rows)
 
 
+def test_what_stands_in_is_not_named_as_the_worst():
+    """A = −3I has no positive eigenvalue: ``proposition34.max`` is the general pair, under a name that is not its own."""
+    study = growth(REPULSIVE, [4, 8, 16], radius=1.0)
+    for w in study.worst:
+        noted = {c.name for c in w.built if c.note}
+        assert noted == {"proposition34.max"}
+        assert w.source not in noted
+        assert float(w.sigma.estimate) >= max(float(c.sigma.estimate) for c in w.built) * (1 - 1e-6)
+    assert "proposition34.max" not in study.curves().keys() | study.fits.keys()
+    assert {"pair", "groups", "proposition34.min"} <= study.curves().keys() & study.fits.keys()
+    # The rows still show it, with its note.
+    assert all(row["note"] for row in study.to_rows() if row["source"] == "proposition34.max")
+
+
+def test_names_of_worst_inputs_stay_in_one_piece(weights, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    attractive = {"q": 3 * IDENTITY, "k": IDENTITY, "v": IDENTITY.clone()}
+    save_file(attractive, weights)
+    rows = json.loads(runner.invoke(app, ["attack", weights, "--radius", "2", "--lengths", "4,64", "--json"]).stdout)["rows"]
+    shown = runner.invoke(app, ["attack", weights, "--radius", "2", "--lengths", "4,64"]).stdout
+    names = {row["source"] for row in rows if row["worst"]}
+    assert max(map(len, names)) >= len("proposition34.max")
+    assert all(name in shown for name in names)
+
+
 def test_bad_lengths_and_methods():
     for lengths, message in (([], "lengths is empty"), ([1, 2], "n must be an integer of at least 2")):
         with pytest.raises(ValueError, match=message):

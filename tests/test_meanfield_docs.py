@@ -7,6 +7,8 @@ import io
 import re
 from pathlib import Path
 
+from lipscope.meanfield.rates import RATES
+
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "mean-field.md"
 
 
@@ -27,3 +29,12 @@ def test_figures_exist_and_tables_are_filled():
     assert {name for name, _ in tables} == {"constants", "pairs", "plateau", "cesaro", "gaussian"}
     for name, table in tables:
         assert table.count("\n|") >= 3, name
+
+
+def test_no_plateau_is_claimed_where_the_rate_reaches_the_slow_end():
+    table = re.search(r"<!-- numbers: plateau -->\n(.*?)<!-- end -->", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[1]
+    fits = [line.split(" | ")[4] for line in table.splitlines() if "β in" in line]
+    assert len(fits) == 6
+    for fit in fits:
+        slowest = float(re.search(r"β in \[([\d.]+),", fit)[1])
+        assert fit.startswith("no plateau") == (slowest <= RATES[0] * 1.01), fit

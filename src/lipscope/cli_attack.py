@@ -205,7 +205,8 @@ def _report_growth(study: Growth, title: str, out: Path | None, as_json: bool) -
     names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
     least = min(study.worst[-1].bounds, key=lambda name: study.worst[-1].bounds[name])
     caption = f"{study.domain}; σ of the worst input lies between σ ≥ and σ ≤; {least} bounds all of them"
-    print_table(names, cells, text=["worst input"], title=f"Worst inputs of {title}", caption=caption)
+    title = f"Worst inputs of {title}"
+    print_table(names, cells, text=["worst input"], whole=["worst input"], title=title, caption=caption)
     for note in dict.fromkeys(c.note for w in study.worst for c in w.built if c.note):
         typer.echo(note)
     for name in ("worst", "pair", "groups"):

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 
 def print_table(
-    names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[str] = (), title: str = "", caption: str = ""
-) -> None:
+    names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[str] = (), whole: Sequence[str] = (),
+    title: str = "", caption: str = "",
+) -> None:  # fmt: skip
     """Print rows of cells under wrapping headers.
 
     Args:
         names: the headers.
         rows: the cells, as strings.
         text: headers of columns that hold words: aligned left, and folded when the terminal is narrow.
+        whole: those of ``text`` that hold names, which stay in one piece.
         title: printed above; taken literally.
         caption: printed below; taken literally.
     """
@@ -28,7 +30,7 @@ def print_table(
         widest = max((len(row[column]) for row in rows), default=0)
         if name in text:
             # The first column says what the row is about: it stays in one piece too.
-            table.add_column(name, overflow="fold", min_width=None if column else widest)
+            table.add_column(name, overflow="fold", min_width=None if column and name not in whole else widest)
         else:
             table.add_column(name, justify="right", min_width=widest, overflow="fold")
     for row in rows:

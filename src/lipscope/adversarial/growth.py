@@ -29,6 +29,8 @@ Method: TypeAlias = Literal["construct", "ascend"]
 
 # n = 2 … 97 in steps of about √2.
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 97)
+# Relative difference below which two measured σ count as equal.
+_SAME = 1e-6
 UPPER = ("refined.unmasked", "refined.masked", "refined.visibility", "castin2024.general", "castin2024.meanfield")
 
 
@@ -65,7 +67,7 @@ class Growth:
         worst: the worst input at every length.
         domain: the set in words.
         radius: R of the bounds.
-        fits: power laws by curve, ``"worst"`` and every construction; empty with fewer than three lengths.
+        fits: power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths.
     """
 
     worst: tuple[WorstInput, ...]
@@ -81,9 +83,14 @@ class Growth:
         return self.fits["worst"]
 
     def curves(self) -> dict[str, list[float]]:
-        """σ by length: the worst, ascent, every construction, the user's inputs, and the upper bounds."""
+        """σ by length: the worst, ascent, the constructions, the user's inputs, and the upper bounds.
+
+        A construction in which another stands in (it has a note) is no curve of its own, and is left out.
+        """
         lines: dict[str, list[float]] = {"worst": [float(w.sigma.estimate) for w in self.worst]}
         for index, first in enumerate(self.worst[0].built):
+            if any(w.built[index].note for w in self.worst):
+                continue
             lines[first.name] = [float(w.built[index].sigma.estimate) for w in self.worst]
         if all(w.ascent is not None for w in self.worst):
             lines["ascent"] = [float(w.ascent.sigma.estimate) for w in self.worst if w.ascent is not None]
@@ -177,8 +184,8 @@ def growth(
     found = Growth(tuple(worst), str(domain), domain.radius, {})
     if len(ordered) < 3:
         return found
-    names = ["worst", *(c.name for c in worst[0].built)]
     curves = found.curves()
+    names = ["worst", *(c.name for c in worst[0].built if c.name in curves)]
     fits = {name: fit_growth(ordered, curves[name]) for name in names if min(curves[name]) > 0}
     return Growth(found.worst, found.domain, found.radius, fits)
 
@@ -186,7 +193,10 @@ def growth(
 def _worst(
     layer: Attention, n: int, built: tuple[Construction, ...], ascent: Ascent | None, R: float, given: Tensor | None
 ) -> WorstInput:
-    best = max(built, key=lambda c: float(c.sigma.estimate))
+    largest = max(float(c.sigma.estimate) for c in built)
+    # Where the general pair stands in for another construction, the input is the pair's: of equals, the one without a note.
+    equals = [c for c in built if float(c.sigma.estimate) >= largest * (1 - _SAME)]
+    best = max(equals, key=lambda c: (not c.note, float(c.sigma.estimate)))
     tokens, sigma, source = best.tokens, best.sigma, best.name
     if ascent is not None and float(ascent.sigma.estimate) >= float(sigma.estimate):
         tokens, sigma, source = ascent.tokens, ascent.sigma, "ascent"

@@ -22,7 +22,7 @@ from lipscope.bounds import refined
 from lipscope.meanfield.attention import AnyMeasure, MeanFieldAttention
 from lipscope.meanfield.measures import PositionedMeasure
 from lipscope.meanfield.starts import inside_ball, starting_measures, starting_pairs
-from lipscope.meanfield.transport import distance, optimal_plan
+from lipscope.meanfield.transport import distance, optimal_plan, resolution
 
 # Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.
 _CLOSEST = 1e-5
@@ -90,7 +90,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **
         **story: ``change`` and ``history`` of the result.
 
     Raises:
-        ValueError: when μ and ν are equal or infinitely far apart.
+        ValueError: when μ and ν are equal, closer than the rounding of their weights resolves, or infinitely far apart.
 
     Example:
         >>> import torch, lipscope
@@ -100,9 +100,14 @@ def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **
         >>> pair_ratio(F, Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]])).ratio     # means ½ and 1
         0.7071067811865475
     """
-    before = distance(mu, nu)
+    before, smallest = distance(mu, nu), resolution(mu, nu)
     if before == 0:
         raise ValueError("mu and nu are the same measure, so their ratio is 0/0")
+    if before <= smallest:
+        raise ValueError(
+            f"mu and nu are {before:.2g} apart, but their weights are rounded and resolve no distance below {smallest:.2g}: "
+            "the ratio would be noise; give both the same weights, or measures farther apart"
+        )
     if math.isinf(before):
         raise ValueError("mu and nu have different laws of positions, so d_2 is infinite; give both the same positions")
     after = distance(attention.image(mu), attention.image(nu))
@@ -166,7 +171,9 @@ def empirical_constant(
         if start.radius > radius * (1 + 1e-12):
             raise ValueError(f"a start has tokens of norm {start.radius:g}, outside the ball of radius {radius:g}")
     clouds = [*starts, *starting_measures(attention, n, radius, restarts, seed)]
-    pairs = [pair for k, mu in enumerate(clouds) for pair in starting_pairs(attention, mu, radius, seed + k)]
+    proposed = [pair for k, mu in enumerate(clouds) for pair in starting_pairs(attention, mu, radius, seed + k)]
+    # Changing an atom that hardly weighs anything may be less than the rounding of the weights.
+    pairs = [(mu, nu, change) for mu, nu, change in proposed if distance(mu, nu) > resolution(mu, nu)]
     found = []
     for done, (mu, nu, change) in enumerate(pairs):
         if progress is not None:

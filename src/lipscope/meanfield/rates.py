@@ -2,7 +2,8 @@
 
 For fixed β the other two coefficients are a least-squares line in n^{−β}, so only β is searched. A constant competes with
 that curve; the smaller AIC = N·log(RSS/N) + 2·(coefficients + 1) decides. Intervals are percentile bootstraps over the
-repeats within each length. Where σ keeps growing, β sticks to its slow end, and no plateau is reported.
+repeats within each length. Where the interval for β reaches the slow end of the search, a plateau cannot be told from steady
+growth or decay, its level is an extrapolation without a basis, and none is reported.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class PlateauFit:
 
     @property
     def is_visible(self) -> bool:
-        """Whether there is a plateau; at the slowest rate searched the level is an extrapolation without a basis."""
-        return bool(self.is_constant or self.rate > RATES[0] * 1.01)
+        """Whether there is a plateau: all of the interval for β, not the estimate alone, is clear of the slowest rate."""
+        return bool(self.is_constant or min(self.rate, self.rate_low) > RATES[0] * 1.01)
 
     def at(self, n: float) -> float:
         """The fitted curve."""
@@ -65,7 +66,10 @@ class PlateauFit:
 
     def __str__(self) -> str:
         if not self.is_visible:
-            return f"no plateau at these lengths: σ approaches none as fast as n^−{RATES[0]:.1f}"
+            return (
+                "no plateau can be told from steady drift at these lengths: "
+                f"β in [{self.rate_low:.2f}, {self.rate_high:.2f}] reaches the slow end {RATES[0]:.2f} of the search"
+            )
         rate = f"rate n^−{self.rate:.2f}" if self.rate_is_determined else "rate not determined by these lengths"
         rate = "no trend in n" if self.is_constant else f"{rate} (β in [{self.rate_low:.2f}, {self.rate_high:.2f}])"
         return (

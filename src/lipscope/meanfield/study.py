@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from lipscope.meanfield.attention import MeanFieldAttention
+from lipscope.meanfield.attention import AnyMeasure, MeanFieldAttention
 from lipscope.meanfield.laws import Law
 from lipscope.meanfield.operator import local_constant
-from lipscope.meanfield.pairs import pair_ratio, set_bound
+from lipscope.meanfield.pairs import set_bound
 from lipscope.meanfield.rates import PlateauFit, fit_plateau
+from lipscope.meanfield.transport import distance
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
@@ -45,8 +46,9 @@ class StudyRow:
         radius: largest norm of a token of μ_n and ν_n.
         bound: ``refined`` constant at that radius, for every n.
         distance: W_2(μ_n, ν_n), or d_2; None beyond the longest transport.
-        ratio: W_2(F(μ_n), F(ν_n)) over it.
-        insertion: the ratio for one inserted token; None under the causal mask, where d_2 is infinite.
+        ratio: W_2(F(μ_n), F(ν_n)) over it; None when both draws are the same measure.
+        insertion: the ratio for one inserted token; None under the causal mask, where d_2 is infinite, and when the token
+            leaves the measure as it is.
     """
 
     n: int
@@ -214,12 +216,10 @@ def _row(
     mu, nu = attention.measure_of(X), attention.measure_of(Y)
     sigma = local_constant(attention, mu, solver=solver)
     radius = max(mu.radius, nu.radius)
-    pair = pair_ratio(attention, mu, nu) if transport and not torch.equal(X, Y) else None
+    apart, ratio = _ratio(attention, mu, nu) if transport else (None, None)
     insertion = None
     if transport and not attention.causal:
-        longer = attention.measure_of(torch.cat([X, extra]))
-        # A law with atoms may insert what is already everywhere.
-        insertion = None if bool((longer.points == X[0]).all()) else pair_ratio(attention, mu, longer).ratio
+        _, insertion = _ratio(attention, mu, attention.measure_of(torch.cat([X, extra])))
     return StudyRow(
         n=n,
         repeat=repeat,
@@ -230,10 +230,16 @@ def _row(
         delta=sigma.delta if sigma.upper_kind == "probabilistic" else None,
         radius=radius,
         bound=set_bound(attention, radius),
-        distance=None if pair is None else pair.input,
-        ratio=None if pair is None else pair.ratio,
+        distance=apart,
+        ratio=ratio,
         insertion=insertion,
     )
+
+
+def _ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure) -> tuple[float, float | None]:
+    """The distance and the ratio; a law with atoms may draw the same measure twice, in any order, which has no ratio."""
+    apart = distance(mu, nu)
+    return apart, None if apart == 0 else distance(attention.image(mu), attention.image(nu)) / apart
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
