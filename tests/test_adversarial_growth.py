@@ -90,6 +90,16 @@ def test_bad_lengths_and_methods():
     short = growth(REPULSIVE, [2, 3], radius=1.0)
     with pytest.raises(ValueError, match="a fit needs at least three lengths, this study has 2"):
         _ = short.fit
+    silent = lipscope.Attention(IDENTITY, IDENTITY, 0 * IDENTITY)
+    with pytest.raises(ValueError, match="σ is 0 at n = 2, 3, 4, and no power law"):
+        _ = growth(silent, [2, 3, 4], radius=1.0).fit
+    with pytest.raises(ValueError, match="names is empty; constructions are: proposition34"):
+        construct(REPULSIVE, 4, radius=1.0, names=[])
+    with pytest.raises(ValueError, match=r"radius must be at most 1e\+30"):
+        growth(REPULSIVE, [2], radius=1e200)
+    # At the limit the search still works, and the scores are refused by their size.
+    with pytest.raises(FloatingPointError, match="leave no correct digits"):
+        construct(REPULSIVE, 4, radius=1e30)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +205,7 @@ def test_attack_on_tokens(tmp_path):
     [
         (["W", "--radius", "0"], "radius must be positive and finite, got 0"),
         (["W"], "needs --radius"),
+        (["W", "--radius", "1", "--layer", "7"], "--layer 7 belongs to a model"),
         (["W", "--radius", "1", "--lengths", "1,2"], "n must be an integer of at least 2"),
         (["W", "--radius", "1", "--lengths", "a"], "lengths must look like"),
         (["W", "--method", "tokens"], "a weights file has no vocabulary"),

@@ -135,6 +135,7 @@ def test_text_before_and_after():
         ({"candidates": 0}, "candidates must be at least 1"),
         ({"layer": 9}, "layer must lie between 0 and 1, got 9"),
         ({"head": 9}, "head must lie between 0 and 3"),
+        ({"input_ids": torch.tensor([[5, 6], [7, 8]])}, "input_ids holds 2 texts"),
         ({"input_ids": torch.tensor([99])}, "input_ids must lie between 0 and 49"),
         ({"input_ids": None, "text": "a"}, "has no tokenizer"),
         ({"text": "a"}, "give exactly one of"),

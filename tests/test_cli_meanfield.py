@@ -87,6 +87,7 @@ def test_layers_of_models(family: str, mask: str) -> None:
         (["WEIGHTS", "--mask", "window:2"], "no mean-field meaning"),
         (["WEIGHTS", "--head", "7"], "head must lie between"),
         (["WEIGHTS", "--sink-length", "7"], "sink_length belongs to layers with sinks"),
+        (["WEIGHTS", "--layer", "7"], "--layer 7 belongs to a model"),
         (["nowhere.safetensors"], "no such file"),
         (["./nowhere"], "no directory"),
         (["tiny-llama", "--text-tokens", "16"], "has no mean-field form"),

@@ -207,6 +207,9 @@ def test_marginals_that_differ():
         (lambda: Gaussian(2, -1.0), "std must be positive"),
         (lambda: Sphere(0, 1.0), "dimension must be at least 1"),
         (lambda: Ball(2, 1.0).sample(0), "size must be at least 1"),
+        (lambda: wasserstein(Measure([[0.0]]), Measure([[0.0]]), p=math.inf), "p must be at least 1 and finite, got inf$"),
+        (lambda: parse_law("mixture:1e9:1:1", 2), "at most 100000 clusters, got 1e"),
+        (lambda: parse_law("mixture:inf:1:1", 2), "at most 100000 clusters, got inf"),
         (lambda: parse_law("cube:1", 2), "unknown law 'cube:1'"),
         (lambda: parse_law("ball", 2), "unknown law 'ball'"),
         (lambda: parse_law("ball:x", 2), "unknown law"),
@@ -222,6 +225,8 @@ def test_bad_input(build, message):
 def test_no_distance_between_different_kinds():
     with pytest.raises(TypeError, match="Measure and a PositionedMeasure"):
         distance(Measure([[0.0]]), PositionedMeasure([1.0], [[0.0]]))
+    with pytest.raises(TypeError, match="use wasserstein for a Measure without"):
+        conditional_wasserstein(Measure([[0.0]]), Measure([[1.0]]))
 
 
 def test_constructors_and_sampling():

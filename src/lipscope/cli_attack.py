@@ -42,7 +42,9 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
         method: Annotated[
             Method, typer.Option(help="Inputs with closed forms, gradient ascent from them, or words of a text.")
         ] = Method.construct,
-        layer: Annotated[int, typer.Option(help="Layer of a model; negative ones count from the end.")] = 0,
+        layer: Annotated[
+            int | None, typer.Option(help="Layer of a model, 0 by default; negative ones count from the end.")
+        ] = None,
         head: Annotated[int | None, typer.Option(help="One head before W_O; the whole layer by default.")] = None,
         radius: Annotated[
             float | None,
@@ -82,6 +84,8 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
             weights = Path(target) if target.endswith(".safetensors") else None
             search: dict[str, Any] = {"method": method.value, "restarts": restarts, "steps": steps, "seed": seed}
             if weights is not None:
+                if layer is not None:
+                    raise ValueError(f"--layer {layer} belongs to a model: a weights file holds one layer")
                 if method is Method.tokens:
                     raise ValueError("method tokens needs a model: a weights file has no vocabulary")
                 from lipscope.attention.files import load_layer
@@ -94,6 +98,7 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
                 return
             from lipscope.models.load import load
 
+            layer = layer or 0
             handle = load(target, part=part, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
             title = f"{handle.name}, layer {handle.layer(layer).index}{_of_head(head)}"
             if method is Method.tokens:

@@ -34,7 +34,9 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                 show_default=False,
             ),
         ],
-        layer: Annotated[int, typer.Option(help="Layer of a model; negative ones count from the end.")] = 0,
+        layer: Annotated[
+            int | None, typer.Option(help="Layer of a model, 0 by default; negative ones count from the end.")
+        ] = None,
         head: Annotated[int | None, typer.Option(help="One head before W_O; the whole layer by default.")] = None,
         law: Annotated[
             str | None,
@@ -75,6 +77,8 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
 
             chosen, tokens = parse_lengths(lengths), None
             if source.endswith(".safetensors"):
+                if layer is not None:
+                    raise ValueError(f"--layer {layer} belongs to a model: a weights file holds one layer")
                 options = {"kv_heads": kv_heads, "mask": mask, "scale": scale, "softcap": softcap}
                 whole = load_layer(Path(source), heads=heads, transposed=transposed, **options)
                 name = Path(source).name
@@ -82,6 +86,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                 from lipscope.meanfield.model_layer import model_layer
                 from lipscope.models.load import load
 
+                layer = layer or 0
                 handle = load(source)
                 whole, tokens = model_layer(handle, layer, text, n=text_tokens, seed=seed)
                 name = f"{handle.name}, layer {handle.layer(layer).index}"

@@ -107,6 +107,8 @@ def construct(
         True
     """
     domain = domain_of(radius, norm, attention.width)
+    if not names:
+        raise ValueError(f"names is empty; constructions are: {', '.join(NAMES)}")
     for name in names:
         if name not in NAMES:
             raise ValueError(f"unknown construction {name!r}; constructions are: {', '.join(NAMES)}")

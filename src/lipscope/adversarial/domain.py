@@ -21,6 +21,10 @@ from torch import Tensor
 
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 
+# The searches multiply several norms of tokens, and far beyond this float64 overflows. Scores that are too large for correct
+# digits are refused by their own size, which depends on the weights too.
+LARGEST_RADIUS = 1e30
+
 
 class Domain(Protocol):
     """A set of tokens, and the coordinates z in which it is a ball.
@@ -73,6 +77,8 @@ class Ball:
     def __post_init__(self) -> None:
         if not 0 < self.radius < math.inf:
             raise ValueError(f"radius must be positive and finite, got {self.radius:g}")
+        if self.radius > LARGEST_RADIUS:
+            raise ValueError(f"radius must be at most {LARGEST_RADIUS:g}, or float64 overflows, got {self.radius:g}")
 
     @property
     def size(self) -> float:

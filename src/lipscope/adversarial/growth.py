@@ -78,8 +78,11 @@ class Growth:
     @property
     def fit(self) -> GrowthFit:
         """The power law of the worst σ."""
-        if "worst" not in self.fits:
+        if len(self.worst) < 3:
             raise ValueError(f"a fit needs at least three lengths, this study has {len(self.worst)}")
+        if "worst" not in self.fits:
+            flat = [w.n for w in self.worst if float(w.sigma.estimate) <= 0]
+            raise ValueError(f"σ is 0 at n = {', '.join(map(str, flat))}, and no power law c·n^α passes through 0")
         return self.fits["worst"]
 
     def curves(self) -> dict[str, list[float]]:

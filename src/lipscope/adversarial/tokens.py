@@ -158,7 +158,9 @@ def attack_tokens(
     if input_ids is not None:
         given["input_ids"] = input_ids
     inputs = handle.token_inputs(**given)
-    start = inputs["input_ids"][:1]
+    start = inputs["input_ids"]
+    if len(start) != 1:
+        raise ValueError(f"input_ids holds {len(start)} texts, but one is attacked at a time: pass ids of shape (n,)")
     if head is not None:
         handle.check_heads(layer, [head])
     words = Vocabulary(handle)

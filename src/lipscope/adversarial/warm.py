@@ -24,15 +24,6 @@ class TopPair:
     left: Tensor
     right: Tensor
 
-    def where(self, better: Tensor, other: TopPair) -> TopPair:
-        """``other`` where ``better`` (B,), else these."""
-        column = better[:, None]
-        return TopPair(
-            torch.where(better, other.theta, self.theta),
-            torch.where(column, other.left, self.left),
-            torch.where(column, other.right, self.right),
-        )
-
     def select(self, items: Tensor) -> TopPair:
         """Keep the listed items."""
         return TopPair(self.theta[items], self.left[items], self.right[items])

@@ -166,6 +166,7 @@ class Empirical:
         return f"{len(self.tokens)} real tokens"
 
 
+MOST_CLUSTERS = 100_000
 LAW_SYNTAX = "ball:R, sphere:R, gaussian:S, mixture:K:R:S (K Gaussian clusters of deviation S on the sphere of radius R)"
 
 
@@ -197,6 +198,8 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
             return Sphere(dimension, radius)
         case "gaussian", [std]:
             return Gaussian(dimension, std)
+        case "mixture", [count, _, _] if count > MOST_CLUSTERS:
+            raise ValueError(f"a mixture has at most {MOST_CLUSTERS} clusters, got {count:g} in {text!r}")
         case "mixture", [count, radius, std] if count >= 1 and count == int(count):
             # The centres are part of the law, so they do not follow the seed of a sample.
             centres = Sphere(dimension, radius).sample(int(count), seed=12345)

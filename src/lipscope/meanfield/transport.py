@@ -90,6 +90,7 @@ def conditional_wasserstein(mu: PositionedMeasure, nu: PositionedMeasure, p: flo
 
     Raises:
         ValueError: when p < 1 or the dimensions differ.
+        TypeError: when a measure has no positions.
 
     Example:
         >>> X = torch.zeros(2, 1)
@@ -98,8 +99,12 @@ def conditional_wasserstein(mu: PositionedMeasure, nu: PositionedMeasure, p: flo
         >>> conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(X[:1]))
         inf
     """
+    _check(mu, nu, p)
+    if not isinstance(mu, PositionedMeasure):
+        raise TypeError(
+            "conditional_wasserstein compares measures with positions; use wasserstein for a Measure without them"
+        )
     if not same_positions(mu, nu):
-        _check(mu, nu, p)
         return math.inf
     return _distance(mu, nu, optimal_plan(mu, nu, p), p)
 
@@ -278,4 +283,5 @@ def _check(mu: AnyMeasure, nu: AnyMeasure, p: float) -> None:
     if mu.dimension != nu.dimension:
         raise ValueError(f"the measures have different dimensions, {mu.dimension} and {nu.dimension}")
     if not 1 <= p < math.inf:
-        raise ValueError(f"p must be at least 1 and finite, got {p}: below 1 the cost is not a distance")
+        why = ": below 1 the cost is not a distance" if p < 1 else ""
+        raise ValueError(f"p must be at least 1 and finite, got {p}{why}")
