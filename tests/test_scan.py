@@ -159,6 +159,10 @@ def test_lengths() -> None:
     for wrong in ("", "a", "1:2", "0,4"):
         with pytest.raises(ValueError, match="lengths must"):
             parse_lengths(wrong)
+    assert parse_lengths("5:5:log") == [5]
+    for wrong, right in (("97:2:log", "2:97:log"), ("64:8:8", "8:64:8")):
+        with pytest.raises(ValueError, match=f"from the least to the largest, as in {right}, got '{wrong}'"):
+            parse_lengths(wrong)
 
 
 def test_fits_find_the_exponent_and_the_limit() -> None:

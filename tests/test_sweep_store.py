@@ -368,3 +368,17 @@ def test_exported_rows_tell_measurements_apart(tmp_path: Path, place: Path) -> N
     job = expand(small(place, models=[model], lengths=[6], inputs=2)).jobs[0]
     assert set(first.loc[first["seed"] == 0, "input_digest"]) == {digest(job.payload["ids"][0])[:12]}
     assert not set(first.loc[first["seed"] == 1, "input_digest"]) & set(first.loc[first["seed"] == 0, "input_digest"])
+
+
+def test_a_column_of_several_types_is_text_in_parquet(tmp_path: Path) -> None:
+    values = [1.5, "none", None, True, [1, 2], {"a": 1}]
+    task = made_up_task(0)
+    rows = tuple((digest([task.key, i]), {"input": i, "mixed": value, "whole": i}) for i, value in enumerate(values))
+    with Store(tmp_path / "run.db", write=True) as store:
+        run = store.begin_run("plan", [task], "none", WHERE)
+        store.save(Outcome(task, rows, None, None, 0.1, WHERE), run)
+    assert [row["mixed"] for row in json.loads(export_table(tmp_path / "run.db", "json")[0] or "")] == values
+    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
+    assert table["mixed"].to_pylist() == ["1.5", "none", None, "true", "[1, 2]", '{"a": 1}']
+    assert table["whole"].to_pylist() == list(range(len(values)))

@@ -130,18 +130,22 @@ def parse_lengths(text: str) -> list[int]:
         >>> parse_lengths("8:32:log")
         [8, 11, 16, 23, 32]
     """
+    reversed_range = False
     try:
         if ":" not in text:
             lengths = [int(part) for part in text.split(",")]
         else:
             first, last, step = text.split(":")
             low, high = int(first), int(last)
+            reversed_range = low > high
             if step == "log":
                 lengths = sorted({round(low * 2 ** (k / 2)) for k in range(64) if low * 2 ** (k / 2) < high} | {high})
             else:
                 lengths = list(range(low, high + 1, int(step)))
     except ValueError:
         raise ValueError(f"lengths must look like 8,16,32 or 8:512:log or 8:64:8, got {text!r}") from None
+    if reversed_range:
+        raise ValueError(f"lengths must run from the least to the largest, as in {high}:{low}:{step}, got {text!r}")
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths must be positive, got {text!r}")
     return sorted(set(lengths))

@@ -27,7 +27,8 @@ def export_table(
 
     Args:
         store: the file of the store; may be in use.
-        format: ``"parquet"`` (needs ``lipscope[report]``; keeps the plan and the environments as metadata), ``"csv"``, or
+        format: ``"parquet"`` (needs ``lipscope[report]``; keeps the plan and the environments as metadata; a column
+            of several types becomes text), ``"csv"``, or
             ``"json"`` (numbers that are not finite become null).
         out: the file to write, replaced as a whole; for CSV and JSON None returns the text instead.
         all_plans: rows of every plan that the store served.
@@ -79,10 +80,19 @@ def _write_parquet(rows: list[dict[str, Any]], plan: str | None, environments: l
     types = {name: arrow.int64() if name in _NUMBERS else arrow.string() for name in (*KEY_COLUMNS, "key")}
     named = {"integer": arrow.int64(), "number": arrow.float64(), "text": arrow.string()}
     types |= {name: named[kind] for name, kind in IDENTITY_COLUMNS.items()}
-    arrays = {name: arrow.array([row[name] for row in rows], types.get(name)) for name in columns}
+    arrays = {name: _array(arrow, [row[name] for row in rows], types.get(name)) for name in columns}
     table = arrow.table(arrays)
     about = {"lipscope.plan": plan or "", "lipscope.environments": json.dumps(environments)}
     parquet.write_table(table.replace_schema_metadata(about), path)
+
+
+def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
+    """A column of Parquet has one type: one of numbers and words, say, becomes text, as it is in CSV."""
+    try:
+        return arrow.array(values, kind)
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError):
+        text = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        return arrow.array(text, arrow.string())
 
 
 def _replace(path: Path, write: Any) -> None:
