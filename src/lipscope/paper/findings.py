@@ -120,9 +120,7 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
         found.append(
             f"Adversarial points “{kind}”: exponents from {_two(min(r.fit.alpha for r in group))} to "
             f"{_two(max(r.fit.alpha for r in group))} over {len(group)} layers and radii; within {_CLOSE:g} of 1/2, or "
-            f"with an interval that covers it, in {len(root)}"
-            + (f", and σ falls with n in {len(falls)}" if falls else "")
-            + "."
+            f"with an interval that covers it, in {len(root)}{decay}."
         )
         found += [
             f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {row.fit.c:.3g}·n^{row.fit.alpha:.3f} with the "
