@@ -20,7 +20,7 @@ import lipscope
 from dense_oracle import Oracle
 from gpt2_mini import books, export, probe
 from gpt2_mini.plan import Plan
-from lipscope.models.text import read_text
+from lipscope.models.corpora import read_text
 from train_gpt2_mini import Settings, Trainer, build_model
 
 TINY = Settings(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope.models.text import CORPORA
+from lipscope.models.corpora import CORPORA
 
 HELD_OUT_BOOK = "carroll-alice"
 TAIL = 0.05
