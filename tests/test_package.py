@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
     "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
+    "report": {"sweep", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
     "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
 }

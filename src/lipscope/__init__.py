@@ -71,7 +71,7 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("adversarial", "bounds", "meanfield", "paper", "sweep")
+_ROOMS = ("adversarial", "bounds", "meanfield", "paper", "report", "sweep")
 
 __all__ = [
     "Attention",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
 from lipscope.models.packing import measure_packed, packed_chunks
 from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
+from lipscope.models.tokens import TokenView
+from lipscope.models.worst_tokens import worst_views
+from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
 
 Progress = Callable[[int, int, str], None]
@@ -35,9 +39,16 @@ class Scan:
 
     ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
     ``lipscope.models.measure.COLUMNS`` says what every key means.
+
+    Attributes:
+        rows: the rows.
+        about: what was asked for, as JSON values: text, lengths, inputs, seed, solver, …
+        views: the worst places token by token, when they were asked for.
     """
 
     rows: tuple[dict[str, Any], ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    views: tuple[TokenView, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -152,6 +163,7 @@ def scan(
     pack: bool = False,
     certificate: bool | None = None,
     batch_tokens: int = 4096,
+    tokens: int = 0,
     progress: Progress | None = None,
     **load_options: Any,
 ) -> Scan:
@@ -171,6 +183,7 @@ def scan(
             None, rows of its documents their number. A text of one document is packed by paragraphs.
         certificate: also compute certified upper ends; None: where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
+        tokens: look at so many of the worst layers or heads token by token; not for packed inputs.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
 
@@ -195,12 +208,19 @@ def scan(
     sizes = parse_lengths(lengths) if isinstance(lengths, str) else sorted(set(lengths))
     check_length(handle, sizes[-1])
     tokenizer = require_tokenizer(handle)
-    if inputs < 1:
-        raise ValueError(f"inputs must be at least 1, got {inputs}")
+    for argument, value, least in (("inputs", inputs, 1), ("tokens", tokens, 0)):
+        if value < least:
+            raise ValueError(f"{argument} must be at least {least}, got {value}")
+    solver = solver or Auto()
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
     # Far more than is needed, at a few letters per token, and little enough to tokenise in seconds.
     documents = excerpt(documents, max(1_000_000, 50 * inputs * sum(sizes)), seed)
     chosen = handle.check_layers(layers, scope)
+    about = {
+        "model": handle.name, "text": os.fspath(text) if isinstance(text, (str, os.PathLike)) else "a list of documents",
+        "scope": scope, "layers": chosen, "lengths": sizes, "inputs": inputs, "seed": seed, "pack": pack,
+        "solver": dataclasses.asdict(solver) if dataclasses.is_dataclass(solver) else str(solver),
+    }  # fmt: skip
     rows: list[dict[str, Any]] = []
     done, total = 0, len(sizes) * inputs * len(chosen)
     if pack:
@@ -219,7 +239,7 @@ def scan(
                 done += len(chosen)
                 if progress is not None:
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
-        return Scan(tuple(rows))
+        return Scan(tuple(rows), about)
     chunks = Chunker(documents, tokenizer).chunks(sizes, inputs, seed)
     for n, first, ids in input_batches(chunks, batch_tokens):
         recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
@@ -237,7 +257,8 @@ def scan(
             done += len(ids)
             if progress is not None:
                 progress(done, total, f"n = {n}, layer {layer}")
-    return Scan(tuple(rows))
+    views = worst_views(handle, rows, lambda n, which: chunks[n][which], tokens) if tokens else []
+    return Scan(tuple(rows), about, tuple(views))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
