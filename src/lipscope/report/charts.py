@@ -85,16 +85,16 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     points = cell.points
     n = [point.n for point in points]
     series = [
-        Series("all inputs lie in", n, [], "band", low=[p.lower for p in points], high=[p.upper for p in points]),
+        Series("σ of all inputs", n, [], "band", low=[p.lower for p in points], high=[p.upper for p in points]),
         Series("median σ", n, [p.median for p in points], hover=[_point_words(p) for p in points]),
     ]
     first = next((p for p in points if p.median > 0), None)
     fit, grid = cell.fit, _between(n[0], n[-1])
     if fit is not None:
-        label = f"power law n^{fit.alpha:.2f}"
+        label = f"fit n^{fit.alpha:.2f}"
         series.append(Series(label, grid, [fit.c * x**fit.alpha for x in grid], "dashes", "power", group="fit"))
         limit = [fit.limit * x / (x + fit.half_length) for x in grid]
-        series.append(Series("levelling off", grid, limit, "dots", "saturating", group="fit"))
+        series.append(Series("fit levelling off", grid, limit, "dots", "saturating", group="fit"))
     if first is not None and len(points) > 1:
         for power, label in ((0.5, "√n"), (0.25, "n^¼")):
             guide = [first.median * (x / first.n) ** power for x in grid]
@@ -114,11 +114,11 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
 
 
 _BOUNDS = (
-    ("certified", "certificate at these inputs", "certified"),
-    ("refined", "refined bound, tokens of that norm", "refined"),
-    ("paper", "paper's bound, tokens of that norm", "paper"),
-    ("refined_global", "refined bound, any input", "refined"),
-    ("paper_global", "paper's bound, any input", "paper"),
+    ("certified", "certificate", "certified"),
+    ("refined", "refined bound", "refined"),
+    ("paper", "paper's bound", "paper"),
+    ("refined_global", "refined, any input", "refined"),
+    ("paper_global", "paper's, any input", "paper"),
 )
 
 

@@ -15,7 +15,7 @@ from lipscope.report.palette import palette
 
 FORMATS = ("png", "pdf", "svg")
 _STYLE: dict[str, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "medium", "axes.titlelocation": "left", "axes.labelsize": 9,
+    "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.labelsize": 9,
     "legend.fontsize": 7.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.22,
     "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 4.5, "pdf.fonttype": 42, "svg.fonttype": "none",
     # The same figure gives the same file.
@@ -31,29 +31,46 @@ _MARKS = ("o", "D", "s", "^", "X")
 def draw_chart(chart: Chart) -> Any:
     """A chart as a matplotlib figure; needs ``lipscope[report]``."""
     colours = palette("light")
+    far = _far_bounds(chart)
     with _matplotlib().rc_context(_STYLE):
-        figure = _figure(_WIDTH, _HEIGHT)
-        ax = figure.subplots()
+        figure = _figure(_WIDTH, _HEIGHT + (1.0 if far else 0.0))
+        top, ax = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.3)) if far else (None, figure.subplots())
         clouds = sum(series.look == "points" for series in chart.series)
         for index, series in enumerate(chart.series):
             mark = _MARKS[index % len(_MARKS)] if 1 < clouds <= len(_MARKS) else "o"
-            _draw(ax, series, colours[series.colour], mark)
-        ax.set(title=chart.title, xlabel=chart.x, ylabel=chart.y)
-        if chart.x_log:
-            ax.set_xscale("log")
-        if chart.y_log:
-            ax.set_yscale("log")
-            _plain_numbers(ax.yaxis, ax.get_ylim())
-        if len(chart.x_ticks):
-            ax.set_xticks(list(chart.x_ticks), list(chart.x_names) or [f"{tick:g}" for tick in chart.x_ticks])
-            ax.minorticks_off() if chart.x_log else None
-            if chart.y_log:
-                ax.yaxis.set_minor_locator(import_module("matplotlib.ticker").LogLocator(subs=(2, 5)))
-        handles = ax.get_legend_handles_labels()[0]
-        if handles:
-            # Beside the axes: nothing that was measured may lie under a legend.
-            figure.legend(loc="outside right upper", frameon=False, ncols=1 + (len(handles) > 16))
+            _draw(top if top is not None and series in far else ax, series, colours[series.colour], mark)
+        ax.set(xlabel=chart.x, ylabel=chart.y)
+        (ax if top is None else top).set_title(chart.title)
+        _scale(ax, chart)
+        if top is not None:
+            top.set_ylabel("bounds")
+            _scale(top, chart)
+        # Beside the axes: nothing that was measured may lie under a legend.
+        if ax.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside right center", frameon=False, ncols=1 + (len(chart.series) > 16))
         return figure
+
+
+def _far_bounds(chart: Chart) -> list[Series]:
+    """Bounds for all inputs, when they lie far above what was measured at some: they get a part of the axis of their own."""
+    near = [y for series in chart.series if series.group != "bound" for y in (*series.y, *series.high)]
+    bounds = [series for series in chart.series if series.group == "bound"]
+    return [series for series in bounds if near and chart.y_log and min(series.y) > _FAR * max(near)]
+
+
+# The page's script breaks its axis at the same factor.
+_FAR = 3.0
+
+
+def _scale(ax: Any, chart: Chart) -> None:
+    if chart.x_log:
+        ax.set_xscale("log")
+    if chart.y_log:
+        ax.set_yscale("log")
+        _plain_numbers(ax.yaxis, ax.get_ylim())
+    if len(chart.x_ticks):
+        ax.set_xticks(list(chart.x_ticks), list(chart.x_names) or [f"{tick:g}" for tick in chart.x_ticks])
+        ax.xaxis.set_minor_locator(import_module("matplotlib.ticker").NullLocator())
 
 
 def draw_heat_map(heat: HeatMap) -> Any:

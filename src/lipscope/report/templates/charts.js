@@ -43,7 +43,7 @@ lipscope.layout = (paper) => ({
 lipscope.axis = (paper, about, log) => ({
   title: { text: lipscope.plain(about.label), standoff: 8, font: { size: 12.5, color: paper.quiet } },
   type: log ? "log" : "linear", gridcolor: paper.line, linecolor: paper.line, zeroline: false, automargin: true,
-  tickfont: { color: paper.quiet }, exponentformat: "power",
+  tickfont: { color: paper.quiet }, exponentformat: "power", separatethousands: false,
 });
 
 lipscope.spec = (chart, options) => {
@@ -52,13 +52,12 @@ lipscope.spec = (chart, options) => {
   const shown = options.groups || {};
   const traces = chart.traces.filter((trace) => shown[lipscope.data.looks[trace.look].group] !== false).map((trace) => {
     const { group, ...look } = lipscope.coloured(lipscope.data.looks[trace.look], palette);
-    const made = { ...look, x: trace.x, y: trace.y, name: lipscope.plain(trace.name), legendgroup: lipscope.plain(trace.name) };
+    const made = { ...look, meta: group, x: trace.x, y: trace.y, name: lipscope.plain(trace.name), legendgroup: lipscope.plain(trace.name) };
     if (trace.text) made.text = trace.text.map(lipscope.plain);
     if (trace.high) made.error_y = { ...look.error_y, array: trace.high, arrayminus: trace.low };
     return made;
   });
   const linear = options.linear === true;
-  const narrow = options.width < 560;
   const layout = lipscope.layout(paper);
   layout.xaxis = lipscope.axis(paper, chart.x, chart.x.log && !linear);
   layout.yaxis = lipscope.axis(paper, chart.y, chart.y.log && !linear);
@@ -66,16 +65,35 @@ lipscope.spec = (chart, options) => {
     Object.assign(layout.xaxis, { tickvals: chart.x.ticks, ticktext: chart.x.names.map(lipscope.plain) });
   }
   if (chart.y.log && !linear) {
-    const heights = traces.flatMap((trace) => trace.y).filter((y) => y > 0);
-    const decades = Math.log10(Math.max(...heights) / Math.min(...heights));
-    layout.yaxis.dtick = decades > 6 ? undefined : decades > 2.2 ? 1 : "D2";
-  } else if (!chart.y.log || linear) layout.yaxis.rangemode = "tozero";
-  const many = traces.filter((trace) => trace.showlegend !== false).length;
-  layout.showlegend = many > 1;
-  layout.legend = narrow || many <= 6
-    ? { orientation: "h", y: -0.2, yanchor: "top", x: 0, font: { size: 11.5 }, bgcolor: "rgba(0,0,0,0)" }
-    : { font: { size: 11 }, bgcolor: "rgba(0,0,0,0)", tracegroupgap: 0, itemwidth: 30 };
+    lipscope.decades(layout.yaxis, traces);
+    lipscope.breakAxis(traces, layout);
+  } else layout.yaxis.rangemode = "tozero";
+  layout.showlegend = traces.filter((trace) => trace.showlegend !== false).length > 1;
+  layout.legend = { orientation: "h", y: -0.16, yanchor: "top", x: 0, xanchor: "left", font: { size: 11.5 }, bgcolor: "rgba(0,0,0,0)" };
   return { traces, layout };
+};
+
+// Numbers on a logarithmic axis: 1, 2, 5 where few decades are in view.
+lipscope.decades = (axis, traces) => {
+  const heights = traces.flatMap((trace) => trace.y).filter((y) => y > 0);
+  if (!heights.length) return;
+  const decades = Math.log10(Math.max(...heights) / Math.min(...heights));
+  if (decades <= 6) axis.dtick = decades > 2.2 ? 1 : "D2";
+  axis.exponentformat = decades > 4 ? "power" : "none";
+};
+
+// Bounds for all inputs lie far above what is measured at some: they get a part of the axis of their own.
+lipscope.breakAxis = (traces, layout) => {
+  const bounds = traces.filter((trace) => trace.meta === "bound" && trace.y.length);
+  const near = traces.filter((trace) => trace.meta !== "bound").flatMap((trace) => trace.y).filter((y) => y > 0);
+  const top = Math.max(...near);
+  const far = bounds.filter((trace) => Math.min(...trace.y) > 3 * top);
+  if (!far.length || !near.length) return;
+  for (const trace of far) trace.yaxis = "y2";
+  layout.yaxis2 = { ...layout.yaxis, title: { ...layout.yaxis.title, text: "bounds" }, domain: [0.72, 1], dtick: undefined, nticks: 4 };
+  lipscope.decades(layout.yaxis2, far);
+  layout.yaxis.domain = [0, 0.66];
+  lipscope.decades(layout.yaxis, traces.filter((trace) => !far.includes(trace)));
 };
 
 lipscope.matrix = (chart) => {
@@ -92,9 +110,9 @@ lipscope.matrix = (chart) => {
 
 lipscope.draw = (place, chart, options = {}) => {
   lipscope.drawn.set(place, { chart, options });
-  const made = chart.z ? lipscope.matrix(chart) : lipscope.spec(chart, { ...options, width: place.clientWidth });
+  const made = chart.z ? lipscope.matrix(chart) : lipscope.spec(chart, options);
   place.setAttribute("aria-label", chart.words);
-  const config = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"] };
+  const config = { responsive: true, displayModeBar: false };
   return Plotly.react(place, made.traces, made.layout, config);
 };
 

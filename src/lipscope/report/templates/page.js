@@ -21,10 +21,10 @@ lipscope.showSetting = (index) => {
     }
   }
   const part = document.querySelector(`.setting[data-setting="${index}"]`);
-  if (!part) return;
+  if (!part) return undefined;
   const about = lipscope.data.settings[index];
   const cell = lipscope.chosen.cells[index] ?? about.worst;
-  lipscope.showCell(part, Math.min(cell, about.cells.length - 1), false);
+  return lipscope.showCell(part, Math.min(cell, about.cells.length - 1), false);
 };
 
 lipscope.showCell = (part, index, moved = true) => {
@@ -53,7 +53,7 @@ lipscope.showCell = (part, index, moved = true) => {
     return line;
   }));
   lipscope.showTokens(part, cell);
-  lipscope.drawGrowth(part);
+  return lipscope.drawGrowth(part);
 };
 
 lipscope.showTokens = (part, cell) => {
@@ -188,7 +188,7 @@ lipscope.show = () => {
   const last = lipscope.data.settings.length - 1;
   const setting = Math.min(lipscope.chosen.setting, last);
   if (select) select.value = String(setting);
-  if (last >= 0) lipscope.showSetting(setting);
+  if (last >= 0) lipscope.showSetting(setting)?.then(() => performance.mark("lipscope-shown"));
   for (const place of document.querySelectorAll("[data-chart]")) lipscope.watcher.observe(place);
 };
 
