@@ -210,15 +210,21 @@ def test_twenty_thousand_rows_open_in_three_seconds(browser: Any, tmp_path: Path
     rows = make_rows(layers=12, heads=12, lengths=(8, 16, 24, 32, 48, 64, 96), inputs=20)
     assert len(rows) > 20_000
     page = write_report(write_run(tmp_path / "run", rows), tmp_path / "report.html")
-    seconds = []
-    # A loaded machine can make any program slow; the best of some tries is the page's own time.
+    seconds, work = [], []
     for _ in range(5):
+        browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
         show(browser, page)
         # From the start of the navigation until the first chart stands.
         seconds.append(browser.execute_script("return performance.getEntriesByName('lipscope-shown')[0].startTime") / 1000)
+        metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        work.append(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+        browser.execute_cdp_cmd("Performance.disable", {})
         if seconds[-1] < 3:
             break
-    assert min(seconds) < 3, seconds
+    # What the page itself takes, in processor time, from the very first try on; the clock on the wall as well, unless
+    # other programs keep the machine from it.
+    assert max(work) < 3, (work, seconds)
+    assert min(seconds) < 3 or os.getloadavg()[0] > (os.cpu_count() or 1), (seconds, work, os.getloadavg())
     assert complaints(browser) == []
     csv = browser.execute_script("return lipscope.csv()").strip().split("\n")
     assert len(csv) == len(rows) + 1
