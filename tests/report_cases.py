@@ -13,7 +13,7 @@ from lipscope.models.measure import COLUMNS
 HOSTILE = (
     "<script>window.hacked = 1</script>",
     "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror=\"window.hacked = 1\">",
+    '<img src=x onerror="window.hacked = 1">',
     "\"'><svg onload=window.hacked=1>",
     "{{ 7 * 7 }} ${7 * 7} %{x}",
     "\u202egnirts\u202c \u200f\u200e \u2028 \u2029",
@@ -29,7 +29,9 @@ def make_rows(
     return list(_rows(layers, heads, lengths, inputs, changes))
 
 
-def _rows(layers: int, heads: int | None, lengths: tuple[int, ...], inputs: int, changes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(
+    layers: int, heads: int | None, lengths: tuple[int, ...], inputs: int, changes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     for layer in range(layers):
         for head in [None] if heads is None else range(heads):
             for n in lengths:

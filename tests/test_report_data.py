@@ -42,7 +42,11 @@ def test_a_run_is_the_same_from_json_csv_and_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("not json", "neither a store nor the rows"), ("{}", "must be a list of rows"), ('[{"layer": 1}]', "have no column 'n'")],
+    [
+        ("not json", "neither a store nor the rows"),
+        ("{}", "must be a list of rows"),
+        ('[{"layer": 1}]', "have no column 'n'"),
+    ],
 )
 def test_what_is_no_run_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "rows.json").write_text(content)
@@ -205,7 +209,10 @@ def test_scopes_stand_side_by_side_at_a_shared_length() -> None:
 
 def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     rows = make_rows(heads=None)
-    after = [row | {name: (3 if row["layer"] == 1 else 1.001) * row[name] for name in ("lower", "estimate", "upper")} for row in rows]
+    after = [
+        row | {name: (3 if row["layer"] == 1 else 1.001) * row[name] for name in ("lower", "estimate", "upper")}
+        for row in rows
+    ]
     runs = [load_run(write_run(tmp_path / name, one)) for name, one in (("before", rows), ("after", after))]
     (comparison,) = comparisons(report_data(runs))
     assert [change.ratio for change in comparison.changes] == pytest.approx([1.001, 3, 1.001])

@@ -65,7 +65,9 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
     @app.command()
     def view(
         run: RunPath,
-        host: Annotated[str, typer.Option(help="Address to listen on; others than 127.0.0.1 open it to the network.")] = "127.0.0.1",
+        host: Annotated[
+            str, typer.Option(help="Address to listen on; others than 127.0.0.1 open it to the network.")
+        ] = "127.0.0.1",
         port: Annotated[int, typer.Option(help="Port; any free one by default.", show_default=False)] = 0,
         tokens: Tokens = 0,
         open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,

@@ -103,7 +103,9 @@ def _bootstrap_slopes(
         places = generator.integers(0, len(groups[0]), (resamples, len(groups), len(groups[0])))
         rows = np.take_along_axis(np.stack(groups)[None].repeat(resamples, 0), places, axis=2).reshape(resamples, -1)
     else:
-        rows = np.array([np.concatenate([g[generator.integers(0, len(g), len(g))] for g in groups]) for _ in range(resamples)])
+        rows = np.array(
+            [np.concatenate([g[generator.integers(0, len(g), len(g))] for g in groups]) for _ in range(resamples)]
+        )
     return _slopes(log_n[rows], log_y[rows])
 
 

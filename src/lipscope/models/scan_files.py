@@ -19,7 +19,11 @@ RUN_FORMAT = 1
 
 
 def write_scan(
-    result: Scan, directory: str | os.PathLike[str], *, command: str | None = None, environment: Mapping[str, Any] | None = None
+    result: Scan,
+    directory: str | os.PathLike[str],
+    *,
+    command: str | None = None,
+    environment: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a scan into a directory, which is made when it does not exist.
 

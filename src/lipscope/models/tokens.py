@@ -81,7 +81,9 @@ def token_view(
     if head is not None:
         scope = "head"
     elif scope == "head":
-        raise ValueError("scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block")
+        raise ValueError(
+            "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
+        )
     ids = torch.tensor([list(text)]) if not isinstance(text, str) else None
     inputs = handle.token_inputs(text=text) if isinstance(text, str) else handle.token_inputs(input_ids=ids)
     recording = handle.record(inputs)

@@ -134,8 +134,13 @@ def layers_chart(setting: Setting) -> Chart:
         lengths = sorted(best)
         series.append(
             Series(
-                f"layer {layer}", lengths, [best[n].median for n in lengths], "line", _depth(layer, max(layers)),
-                low=[best[n].lower for n in lengths], high=[best[n].upper for n in lengths],
+                f"layer {layer}",
+                lengths,
+                [best[n].median for n in lengths],
+                "line",
+                _depth(layer, max(layers)),
+                low=[best[n].lower for n in lengths],
+                high=[best[n].upper for n in lengths],
                 hover=[f"layer {layer}, {_point_words(best[n])}" for n in lengths],
             )  # fmt: skip
         )
@@ -219,8 +224,13 @@ def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
         at = [(cell.layer, point) for cell in setting.cells if (point := cell.at(n)) is not None]
         series.append(
             Series(
-                str(setting.scope), [layer for layer, _ in at], [p.median for _, p in at], "points", f"scope{index}",
-                low=[p.lower for _, p in at], high=[p.upper for _, p in at],
+                str(setting.scope),
+                [layer for layer, _ in at],
+                [p.median for _, p in at],
+                "points",
+                f"scope{index}",
+                low=[p.lower for _, p in at],
+                high=[p.upper for _, p in at],
                 hover=[f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at],
             )  # fmt: skip
         )
@@ -241,7 +251,9 @@ def _between(low: float, high: float) -> list[float]:
 
 
 def _point_words(p: Point) -> str:
-    return f"n = {p.n}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}], {p.inputs} input{'s' * (p.inputs != 1)}"
+    return (
+        f"n = {p.n}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}], {p.inputs} input{'s' * (p.inputs != 1)}"
+    )
 
 
 def _row_words(row: dict[str, object]) -> str:

@@ -114,7 +114,10 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
         f"[{number(top.a.lower)}, {number(top.a.upper)}] to {number(top.b.median)} in "
         f"[{number(top.b.lower)}, {number(top.b.upper)}]."
     )
-    ends = [f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}" for name, s in ((a, first), (b, second))]
+    ends = [
+        f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}"
+        for name, s in ((a, first), (b, second))
+    ]
     found.append(f"The least smooth place: {'; '.join(ends)}.")
     fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
     if all(fit is not None for _, fit in fits):

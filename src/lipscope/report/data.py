@@ -217,7 +217,9 @@ def _cells(rows: Sequence[Row]) -> tuple[Cell, ...]:
     for row in rows:
         groups.setdefault((row["layer"], row["head"]), []).append(row)
     cells = []
-    for (layer, head), members in sorted(groups.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])):
+    for (layer, head), members in sorted(
+        groups.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
+    ):
         lengths: dict[int, list[Row]] = {}
         for row in sorted(members, key=lambda row: (row["n"], row["input"] or 0)):
             lengths.setdefault(row["n"], []).append(row)

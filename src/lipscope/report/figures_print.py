@@ -151,7 +151,9 @@ def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     few = low > 0 and high / low < 50
     axis.set_minor_formatter(
-        ticker.FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "") if few else ticker.NullFormatter()
+        ticker.FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+        if few
+        else ticker.NullFormatter()
     )
 
 

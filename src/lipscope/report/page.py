@@ -78,7 +78,9 @@ class Page:
         side = [s for s in self._data.settings if (s.run, s.model, s.text) == (setting.run, setting.model, setting.text)]
         scopes = f"scopes-{setting.run}-{setting.model}-{setting.text}"
         if scopes not in self.charts:
-            self._add(scopes, scopes_chart(side), "Intervals of all inputs; scopes are different maps, so read each on its own.")
+            self._add(
+                scopes, scopes_chart(side), "Intervals of all inputs; scopes are different maps, so read each on its own."
+            )
         rendered = []
         for k, view in enumerate(views):
             words, chart = page_view(view)
@@ -127,7 +129,9 @@ class Page:
 
 def _title(data: ReportData) -> tuple[str, str]:
     if len(data.runs) > 1:
-        return " and ".join(run.name for run in data.runs), "Two runs side by side: how smooth is attention, and what changed?"
+        return " and ".join(
+            run.name for run in data.runs
+        ), "Two runs side by side: how smooth is attention, and what changed?"
     models = list(dict.fromkeys(str(setting.model or "this model") for setting in data.settings))
     title = f"How smooth is {models[0]}?" if len(models) == 1 else f"How smooth are {len(models)} models?"
     if not models:
@@ -145,13 +149,19 @@ def _run_words(run: Run) -> dict[str, Any]:
     for label, column in named:
         values = sorted({str(row[column]) for row in run.rows if row.get(column)})
         facts.append((label, _some(values) or "not recorded"))
-    for label, numbers in (("failure probability δ", story.delta), ("relative tolerance", story.rtol), ("seeds", story.seeds)):
+    for label, numbers in (
+        ("failure probability δ", story.delta),
+        ("relative tolerance", story.rtol),
+        ("seeds", story.seeds),
+    ):
         facts.append((label, ", ".join(f"{value:g}" for value in numbers) or "not recorded"))
     for environment in story.environments[:3]:
         versions = environment.get("versions", {})
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
         cores, threads = environment.get("cores"), environment.get("threads")
-        facts.append(("machine", f"{environment.get('processor') or environment.get('machine')}, {cores} cores, {threads} threads"))
+        facts.append(
+            ("machine", f"{environment.get('processor') or environment.get('machine')}, {cores} cores, {threads} threads")
+        )
     if not story.environments:
         facts.append(("versions", "not recorded"))
     if story.created:
@@ -165,7 +175,9 @@ def _facts(cell: Cell) -> list[list[str]]:
     point, fit = cell.last, cell.fit
     facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {point.inputs} inputs"]]
     if fit is not None:
-        facts.append(["growth", f"n^{fit.alpha:.2f}, {fit.level:.0%}: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}; AIC: {fit.better}"])
+        facts.append(
+            ["growth", f"n^{fit.alpha:.2f}, {fit.level:.0%}: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}; AIC: {fit.better}"]
+        )
     for label, value in (
         ("certificate at these inputs", point.certified), ("refined bound, tokens of that norm", point.refined),
         ("paper's bound, tokens of that norm", point.paper), ("refined bound, any input", point.refined_global),
@@ -173,7 +185,11 @@ def _facts(cell: Cell) -> list[list[str]]:
     ):  # fmt: skip
         if value is not None and point.median > 0:
             facts.append([label, f"≤ {number(value)}, {number(value / point.median)} × σ"])
-    for label, value in (("token norm |x|", point.radius), ("attention entropy", point.entropy), ("on first token and sinks", point.sink_mass)):
+    for label, value in (
+        ("token norm |x|", point.radius),
+        ("attention entropy", point.entropy),
+        ("on first token and sinks", point.sink_mass),
+    ):
         if value is not None:
             facts.append([label, number(value)])
     return facts
@@ -183,7 +199,10 @@ def _table(cell: Cell) -> list[list[str]]:
     names = ["n", "inputs", "lower", "median", "upper", "certificate", "refined", "paper"]
     return [names] + [
         [str(p.n), str(p.inputs)]
-        + ["–" if value is None else number(value) for value in (p.lower, p.median, p.upper, p.certified, p.refined, p.paper)]
+        + [
+            "–" if value is None else number(value)
+            for value in (p.lower, p.median, p.upper, p.certified, p.refined, p.paper)
+        ]
         for p in cell.points
     ]
 

@@ -78,7 +78,8 @@ def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
                 "LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = ?", (plan,),
             ).fetchone()  # fmt: skip
             (rows,) = db.execute(
-                "SELECT coalesce(sum(row_count), 0) FROM tasks WHERE key IN (SELECT task FROM plan_tasks WHERE plan = ?)", (plan,)
+                "SELECT coalesce(sum(row_count), 0) FROM tasks WHERE key IN (SELECT task FROM plan_tasks WHERE plan = ?)",
+                (plan,),
             ).fetchone()
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is not a lipscope store that can be read ({error})") from None

@@ -96,7 +96,9 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
     if path.is_dir():
         found = [path / name for name in ("rows.json", "rows.csv") if (path / name).is_file()]
         if not found:
-            raise ValueError(f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote")
+            raise ValueError(
+                f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
+            )
         return _scan_files(found[0], path.name or str(path))
     if not path.is_file():
         raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")

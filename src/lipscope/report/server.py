@@ -43,7 +43,12 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, path: str | os.PathLike[str], *, host: str = LOOPBACK, port: int = 0, tokens: list[dict[str, Any]] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        tokens: list[dict[str, Any]] | None = None,
     ) -> None:
         self.path = Path(path)
         self._views = tokens or []
@@ -99,7 +104,9 @@ class ReportServer(ThreadingHTTPServer):
         if name == "progress.json":
             now = self.progress()
             # A page is told of new rows when it can have them.
-            shown = self._made[0] if self._made is not None and time.monotonic() - self._made[1] < _LEAST_PAUSE else now.version
+            shown = (
+                self._made[0] if self._made is not None and time.monotonic() - self._made[1] < _LEAST_PAUSE else now.version
+            )
             found = {**vars(now), "words": now.words, "version": shown}
             return "application/json", json.dumps(found).encode()
         if name == "content.json":
@@ -137,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
             found = self.server.answer(name)
         except Exception as error:
             line = " ".join(f"the report could not be made: {error}".split())
-            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", f"{line}\n".encode("utf-8", "replace"), body)
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", f"{line}\n".encode("utf-8", "replace"), body
+            )
             return
         if found is None:
             self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found\n", body)

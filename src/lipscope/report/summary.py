@@ -64,7 +64,9 @@ def sentences(setting: Setting, run: Run) -> list[str]:
     cell, point = setting.worst, setting.worst.last
     on = f" on {setting.text}" if setting.text else ""
     inputs = sorted({p.inputs for c in setting.cells for p in c.points})
-    each = f"{inputs[0]} input{'' if inputs[-1] == 1 else 's'}" if len(inputs) == 1 else f"{inputs[0]} to {inputs[-1]} inputs"
+    each = (
+        f"{inputs[0]} input{'' if inputs[-1] == 1 else 's'}" if len(inputs) == 1 else f"{inputs[0]} to {inputs[-1]} inputs"
+    )
     what = SCOPES.get(setting.scope or "", "")
     found = [
         f"σ of {places(setting)} of {setting.model or 'the model'}{on}"
@@ -167,13 +169,19 @@ def cards(setting: Setting) -> list[Card]:
     cell, point = setting.worst, setting.worst.last
     found = [
         Card("Largest σ", number(point.median), f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}"),
-        Card("Where", f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}"), f"{cell.where}, of {places(setting)}"),
+        Card(
+            "Where",
+            f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}"),
+            f"{cell.where}, of {places(setting)}",
+        ),
     ]
     if cell.fit is not None:
         detail = f"{cell.fit.level:.0%}: {cell.fit.alpha_low:.2f} to {cell.fit.alpha_high:.2f}; √n is 0.5"
         found.append(Card("Growth exponent α", f"{cell.fit.alpha:.2f}", detail))
     else:
-        found.append(Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}"))
+        found.append(
+            Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}")
+        )
     if ratios := _ratios(cell):
         found.append(Card("Bound over σ", f"{ratios[0][1]}×", ratios[0][0]))
     return found
