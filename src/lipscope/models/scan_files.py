@@ -1,7 +1,7 @@
 """A scan as files: the rows for other tools, and all that a report needs to say how they came about.
 
-``rows.csv`` and ``rows.json`` hold the rows, ``fits.csv`` the growth of σ with n, ``run.json`` what was asked for, with which
-command and versions, and ``tokens.json`` the worst places token by token.
+``rows.csv`` and ``rows.json`` hold the rows, ``fits.csv`` the growth of σ with n, ``run.json`` what was asked for, with
+which command and versions, and ``tokens.json`` the worst places token by token.
 """
 
 from __future__ import annotations

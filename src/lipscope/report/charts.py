@@ -129,8 +129,10 @@ def layers_chart(setting: Setting) -> Chart:
         layers.setdefault(cell.layer, []).append(cell)
     series = []
     for layer, cells in layers.items():
-        best = {p.n: max((q for c in cells if (q := c.at(p.n)) is not None), key=lambda q: q.median)
-                for c in cells for p in c.points}  # fmt: skip
+        best: dict[int, Point] = {}
+        for point in (point for cell in cells for point in cell.points):
+            if point.n not in best or point.median > best[point.n].median:
+                best[point.n] = point
         lengths = sorted(best)
         series.append(
             Series(
@@ -142,7 +144,8 @@ def layers_chart(setting: Setting) -> Chart:
                 low=[best[n].lower for n in lengths],
                 high=[best[n].upper for n in lengths],
                 hover=[f"layer {layer}, {_point_words(best[n])}" for n in lengths],
-            )  # fmt: skip
+                listed=_named(layer, list(layers)),
+            )
         )
     which = "the worst head of every layer" if setting.by_head else "every layer"
     at = setting.lengths[-1]
@@ -191,6 +194,7 @@ def _scatter(setting: Setting, name: str, column: str, title: str, label: str) -
         Series(
             f"layer {layer}", [d[1] for d in dots if d[0] == layer], [d[2] for d in dots if d[0] == layer], "points",
             _depth(layer, layers[-1]), hover=[d[3] for d in dots if d[0] == layer],
+            listed=_named(layer, layers),
         )
         for layer in layers
     ]  # fmt: skip
@@ -199,7 +203,7 @@ def _scatter(setting: Setting, name: str, column: str, title: str, label: str) -
 
 
 def rank_sentence(setting: Setting, column: str) -> str:
-    """Spearman's rank correlation of a column with σ over the cells at the longest length, where there are enough of them."""
+    """Spearman's rank correlation of a column with σ over the cells at the longest length, where there are enough."""
     attribute = {"radius_rms": "radius"}.get(column, column)
     pairs = [
         (getattr(cell.last, attribute), cell.last.median) for cell in setting.ranked()
@@ -214,7 +218,8 @@ def rank_sentence(setting: Setting, column: str) -> str:
 
 def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
     """Scopes of one model and text side by side: σ of every layer at the longest length they share."""
-    chosen = [setting for setting in settings if not setting.by_head and setting.scope != "model"]
+    usable = [setting for setting in reversed(settings) if not setting.by_head and setting.scope != "model"]
+    chosen = list({setting.scope: setting for setting in usable}.values())[::-1]
     shared = set.intersection(*(set(setting.lengths) for setting in chosen)) if len(chosen) > 1 else set()
     if not shared:
         return None
@@ -232,7 +237,7 @@ def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
                 low=[p.lower for _, p in at],
                 high=[p.upper for _, p in at],
                 hover=[f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at],
-            )  # fmt: skip
+            )
         )
     layers = sorted({layer for one in series for layer in one.x})
     words = f"σ of every layer at n = {n}: " + "; ".join(
@@ -263,6 +268,14 @@ def _row_words(row: dict[str, object]) -> str:
 
 def _place(cell: Cell) -> str:
     return f"layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
+
+
+def _named(layer: int, layers: Sequence[int]) -> bool:
+    """Whether a legend lists a layer: of many only the first and the last, whose colours span the others."""
+    return len(layers) <= _MOST_NAMES or layer in (layers[0], layers[-1])
+
+
+_MOST_NAMES = 12
 
 
 def _depth(layer: int, last: int) -> str:

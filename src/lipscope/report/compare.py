@@ -1,8 +1,8 @@
 """Two runs side by side: before and after fine-tuning, random and pretrained, two texts.
 
-Settings with the same scope are paired, those of the same text and model first; cells by layer and head, at the longest length
-that both runs have. A change is called clear when the ranges of the two do not overlap: then every input of the one has a
-larger σ than every input of the other.
+Settings with the same scope are paired, those of the same text and model first; cells by layer and head, at the longest
+length that both runs have. A change is called clear when the ranges of the two do not overlap: then every input of the one
+has a larger σ than every input of the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Charts for the page: Plotly traces as JSON values. Colours stay roles (``@measured``), so that the page can change its theme.
+"""Charts for the page: Plotly traces as JSON values, their colours still roles, so that the page can change its theme.
 
 Looks repeat and numbers do not, so traces refer to a shared list of looks: a page of thousands of curves stays small.
 """

@@ -1,4 +1,4 @@
-"""Figures for a paper: the report's charts by matplotlib, as PNG, PDF and SVG, in one style that survives grey and small print."""
+"""Figures for a paper: the charts by matplotlib, as PNG, PDF and SVG, in one style that bears grey and small print."""
 
 from __future__ import annotations
 

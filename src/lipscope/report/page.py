@@ -96,7 +96,8 @@ class Page:
             "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)),
                        "scopes": scopes if scopes in self.charts else None},
             "why": [name for name in why if name is not None], "views": rendered,
-            "no_views": f"No token views were measured. {_how_to_view(setting, run)}", "scopes_command": _scopes_command(setting),
+            "no_views": f"No token views were measured. {_how_to_view(setting, run)}",
+            "scopes_command": _scopes_command(setting),
         }  # fmt: skip
         worst = numbers[setting.worst.layer, setting.worst.head]
         script = {
@@ -121,7 +122,8 @@ class Page:
             "sentences": comparison_sentences(comparison), "n": comparison.n, "names": comparison.names,
             "chart": self._add(f"compare-{index}", comparison_chart(comparison)),
             "changes": [
-                {"where": c.before.where, "a": _interval(c.a), "b": _interval(c.b), "ratio": number(c.ratio), "clear": c.clear}
+                {"where": c.before.where, "a": _interval(c.a), "b": _interval(c.b), "ratio": number(c.ratio),
+                 "clear": c.clear}
                 for c in comparison.largest()
             ],
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the numbers say, in plain words. Every sentence is written from the data by a rule; without the number, no sentence."""
+"""What the numbers say, in plain words. A rule writes every sentence from the data; without the number, no sentence."""
 
 from __future__ import annotations
 
@@ -97,11 +97,12 @@ def growth_sentence(cell: Cell) -> str:
     fit = cell.fit
     if fit is None:
         if len(cell.points) < FEWEST_LENGTHS:
-            return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {len(cell.points)}."
+            count = len(cell.points)
+            return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {count}."
         return "No growth with the length is fitted: some σ is 0."
     text = (
-        f"In {cell.where}, σ goes like n^{fit.alpha:.2f} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} interval "
-        f"of the exponent: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}): {_against_guides(fit)}"
+        f"In {cell.where}, σ goes like n^{fit.alpha:.2f} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} "
+        f"interval of the exponent: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}): {_against_guides(fit)}"
     )
     return f"{text} {_which_curve(fit)}"
 
