@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
@@ -19,8 +21,19 @@ def forward(layer: lipscope.Attention, X: Tensor, causal: bool) -> Tensor:
     return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(n, -1) @ layer.out.T
 
 
-def power_loop(function, X: Tensor, *, tolerance: float = 1e-4, steps: int = 100, seed: int = 0) -> tuple[float, int]:
-    """Power iteration with forward- and reverse-mode products, absolute tolerance on σ²; returns σ and the steps."""
+def power_loop(
+    function,
+    X: Tensor,
+    *,
+    tolerance: float = 1e-4,
+    steps: int = 100,
+    seed: int = 0,
+    done: Callable[[float], bool] | None = None,
+) -> tuple[float, int]:
+    """Power iteration with forward- and reverse-mode products; returns σ and the steps.
+
+    It stops on an absolute tolerance on σ², as scripts do, or when ``done`` says that σ is good enough.
+    """
     u = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed), dtype=X.dtype)
     previous, step = 0.0, 0
     while step < steps:
@@ -30,7 +43,7 @@ def power_loop(function, X: Tensor, *, tolerance: float = 1e-4, steps: int = 100
         _, pullback = torch.func.vjp(function, X)
         (u,) = pullback(tangent)
         squared = float(u.norm())
-        if abs(squared - previous) < tolerance:
+        if abs(squared - previous) < tolerance if done is None else done(squared**0.5):
             break
         previous = squared
     return squared**0.5, step

@@ -80,7 +80,21 @@ def fit_growth(
         raise ValueError("a fit in log–log needs σ > 0")
     log_n, log_y = np.log(x), np.log(y)
     alpha, log_c = _line(log_n, log_y)
-    slopes = _bootstrap_slopes(x, log_n, log_y, alpha * log_n + log_c, resamples, np.random.default_rng(seed))
+    generator = np.random.default_rng(seed)
+    groups = [np.flatnonzero(x == value) for value in np.unique(x)]
+    if len(groups) == len(x):
+        # One measurement per length says nothing about the scatter within it: resample the residuals instead.
+        groups = []
+    fitted, left = alpha * log_n + log_c, log_y - alpha * log_n - log_c
+    # All resamples at once, one per row. Lengths stay where they are, so the slope is linear in the resampled log σ.
+    if groups:
+        drawn = np.empty((resamples, len(x)))
+        for group in groups:
+            drawn[:, group] = generator.choice(log_y[group], (resamples, len(group)))
+    else:
+        drawn = fitted + generator.choice(left, (resamples, len(x)))
+    centred = log_n - log_n.mean()
+    slopes = drawn @ centred / np.square(centred).sum()
     low, high = np.quantile(slopes, [(1 - level) / 2, (1 + level) / 2])
     log_m, log_limit, saturating_rss = _saturating(x, log_y)
     return GrowthFit(
@@ -89,30 +103,6 @@ def fit_growth(
         aic_power=_aic(float(np.square(log_y - alpha * log_n - log_c).sum()), len(x)),
         aic_saturating=_aic(saturating_rss, len(x)), points=len(x),
     )  # fmt: skip
-
-
-def _bootstrap_slopes(
-    n: Floats, log_n: Floats, log_y: Floats, fitted: Floats, resamples: int, generator: np.random.Generator
-) -> Floats:
-    groups = [np.flatnonzero(n == value) for value in np.unique(n)]
-    if len(groups) == len(n):
-        # One measurement per length says nothing about the scatter within it: resample the residuals instead.
-        drawn = generator.integers(0, len(n), (resamples, len(n)))
-        return _slopes(np.broadcast_to(log_n, drawn.shape), fitted + (log_y - fitted)[drawn])
-    if len({len(group) for group in groups}) == 1:
-        places = generator.integers(0, len(groups[0]), (resamples, len(groups), len(groups[0])))
-        rows = np.take_along_axis(np.stack(groups)[None].repeat(resamples, 0), places, axis=2).reshape(resamples, -1)
-    else:
-        rows = np.array(
-            [np.concatenate([g[generator.integers(0, len(g), len(g))] for g in groups]) for _ in range(resamples)]
-        )
-    return _slopes(log_n[rows], log_y[rows])
-
-
-def _slopes(x: Floats, y: Floats) -> Floats:
-    """Least-squares slopes of many point sets, one per row."""
-    x = x - x.mean(1, keepdims=True)
-    return np.asarray((x * y).sum(1) / np.square(x).sum(1), dtype=np.float64)
 
 
 def _line(x: Floats, y: Floats) -> tuple[float, float]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PAIRS = 20
 BASE_BYTES = 400 << 20
 # Weights that a process keeps; the model in use stays whatever its size.
-KEEP_BYTES = 2 << 30
+KEEP_BYTES = 1 << 30
 _KRYLOV_BYTES = 1 << 30
 _BLOCK_ACTIVATIONS = 34
 _AUTOGRAD = ("norm+attention", "attention+residual", "block", "model")
