@@ -111,15 +111,11 @@ def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) 
     generator = np.random.default_rng(seed)
     slope, start = np.polyfit(x, y, 1)
     groups = [np.flatnonzero(x == value) for value in np.unique(x)]
-    slopes = []
-    for _ in range(resamples):
-        if len(groups) == len(x):
-            again = slope * x + start + generator.choice(y - slope * x - start, len(x))
-            slopes.append(np.polyfit(x, again, 1)[0])
-        else:
-            rows = np.concatenate([generator.choice(group, len(group)) for group in groups])
-            slopes.append(np.polyfit(x[rows], y[rows], 1)[0])
-    return slopes
+    if len(groups) == len(x):
+        drawn = slope * x + start + generator.choice(y - slope * x - start, (resamples, len(x)))
+        return [float(np.polyfit(x, one, 1)[0]) for one in drawn]
+    rows = np.hstack([generator.choice(group, (resamples, len(group))) for group in groups])
+    return [float(np.polyfit(x[one], y[one], 1)[0]) for one in rows]
 
 
 @pytest.mark.parametrize(
