@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench clean
+.PHONY: demo test test-slow lint format types bench docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -53,5 +53,11 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/adversarial.py
 
+# The reference is written from the code first; any warning is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/reference/generate.py
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis

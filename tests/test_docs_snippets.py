@@ -1,0 +1,183 @@
+"""Every command and Python block of the README and the documentation runs, and prints what its page shows.
+
+A block that cannot run in a test carries the reason in a comment above it (docs/snippets.py). The reasons are listed and
+counted below, so that no block is left out in silence. Blocks of one page share one namespace and one directory, as they do
+for a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import snippets
+from lipscope.cli import app
+from lipscope.models import load as loading
+from lipscope.models.corpora import read_text
+
+PAGES = [page for page in snippets.pages() if snippets.blocks(page)]
+BLOCKS = [block for page in PAGES for block in snippets.blocks(page)]
+
+# Every command's options.
+_GROUP: Any = get_command(app)
+OPTIONS = {
+    name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    for name, command in _GROUP.commands.items()
+}
+
+# Why a block is not run: the first words of its comment. A new reason is a decision, so it is made here.
+REASONS = ("network", "cluster", "long", "make", "your own files", "needs")
+MOST_SKIPPED = 0.35
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory with the files that a reader is asked to bring, and models that are loaded once for all pages."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(24, 24, generator=generator) / 24**0.5 for name in ("q", "k", "v", "out")}
+    save_file(weights, "layer.safetensors")
+    save_file({"x": torch.randn(10, 24, generator=generator)}, "x.safetensors")
+    Path("book.txt").write_text("\n".join(read_text("python-docs"))[:50_000], encoding="utf-8")
+    Path("docs/how-to").mkdir(parents=True)
+    for copy in ("plan.toml", "docs/how-to/plan.toml"):
+        Path(copy).write_text(small_plan(), encoding="utf-8")
+    for where in ("lipscope.models.load.load", "lipscope.models.scan.load", "lipscope.sweep.loading.load"):
+        monkeypatch.setattr(where, cached_load)
+    return tmp_path
+
+
+def small_plan() -> str:
+    """The plan of the documentation with shorter and fewer inputs."""
+    plan = (snippets.ROOT / "docs/how-to/plan.toml").read_text(encoding="utf-8")
+    for whole, small in (('"16:64:log"', "[6, 8]"), ("inputs = 2", "inputs = 1")):
+        assert whole in plan
+        plan = plan.replace(whole, small)
+    return plan
+
+
+_LOAD: Callable[..., Any] = loading.load
+
+
+@lru_cache(maxsize=4)
+def _named(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    return _LOAD(name, **dict(options))
+
+
+def cached_load(model: Any, *rest: Any, **options: Any) -> Any:
+    if isinstance(model, str) and not rest and not Path(model).exists():
+        options.pop("check", None)
+        return _named(model, tuple(sorted(options.items())))
+    return _LOAD(model, *rest, **options)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(snippets.ROOT).as_posix())
+def test_the_blocks_of_a_page_run(page: Path, workshop: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in snippets.blocks(page):
+        if block.skipped is not None:
+            continue
+        if block.kind == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block.body, block.where, "exec"), names)
+            if block.shown is not None and block.compared:
+                assert_alike(printed.getvalue(), block.shown, block.where)
+            continue
+        for command, shown in block.commands():
+            arguments = shlex.split(command, comments=True)
+            assert arguments[0] == "lipscope", f"{block.where}: a test can only run lipscope; say <!-- not run: why -->"
+            for option, value in block.options:
+                arguments += [option, value] if option in OPTIONS[arguments[1]] else []
+            done = CliRunner().invoke(app, arguments[1:])
+            assert done.exit_code == 0, f"{block.where}: {command}\n{done.output}"
+            if shown is not None and block.compared:
+                assert_alike(done.stdout, shown, block.where)
+
+
+def test_what_is_not_run_says_why() -> None:
+    skipped = [block for block in BLOCKS if block.skipped is not None]
+    for block in skipped:
+        print(f"{block.where}: {block.skipped}")
+        assert block.skipped.startswith(REASONS), f"{block.where}: {block.skipped!r} is none of {REASONS}"
+    assert len(BLOCKS) > 30
+    assert len(skipped) <= MOST_SKIPPED * len(BLOCKS), f"{len(skipped)} of {len(BLOCKS)} blocks are not run"
+
+
+def test_every_comment_is_next_to_its_block() -> None:
+    for page in snippets.pages():
+        comments = re.findall(r"<!-- (?:not run|run with|output not compared):", page.read_text(encoding="utf-8"))
+        assert len(comments) == sum(block.note is not None for block in snippets.blocks(page)), page
+
+
+@pytest.mark.parametrize("page", snippets.pages(), ids=lambda page: page.relative_to(snippets.ROOT).as_posix())
+def test_commands_in_sentences_and_in_blocks_that_are_not_run_exist(page: Path) -> None:
+    said = re.findall(r"(?<!`)`lipscope\s([^`]+)`(?!`)", page.read_text(encoding="utf-8"))
+    said += [
+        command.removeprefix("lipscope ")
+        for block in snippets.blocks(page)
+        if block.kind != "python"
+        for command, _ in block.commands()
+        if command.startswith("lipscope ")
+    ]
+    for text in said:
+        name, *words = text.split()
+        if name.isupper() or name.startswith("-"):  # lipscope COMMAND, lipscope --help
+            continue
+        assert name in OPTIONS, f"{page}: there is no command `lipscope {text}`"
+        for word in words:
+            option = word.partition("=")[0].rstrip(",.:;)")
+            assert not option.startswith("--") or option in OPTIONS[name], f"{page}: `lipscope {text}` has no {option}"
+
+
+_NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+
+
+def assert_alike(printed: str, shown: str, where: str) -> None:
+    """The same words, and numbers that agree to 0.2 % or in the last digit shown; residuals are rounding, so any will do."""
+    texts = [re.sub(rf"residual {_NUMBER}", "residual", text) for text in (printed, shown)]
+    words = [re.sub(r"[\s─]+", " ", re.sub(_NUMBER, "#", text)).strip() for text in texts]
+    assert words[0] == words[1], f"{where} prints other words than the page shows"
+    for ours, theirs in zip(*(re.findall(_NUMBER, text) for text in texts), strict=True):
+        a, b = float(ours.replace(",", "")), float(theirs.replace(",", ""))
+        digit = 10.0 ** -len(theirs.partition(".")[2]) if "e" not in theirs else 0.0
+        assert abs(a - b) <= max(2e-3 * abs(b), 1.5 * digit), f"{where} prints {ours}, the page shows {theirs}"
+
+
+def test_comparing_outputs_can_fail() -> None:
+    assert_alike("σ = 1.2345, residual 3e-9", "σ =  1.2346, residual 1e-8", "here")
+    for other in ("σ = 1.24, residual 1", "s = 1.2345, residual 1", "σ = 1.2345 1.0, residual 1"):
+        with pytest.raises((AssertionError, ValueError)):
+            assert_alike("σ = 1.2345, residual 3e-9", other, "here")
+
+
+def test_blocks_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text.\n\n    lipscope one --a \\\n        --b\n\n```\nout\n```\n\n"
+        "<!-- not run: network -->\n\n```sh\nlipscope two  # c\n"
+        "lipscope three\n```\n\n```console\n$ lipscope four\nprinted\n$ lipscope five\n```\n\n```python\nprint(1)\n```\n\n"
+        "```text\n1\n```\n\n```toml\nlipscope = 1\n```\n",
+        encoding="utf-8",
+    )
+    found = snippets.blocks(page)
+    assert [block.kind for block in found] == ["shell", "shell", "console", "python"]
+    assert found[0].commands() == [("lipscope one --a --b", "out\n")]
+    assert found[1].skipped == "network"
+    assert [command for command, _ in found[1].commands()] == ["lipscope two  # c", "lipscope three"]
+    assert found[2].commands() == [("lipscope four", "printed\n"), ("lipscope five", None)]
+    assert found[3].shown == "1\n"
