@@ -30,9 +30,9 @@ def curves(axes: Any, rows: tuple[dict[str, Any], ...], trained: bool) -> None:
         axes.fill_between(LENGTHS, [min(row["lower"] for row in some) for some in at],
                           [max(row["upper"] for row in some) for some in at], color=style["color"], alpha=0.15)  # fmt: skip
         if trained:
-            axes.text(LENGTHS[-1] * 1.08, medians[-1], f"layer {layer}", color=COLOURS[layer], va="center", fontsize=9)
+            axes.text(LENGTHS[-1] * 1.08, medians[-1], f"layer {layer}", color=COLOURS[layer], va="center", fontsize=11)
     if not trained:
-        axes.text(LENGTHS[0], medians[0] * 1.25, "the same model before training", color="grey", fontsize=9)
+        axes.text(LENGTHS[0], medians[0] * 1.25, "the same model before training", color="grey", fontsize=11)
 
 
 def main() -> None:
@@ -53,7 +53,9 @@ def main() -> None:
     for k in range(layers):
         for h in range(count):
             bright = grid[k][h] > 0.6 * max(map(max, grid))
-            right.text(h, k, f"{grid[k][h]:.2g}", ha="center", va="center", fontsize=8, color="black" if bright else "white")
+            right.text(
+                h, k, f"{grid[k][h]:.2g}", ha="center", va="center", fontsize=10, color="black" if bright else "white"
+            )
     right.set(xlabel="head", ylabel="layer", yticks=range(layers), xticks=range(count), title="σ of every head, n = 64")
     figure.colorbar(image, ax=right, shrink=0.8)
     save(figure, "overview.svg", Path(__file__).parent)

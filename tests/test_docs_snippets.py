@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.main import get_command
 from typer.testing import CliRunner
 
+import make_reference
 import snippets
 from lipscope.cli import app
 from lipscope.models import load as loading
@@ -31,10 +31,9 @@ PAGES = [page for page in snippets.pages() if snippets.blocks(page)]
 BLOCKS = [block for page in PAGES for block in snippets.blocks(page)]
 
 # Every command's options.
-_GROUP: Any = get_command(app)
 OPTIONS = {
-    name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
-    for name, command in _GROUP.commands.items()
+    name: {"--help", *(option for parameter in make_reference.parameters(command) for option in parameter.names)}
+    for name, command in make_reference.registered().items()
 }
 
 # Why a block is not run: the first words of its comment. A new reason is a decision, so it is made here.

@@ -31,8 +31,8 @@ class RealLayer:
 
     def __init__(self, layer: int, n: int, model: Any = MODEL, seed: int = 0) -> None:
         self.handle = lipscope.load(model)
-        ids = chunk_of(self.handle, read_text(TEXT), n, seed)
-        self.recording = self.handle.record(self.handle.token_inputs(input_ids=ids[None]))
+        self.ids = chunk_of(self.handle, read_text(TEXT), n, seed)[None]
+        self.recording = self.handle.record(self.handle.token_inputs(input_ids=self.ids))
         self.layer = layer
         attention = self.handle.attention(layer, self.recording)
         assert attention is not None
@@ -50,6 +50,7 @@ def pyplot() -> Any:
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "lipscope"
+    mpl.rcParams["font.size"] = 12
     mpl.rcParams["axes.spines.right"] = mpl.rcParams["axes.spines.top"] = False
     import matplotlib.pyplot as plt
 

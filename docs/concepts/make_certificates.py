@@ -26,7 +26,7 @@ def main() -> None:
     lines = []
     for layer in range(len(handle.layers)):
         real = RealLayer(layer, N, handle)
-        (row,) = handle.measure(layers=[layer], input_ids=real.recording.inputs["input_ids"], certificate=True).rows
+        (row,) = handle.measure(layers=[layer], input_ids=real.ids, certificate=True).rows
         probable = lipscope.local_lipschitz(real.attention, real.X, certificate=False)
         left.plot([row["lower"], probable.upper], [layer, layer], color=ORANGE, linewidth=6, solid_capstyle="butt")
         values = [row["certified"], row["refined"], row["refined_global"], row["castin2024_global"]]
@@ -38,7 +38,7 @@ def main() -> None:
         left.plot([], [], "D", color=colour, markersize=5, label=name)
     left.set(xscale="log", xlabel="σ, and what bounds it", ylabel="layer", yticks=range(len(handle.layers)),
              ylim=(-0.6, len(handle.layers) + 1.7))  # fmt: skip
-    left.legend(fontsize=8, loc="upper left")
+    left.legend(fontsize=10, loc="upper left")
     real = RealLayer(BALL_LAYER, N, handle)
     head, X = real.attention.head(BALL_HEAD).to(torch.float64), real.X.double()
     sigma = float(lipscope.local_lipschitz(head, X).estimate)
@@ -52,7 +52,7 @@ def main() -> None:
     right.plot(RADII, constants, color=GREEN, marker="o", markersize=3, label="certify(radius=ρ): holds on the whole ball")
     right.plot(RADII, seen, color=ORANGE, marker="o", markersize=3, label="largest σ seen at 8 random points at distance ρ")
     right.set(xscale="log", xlabel="radius ρ of the ball", ylabel=f"layer {BALL_LAYER}, head {BALL_HEAD}", ylim=(0, None))
-    right.legend(fontsize=8)
+    right.legend(fontsize=10)
     save(figure, "certificates.svg")
     header = ["layer", "σ in", "certificate", "refined, this norm", "refined, every input", "paper, every input"]
     write("certificates.md", "numbers", table(header, lines))

@@ -18,8 +18,8 @@ from lipscope.adversarial import growth
 from lipscope.bounds import castin2024, refined
 from lipscope.models.fit import fit_growth
 
-LAYER, INPUTS = 2, 8
-LENGTHS = [8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256]
+LAYER, INPUTS = 2, 6
+LENGTHS = [8, 16, 32, 64, 128, 256]
 
 
 def main() -> None:
@@ -56,9 +56,9 @@ def main() -> None:
     for power, name in ((0.5, "√n"), (0.25, "n^¼")):
         guide = [medians[0] * (n / LENGTHS[0]) ** power for n in LENGTHS]
         axes.plot(LENGTHS, guide, color="grey", linewidth=0.8, linestyle=":")
-        axes.text(LENGTHS[-1] * 1.03, guide[-1], name, color="grey", va="center", fontsize=8)
+        axes.text(LENGTHS[-1] * 1.03, guide[-1], name, color="grey", va="center", fontsize=10)
     axes.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel="σ, scope attention")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.06, 0.5))
+    axes.legend(fontsize=10, loc="center left", bbox_to_anchor=(1.06, 0.5))
     save(figure, "growth.svg")
     curves = {"text": [v for n in LENGTHS for v in text[n]], "constructed inputs": worst,
               "random tokens": list(noise.values()), "refined bound": ours, "bound of the paper": paper}  # fmt: skip

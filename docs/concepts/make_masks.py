@@ -28,7 +28,7 @@ def main() -> None:
         seen = torch.ones(N, N) if allowed is None else allowed[0, 0].float()
         panel.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
         panel.set(xticks=[], yticks=[])
-        panel.set_title(f"{mask}\nσ = {result.estimate:.3g}", fontsize=9)
+        panel.set_title(f"{mask}\nσ = {result.estimate:.3g}", fontsize=11)
         lines.append(
             [f"`{mask}`", f"{seen.mean():.0%}", f"{result.lower:.4g}", f"{result.estimate:.4g}", f"{result.upper:.4g}"]
         )

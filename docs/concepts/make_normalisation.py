@@ -34,9 +34,9 @@ def main() -> None:
     left.plot(SCALES, bare, color=ORANGE, marker="o", markersize=3, label="attention at r·X: no normalisation")
     left.plot(SCALES, behind, color=BLUE, marker="o", markersize=3, label="norm+attention at r·U: with its LayerNorm")
     left.axhline(limit, color="grey", linestyle=":", linewidth=1)
-    left.text(SCALES[0], limit * 1.1, "limit of attention as r → ∞", color="grey", fontsize=8)
+    left.text(SCALES[0], limit * 1.1, "limit of attention as r → ∞", color="grey", fontsize=10)
     left.set(xscale="log", yscale="log", xlabel="r, tokens are r times those of the text", ylabel="σ")
-    left.legend(fontsize=8)
+    left.legend(fontsize=10)
     rows = lipscope.scan(handle, TEXT, lengths=[N], inputs=4).rows
     layers = sorted({row["layer"] for row in rows})
     lines = []
@@ -50,7 +50,7 @@ def main() -> None:
         numbers = (largest, radius, max(row["estimate"] for row in mine), bound)
         lines.append([str(layer), *(f"{number:.3g}" for number in numbers)])
     right.set(xlabel="layer", ylabel="norm of a token", xticks=layers)
-    right.set_title("dots: typical tokens; dash: the longest seen;\nbar: the longest that the LayerNorm allows", fontsize=9)
+    right.set_title("dots: typical tokens; dash: the longest seen;\nbar: the longest that the LayerNorm allows", fontsize=11)
     save(figure, "normalisation.svg")
     header = ["layer", "longest token seen", "longest allowed", "largest σ seen", "σ of every input, at most"]
     write("normalisation.md", "numbers", table(header, lines))

@@ -19,24 +19,19 @@ N, INPUTS = 64, 4
 
 def sketch(axes: Any) -> None:
     """A pre-norm block from left to right, and a bar for every scope."""
-    boxes = {"normalisation": 1.0, "heads": 2.55, "W_O": 3.75, "+": 4.75, "normalisation, MLP, +": 6.2}
-    widths = {"normalisation": 1.2, "heads": 1.0, "W_O": 0.7, "+": 0.4, "normalisation, MLP, +": 1.8}
+    boxes = {"norm": 1.0, "heads": 2.5, "W_O": 3.7, "+": 4.75, "norm, MLP, +": 6.3}
     top = 6.6
-    axes.annotate("", (7.6, top), (-0.2, top), arrowprops={"arrowstyle": "->", "color": "grey"})
-    axes.annotate("", (4.75, top + 0.3), (0.15, top + 0.05), arrowprops={
-        "arrowstyle": "->", "color": "grey", "connectionstyle": "angle,angleA=0,angleB=90,rad=4"})  # fmt: skip
-    axes.plot([0.15, 0.15, 4.75], [top, top + 0.95, top + 0.95], color="grey", linewidth=1)
-    axes.plot([4.75, 4.75], [top + 0.95, top + 0.3], color="grey", linewidth=1)
+    axes.annotate("", (7.9, top), (-0.3, top), arrowprops={"arrowstyle": "->", "color": "grey"})
+    axes.plot([0.1, 0.1, 4.75, 4.75], [top, top + 1, top + 1, top + 0.3], color="grey", linewidth=1)
     for name, x in boxes.items():
-        w = widths[name]
-        axes.text(x, top, name, ha="center", va="center", fontsize=8, bbox={
-            "boxstyle": f"square,pad={0.35 if w > 0.5 else 0.3}", "facecolor": "white", "edgecolor": "black"})  # fmt: skip
+        box = {"boxstyle": "square,pad=0.35", "facecolor": "white", "edgecolor": "black"}
+        axes.text(x, top, name, ha="center", va="center", fontsize=10, bbox=box)
     bars = {"head": (1.9, 3.15), "attention": (1.9, 4.2), "norm+attention": (0.3, 4.2), "attention+residual": (-0.1, 5.05),
             "block": (-0.1, 7.4), "model": (-0.1, 7.9)}  # fmt: skip
     for row, (scope, (start, end)) in enumerate(bars.items()):
         y = 5.2 - 0.95 * row
         axes.plot([start, end], [y, y], color=COLOURS[row], linewidth=5, solid_capstyle="butt")
-        axes.text(start, y + 0.2, scope + (": all blocks" if scope == "model" else ""), fontsize=8, color=COLOURS[row])
+        axes.text(start, y + 0.2, scope + (": all blocks" if scope == "model" else ""), fontsize=10, color=COLOURS[row])
     axes.set(xlim=(-0.4, 8.0), ylim=(0, 8))
     axes.axis("off")
 
@@ -67,7 +62,7 @@ def main() -> None:
         right.errorbar(x, medians, ends, color=COLOURS[row], fmt="o", markersize=4, capsize=2, label=label)
     right.axhline(statistics.median(found["model"][0]), color=COLOURS[5], linestyle="--", label="model")
     right.set(xlabel="layer", ylabel="σ", yscale="log", xticks=list(found["attention"]))
-    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    right.legend(fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "scopes.svg")
     layers = list(found["attention"])
     rows = [[f"`{scope}`" + (" (the largest)" if scope == "head" else ""),

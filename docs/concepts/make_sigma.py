@@ -42,7 +42,7 @@ def main() -> None:
     left.plot(SIZES, [statistics.median(g) for g in random], color=BLUE, label="random directions, median and range")
     left.fill_between(SIZES, [min(g) for g in random], [max(g) for g in random], color=BLUE, alpha=0.25)
     left.set(xscale="log", yscale="log", xlabel="distance ε = ‖E‖ of the move", ylabel="‖f(X + E) − f(X)‖ / ‖E‖")
-    left.legend(fontsize=8)
+    left.legend(fontsize=10)
     energy = result.token_energy.tolist()
     right.bar(range(N), energy, color=ORANGE)
     right.set(xlabel="token", ylabel="share of the worst direction", title="where the worst direction lives")

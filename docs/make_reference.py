@@ -1,6 +1,6 @@
 """Write the pages of docs/reference from the code: the commands, the public names, the statuses, the store's tables.
 
-    python docs/reference/generate.py
+    python docs/make_reference.py
 
 The pages are committed, and tests/test_docs_reference.py compares them with what this script writes.
 """
@@ -8,69 +8,115 @@ The pages are committed, and tests/test_docs_reference.py compares them with wha
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-NOTE = "Written by `docs/reference/generate.py`; do not edit it by hand."
+from typer.models import ArgumentInfo
+
+NOTE = "Written by `docs/make_reference.py`; do not edit it by hand."
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument or an option of a command.
+
+    Attributes:
+        names: ``("--layers",)``, ``("--pack", "--no-pack")``, or for an argument its place holder.
+        value: what it takes, in Markdown; empty for a switch.
+        default: in Markdown; empty when there is none.
+        help: what it means.
+        option: not an argument.
+    """
+
+    names: tuple[str, ...]
+    value: str
+    default: str
+    help: str
+    option: bool
+
+
+def parameters(command: Callable[..., None]) -> list[Parameter]:
+    """What a command takes, read from its signature."""
+    hints = get_type_hints(command, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind, info = get_args(hints[name])[:2]
+        kinds = [part for part in get_args(kind) or (kind,) if part is not type(None)]
+        # typer.Option("--json") in an annotation: the name comes where the default would be.
+        given = [*([info.default] if isinstance(info.default, str) else []), *(info.param_decls or ())]
+        declared = tuple(part for words in given for part in words.split("/"))
+        needed = parameter.default is inspect.Parameter.empty
+        default = getattr(parameter.default, "value", parameter.default)
+        shown = "" if needed or default is None or default is False else f"`{default}`"
+        if isinstance(info.show_default, str):
+            shown = info.show_default
+        if isinstance(info, ArgumentInfo):
+            names: tuple[str, ...] = (info.metavar or name.upper(),)
+        elif declared:
+            names = declared
+        else:
+            dashed = name.replace("_", "-")
+            names = (f"--{dashed}", f"--no-{dashed}") if kinds == [bool] else (f"--{dashed}",)
+        option = not isinstance(info, ArgumentInfo)
+        found.append(Parameter(names, _value(kinds[0]) if option else "", "needed" if needed and option else shown,
+                               " ".join((info.help or "").split()), option))  # fmt: skip
+    return found
+
+
+def _value(kind: type) -> str:
+    if issubclass(kind, Enum):
+        return ", ".join(f"`{member.value}`" for member in kind)
+    return {bool: "", int: "*integer*", float: "*number*", Path: "*path*"}.get(kind, "*text*")
+
+
+def registered() -> dict[str, Callable[..., None]]:
+    """The commands by name."""
+    from lipscope.cli import app
+
+    found = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        found[command.name or command.callback.__name__.replace("_", "-")] = command.callback
+    return dict(sorted(found.items()))
 
 
 def commands() -> str:
     """Every command with its arguments and options."""
-    from typer.main import get_command
-
-    from lipscope.cli import app
-
     parts = ["# Commands", f"{NOTE} `lipscope COMMAND --help` says the same.", "Every command ends with exit code 0 when "
              "all is well, 2 with one line on standard error when something is wrong with what it was given, and 1 when a "
              "sweep or a run has failed tasks. `--debug` shows the traceback."]  # fmt: skip
-    group: Any = get_command(app)
-    found = dict(sorted(group.commands.items()))
-    parts.append("| command | what it does |\n|---|---|\n" + "\n".join(
-        f"| [`lipscope {name}`](#lipscope-{name}) | {_cell(_summary(command))} |" for name, command in found.items()
-    ))  # fmt: skip
+    found = registered()
+    parts.append(_table(["command", "what it does"], [
+        [f"[`lipscope {name}`](#lipscope-{name})", _paragraphs(command)[0]] for name, command in found.items()
+    ]))  # fmt: skip
     for name, command in found.items():
-        arguments = [p for p in command.params if p.param_type_name == "argument"]
-        options = [p for p in command.params if p.param_type_name == "option"]
-        usage = " ".join([*(a.make_metavar(_context(command)) for a in arguments), "[OPTIONS]"])
-        parts += [f"## lipscope {name}", f"```text\nlipscope {name} {usage}\n```", command.help.strip()]
-        rows = [f"| `{a.make_metavar(_context(command))}` | {'' if a.required else 'optional'} | {_cell(a.help)} |"
-                for a in arguments]  # fmt: skip
-        rows += [f"| {_switch(o)} | {_default(o)} | {_cell(o.help)} |" for o in options if not getattr(o, "hidden", False)]
-        parts.append("\n".join(["| argument, option | default | meaning |", "|---|---|---|", *rows]))
+        takes = parameters(command)
+        usage = " ".join([*(p.names[0] for p in takes if not p.option), "[OPTIONS]"])
+        parts += [f"## lipscope {name}", f"```text\nlipscope {name} {usage}\n```", *_paragraphs(command)]
+        rows = [[f"{_names(p)} {p.value}".strip(), p.default, p.help] for p in takes]
+        parts.append(_table(["argument, option", "default", "meaning"], rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _context(command: Any) -> Any:
-    import click
-
-    return click.Context(command)
-
-
-def _summary(command: Any) -> str:
-    return str(command.help).strip().split("\n\n")[0].replace("\n", " ")
+def _names(parameter: Parameter) -> str:
+    if not parameter.option:
+        return " or ".join(f"`{name}`" for name in parameter.names[0].split("|"))
+    return " / ".join(f"`{name}`" for name in parameter.names)
 
 
-def _switch(option: Any) -> str:
-    names = [f"`{name}`" for name in (*option.opts, *option.secondary_opts)]
-    if option.is_flag:
-        return " / ".join(names)
-    choices = getattr(option.type, "choices", None)
-    value = ", ".join(f"`{c}`" for c in choices) if choices else f"*{option.type.name}*"
-    return f"{' '.join(names)} {value}"
+def _paragraphs(item: object) -> list[str]:
+    return [" ".join(part.split()) for part in (inspect.getdoc(item) or "").replace("``", "`").split("\n\n")]
 
 
-def _default(option: Any) -> str:
-    value = getattr(option.default, "value", option.default)
-    if option.required:
-        return "needed"
-    if value is None or (option.is_flag and not value):
-        return ""
-    return f"`{value}`"
-
-
-def _cell(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
 
 
 def statuses() -> str:
@@ -84,7 +130,7 @@ def statuses() -> str:
     for status in Status:
         parts += [f"### `{status}`", status.explanation]
     parts += ["## What kind of upper end", "`upper_kind` of a result and of a row.",
-              "\n".join(["| kind | meaning |", "|---|---|", *(f"| `{k}` | {v} |" for k, v in KINDS.items())])]  # fmt: skip
+              _table(["kind", "meaning"], [[f"`{kind}`", meaning] for kind, meaning in KINDS.items()])]  # fmt: skip
     parts += ["## How a task of a sweep ended", TASKS]
     parts += ["## Refusals that have a name", "Everything else that is wrong with what you hand in is a `ValueError` (or "
               "`TypeError`, `FileNotFoundError`) that names the argument, what is wrong with it and what would be right; "
@@ -92,9 +138,9 @@ def statuses() -> str:
     classes = [SelfTestError, engines.EngineError, *(
         item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
     )]  # fmt: skip
-    parts.append("\n".join(["| error | when |", "|---|---|", *(
-        f"| `{item.__module__}.{item.__name__}` | {_cell((item.__doc__ or '').replace('``', '`'))} |" for item in classes
-    )]))  # fmt: skip
+    parts.append(_table(["error", "when"], [
+        [f"`{item.__module__}.{item.__name__}`", _paragraphs(item)[0]] for item in classes
+    ]))  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
@@ -133,9 +179,10 @@ def store() -> str:
         links = {row[3]: f"`{row[2]}.{row[4]}`" for row in connection.execute(f"PRAGMA foreign_key_list({name})")}
         for _, column, kind, not_null, default, key in connection.execute(f"PRAGMA table_info({name})"):
             facts = ["primary key"] * bool(key) + ["never empty"] * bool(not_null and not key)
-            facts += [f"default {default}"] * (default is not None) + [f"a {links[column]}"] * (column in links)
-            rows.append(f"| `{column}` | {kind} | {', '.join(facts)} |")
-        parts.append("\n".join(["| column | type | |", "|---|---|---|", *rows]))
+            facts += [f"default {default}"] if default is not None else []
+            facts += [f"refers to {links[column]}"] if column in links else []
+            rows.append([f"`{column}`", kind, ", ".join(facts)])
+        parts.append(_table(["column", "type", ""], rows))
     parts.append(f"A row is told apart by its key columns, {', '.join(f'`{c}`' for c in KEY_COLUMNS)}, and by all that its "
                  "task was measured with; `key` is the hash of all of it.")  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -155,8 +202,6 @@ TABLES = {
 
 def names() -> dict[str, str]:
     """The public names: one page for the package, one for each room."""
-    import importlib
-
     import lipscope
 
     top = [name for name in lipscope.__all__ if name != "__version__"]
@@ -199,7 +244,7 @@ def written() -> dict[str, str]:
 def main() -> None:
     """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reference")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     for name, text in written().items():
