@@ -32,7 +32,7 @@ def curves(axes: Any, rows: tuple[dict[str, Any], ...], trained: bool) -> None:
         if trained:
             axes.text(LENGTHS[-1] * 1.08, medians[-1], f"layer {layer}", color=COLOURS[layer], va="center", fontsize=11)
     if not trained:
-        axes.text(LENGTHS[0], medians[0] * 1.25, "the same model before training", color="grey", fontsize=11)
+        axes.text(LENGTHS[0], medians[0] * 1.45, "the same model before training", color="grey", fontsize=11)
 
 
 def main() -> None:

@@ -86,6 +86,13 @@ def registered() -> dict[str, Callable[..., None]]:
     return dict(sorted(found.items()))
 
 
+def options() -> dict[str, set[str]]:
+    """The names of all options of every command."""
+    return {
+        name: {"--help", *(word for p in parameters(command) for word in p.names)} for name, command in registered().items()
+    }
+
+
 def commands() -> str:
     """Every command with its arguments and options."""
     parts = ["# Commands", f"{NOTE} `lipscope COMMAND --help` says the same.", "Every command ends with exit code 0 when "

@@ -2,28 +2,34 @@
 
     python docs/refresh_outputs.py docs/how-to/scan-your-model.md README.md
 
-``docs/snippets.py`` says what counts as a command, as its output, and as a reason not to run it.
+``docs/snippets.py`` says what counts as a command, as its output, and as a reason not to run it. Everything runs in one
+process, which loads a model once, and in a directory of its own with the files that a reader is asked to bring.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
 import sys
+import tempfile
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from typer.testing import CliRunner
+
+import make_reference
 import snippets
 
-PATH = os.pathsep.join([str(snippets.ROOT / "src"), os.environ.get("PYTHONPATH", "")])
 
-
-def run(command: str) -> str:
+def run(command: str, options: list[tuple[str, str]]) -> str:
     """What the command prints on a terminal of 100 columns, without colour."""
-    line = command.replace("lipscope", f"{sys.executable} -m lipscope", 1)
-    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "PYTHONPATH": PATH}
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, env=environment, cwd=snippets.ROOT)
+    from lipscope.cli import app
+
+    arguments = snippets.with_options(command, options, make_reference.options())
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "100", "NO_COLOR": "1"})
+    if done.exit_code != 0:
+        raise RuntimeError(f"{command} failed: {done.output}") from done.exception
     return trimmed(done.stdout)
 
 
@@ -34,7 +40,8 @@ def trimmed(printed: str) -> str:
 
 def refreshed(page: Path) -> str:
     """The page with new outputs. Its Python blocks run one after the other in one namespace."""
-    text, names = page.read_text(encoding="utf-8"), {}  # type: ignore[var-annotated]
+    text = page.read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
     changes: list[tuple[tuple[int, int], str]] = []
     for block in snippets.blocks(page):
         if block.skipped is not None and not block.shows_output:
@@ -45,11 +52,15 @@ def refreshed(page: Path) -> str:
                 exec(compile(block.body, block.where, "exec"), names)
             if block.shown_span is not None:
                 changes.append((block.shown_span, trimmed(printed.getvalue())))
-        elif block.kind == "console":
-            parts = [f"$ {command}\n" + (run(command) if shown is not None else "") for command, shown in block.commands()]
-            changes.append((block.span, "".join(parts)))
-        elif block.shown_span is not None:
-            changes.append((block.shown_span, run(block.commands()[0][0])))
+        else:
+            # What nobody sees may be smaller, but later blocks may need what it writes.
+            outputs = [(command, run(command, [] if shown is not None else block.options), shown is not None)
+                       for command, shown in block.commands()]  # fmt: skip
+            if block.kind == "console":
+                parts = [f"$ {command}\n{output if shown else ''}" for command, output, shown in outputs]
+                changes.append((block.span, "".join(parts)))
+            elif block.shown_span is not None:
+                changes.append((block.shown_span, outputs[0][1]))
     for (start, end), new in reversed(changes):
         text = text[:start] + new + text[end:]
     return text
@@ -57,9 +68,14 @@ def refreshed(page: Path) -> str:
 
 def main() -> None:
     """Refresh the pages named on the command line."""
-    for name in sys.argv[1:]:
-        page = Path(name).resolve()
-        page.write_text(refreshed(page), encoding="utf-8")
+    from lipscope.models import load, scan
+
+    load.load = scan.load = lru_cache(maxsize=4)(load.load)  # type: ignore[assignment]
+    pages = [Path(name).resolve() for name in sys.argv[1:]]
+    for page in pages:
+        with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+            snippets.prepare(Path(directory), small=False)
+            page.write_text(refreshed(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

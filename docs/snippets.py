@@ -129,6 +129,48 @@ def _block(
     )  # fmt: skip
 
 
+def prepare(directory: Path, *, small: bool) -> None:
+    """Put the files that pages ask their readers to bring into an empty directory.
+
+    Args:
+        directory: where.
+        small: with shorter and fewer inputs in ``docs/how-to/plan.toml`` than it has. Those of ``plan.toml`` always are.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from lipscope.models.corpora import read_text
+
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(24, 24, generator=generator) / 24**0.5 for name in ("q", "k", "v", "out")}
+    save_file(weights, directory / "layer.safetensors")
+    save_file({"x": torch.randn(10, 24, generator=generator)}, directory / "x.safetensors")
+    (directory / "book.txt").write_text("\n".join(read_text("python-docs"))[:50_000], encoding="utf-8")
+    plan = less = (ROOT / "docs/how-to/plan.toml").read_text(encoding="utf-8")
+    for setting, other in (('"16:64:log"', "[6, 8]"), ("inputs = 2", "inputs = 1")):
+        assert setting in plan
+        less = less.replace(setting, other)
+    (directory / "docs/how-to").mkdir(parents=True)
+    (directory / "plan.toml").write_text(less, encoding="utf-8")
+    (directory / "docs/how-to/plan.toml").write_text(less if small else plan, encoding="utf-8")
+
+
+def with_options(command: str, options: list[tuple[str, str]], known: dict[str, set[str]]) -> list[str]:
+    """The arguments of a command, without ``lipscope``, and those of the options that it has.
+
+    Args:
+        command: ``lipscope scan …``.
+        options: name and value.
+        known: the options of every command.
+    """
+    program, *arguments = shlex.split(command, comments=True)
+    if program != "lipscope":
+        raise ValueError(f"only lipscope can be run here, not {program!r}; say <!-- not run: why --> above it")
+    for option, value in options:
+        arguments += [option, value] if option in known[arguments[0]] else []
+    return arguments
+
+
 def pages() -> list[Path]:
     """The README and all pages of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

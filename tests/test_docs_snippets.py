@@ -10,31 +10,23 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shlex
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import make_reference
 import snippets
 from lipscope.cli import app
 from lipscope.models import load as loading
-from lipscope.models.corpora import read_text
 
 PAGES = [page for page in snippets.pages() if snippets.blocks(page)]
 BLOCKS = [block for page in PAGES for block in snippets.blocks(page)]
 
-# Every command's options.
-OPTIONS = {
-    name: {"--help", *(option for parameter in make_reference.parameters(command) for option in parameter.names)}
-    for name, command in make_reference.registered().items()
-}
+OPTIONS = make_reference.options()
 
 # Why a block is not run: the first words of its comment. A new reason is a decision, so it is made here.
 REASONS = ("network", "cluster", "long", "make", "your own files", "needs")
@@ -47,26 +39,10 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(24, 24, generator=generator) / 24**0.5 for name in ("q", "k", "v", "out")}
-    save_file(weights, "layer.safetensors")
-    save_file({"x": torch.randn(10, 24, generator=generator)}, "x.safetensors")
-    Path("book.txt").write_text("\n".join(read_text("python-docs"))[:50_000], encoding="utf-8")
-    Path("docs/how-to").mkdir(parents=True)
-    for copy in ("plan.toml", "docs/how-to/plan.toml"):
-        Path(copy).write_text(small_plan(), encoding="utf-8")
+    snippets.prepare(tmp_path, small=True)
     for where in ("lipscope.models.load.load", "lipscope.models.scan.load", "lipscope.sweep.loading.load"):
         monkeypatch.setattr(where, cached_load)
     return tmp_path
-
-
-def small_plan() -> str:
-    """The plan of the documentation with shorter and fewer inputs."""
-    plan = (snippets.ROOT / "docs/how-to/plan.toml").read_text(encoding="utf-8")
-    for whole, small in (('"16:64:log"', "[6, 8]"), ("inputs = 2", "inputs = 1")):
-        assert whole in plan
-        plan = plan.replace(whole, small)
-    return plan
 
 
 _LOAD: Callable[..., Any] = loading.load
@@ -98,11 +74,7 @@ def test_the_blocks_of_a_page_run(page: Path, workshop: Path) -> None:
                 assert_alike(printed.getvalue(), block.shown, block.where)
             continue
         for command, shown in block.commands():
-            arguments = shlex.split(command, comments=True)
-            assert arguments[0] == "lipscope", f"{block.where}: a test can only run lipscope; say <!-- not run: why -->"
-            for option, value in block.options:
-                arguments += [option, value] if option in OPTIONS[arguments[1]] else []
-            done = CliRunner().invoke(app, arguments[1:])
+            done = CliRunner().invoke(app, snippets.with_options(command, block.options, OPTIONS))
             assert done.exit_code == 0, f"{block.where}: {command}\n{done.output}"
             if shown is not None and block.compared:
                 assert_alike(done.stdout, shown, block.where)

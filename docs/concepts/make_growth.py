@@ -58,7 +58,7 @@ def main() -> None:
         axes.plot(LENGTHS, guide, color="grey", linewidth=0.8, linestyle=":")
         axes.text(LENGTHS[-1] * 1.03, guide[-1], name, color="grey", va="center", fontsize=10)
     axes.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel="σ, scope attention")
-    axes.legend(fontsize=10, loc="center left", bbox_to_anchor=(1.06, 0.5))
+    axes.legend(fontsize=10, loc="center left", bbox_to_anchor=(0.02, 0.52))
     save(figure, "growth.svg")
     curves = {"text": [v for n in LENGTHS for v in text[n]], "constructed inputs": worst,
               "random tokens": list(noise.values()), "refined bound": ours, "bound of the paper": paper}  # fmt: skip

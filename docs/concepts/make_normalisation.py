@@ -15,7 +15,7 @@ from drawing import BLUE, MODEL, ORANGE, TEXT, RealLayer, pyplot, save, table, w
 from lipscope.bounds import large_radius
 
 LAYER, N = 2, 32
-SCALES = [10 ** (exponent / 8) for exponent in range(-12, 13)]
+SCALES = [10 ** (exponent / 8) for exponent in range(-8, 25)]
 
 
 def main() -> None:
