@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench bench-more clean
+.PHONY: demo test test-slow lint format types bench bench-more docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -63,5 +63,11 @@ bench-more: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bounds.py --long
 	$(BIN)/python benchmarks/adversarial.py
 
+# The reference is written from the code first; any warning is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis
