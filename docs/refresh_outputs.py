@@ -2,7 +2,8 @@
 
     python docs/refresh_outputs.py docs/how-to/scan-your-model.md
 
-A command is an indented line that starts with ``lipscope``; the fenced block right below it is its output.
+A command is an indented line that starts with ``lipscope`` or ``python``; the fenced block right below it is its output.
+Commands run where this script is run from, the repository's own directory.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-SHOWN = re.compile(r"(?P<command>^    lipscope [^\n]*\n)\n```\n(?P<output>.*?)```\n", flags=re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(
+    r"(?P<command>^    (?:lipscope|python) [^\n]*\n)\n```\n(?P<output>.*?)```\n", flags=re.DOTALL | re.MULTILINE
+)
 
 
 def run(command: str) -> str:
     """What the command prints on a terminal of 100 columns, without colour."""
-    script = Path(sys.executable).parent / "lipscope"
-    line = command.strip().replace("lipscope", str(script), 1)
+    program, rest = command.strip().split(" ", 1)
+    line = f"{Path(sys.executable).parent / program} {rest}"
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, env=environment)
     return "\n".join(row.rstrip() for row in done.stdout.strip("\n").splitlines()) + "\n"
