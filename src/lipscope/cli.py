@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_attack, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_report, cli_sweep
+from lipscope import (
+    __version__,
+    cli_attack,
+    cli_bounds,
+    cli_meanfield,
+    cli_models,
+    cli_paper,
+    cli_report,
+    cli_smooth,
+    cli_sweep,
+)
 from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Memory, Scale, Softcap, Transposed
 from lipscope.cli_tables import print_table
 
@@ -178,6 +188,7 @@ cli_sweep.register(app, _one_clear_line)
 cli_attack.register(app, _one_clear_line)
 cli_paper.register(app, _one_clear_line)
 cli_report.register(app, _one_clear_line)
+cli_smooth.register(app, _one_clear_line)
 
 
 def main() -> None:
