@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
     "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
+    "compare": {"adversarial", "models", "facade", "bounds", "attention", "spectral"},
+    "regularise": {"models", "facade", "attention", "spectral"},
 }
 
 
@@ -51,6 +53,8 @@ def test_public_names_exist():
     assert callable(lipscope.adversarial.maximise)
     assert callable(lipscope.paper.companion_estimator)
     assert callable(lipscope.meanfield.local_constant)
+    assert callable(lipscope.compare.compare)
+    assert callable(lipscope.regularise.spectral_penalty)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_attack, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_sweep
+from lipscope import __version__, cli_attack, cli_bounds, cli_compare, cli_meanfield, cli_models, cli_paper, cli_sweep
 from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Scale, Softcap, Transposed
 from lipscope.cli_tables import print_table
 
@@ -153,6 +153,7 @@ cli_meanfield.register(app, _one_clear_line)
 cli_sweep.register(app, _one_clear_line)
 cli_attack.register(app, _one_clear_line)
 cli_paper.register(app, _one_clear_line)
+cli_compare.register(app, _one_clear_line)
 
 
 def main() -> None:

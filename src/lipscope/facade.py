@@ -10,6 +10,8 @@ from lipscope.attention.masks import MaskLike, as_mask
 from lipscope.attention.norm_operator import NormAttentionOperator
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.variants.layer import Variant
+from lipscope.attention.variants.operator import VariantOperator
 from lipscope.bounds.certificates import affordable, certified_upper
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.dense import Auto
@@ -22,7 +24,7 @@ _ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
 
 
 def local_lipschitz(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     *,
     scope: str | None = None,
@@ -37,7 +39,7 @@ def local_lipschitz(
     Frobenius norms on both sides: ‖map(X + E) − map(X)‖_F ≤ σ(X)·‖E‖_F + o(‖E‖_F).
 
     Args:
-        map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
+        map: an ``Attention`` layer, a ``Variant`` of it, or any torch callable (module in eval mode, function).
         X: tokens (n, d), or a batch (B, n, d). Give (1, n, d) to a module that needs a batch dimension.
         scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default), ``"head"`` (each head before
             W_O, in one go) or ``"norm+attention"`` (u ↦ attention(norm(u)), with X = u). For another callable, a label
@@ -77,8 +79,8 @@ def local_lipschitz(
     result = summarise(
         (solver or Auto()).solve(operator),
         operator,
-        scope=scope or ("attention" if isinstance(map, Attention) else "map"),
-        mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention) else None,
+        scope=scope or ("attention" if isinstance(map, Attention | Variant) else "map"),
+        mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention | Variant) else None,
         input_dtype=_given_dtypes(map, X),
     )
     if certificate and not isinstance(map, Attention):
@@ -114,7 +116,7 @@ def certificate_at(layer: Attention, X: Tensor, scope: str = "attention", norm: 
 
 
 def make_operator(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     scope: str | None = None,
     mask: MaskLike = None,
@@ -135,6 +137,8 @@ def make_operator(
     Returns:
         An operator with one item per input, or per (input, head).
     """
+    if isinstance(map, Variant):
+        return _variant_operator(map, X, scope, mask, norm)
     if not isinstance(map, Attention):
         if mask is not None:
             raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
@@ -161,15 +165,24 @@ def make_operator(
     raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
 
 
-def working_dtype(map: Attention | TensorMap, X: Tensor) -> torch.dtype:
+def _variant_operator(
+    map: Variant, X: Tensor, scope: str | None, mask: MaskLike, norm: Normalisation | None
+) -> VariantOperator:
+    if scope not in (None, "attention") or norm is not None:
+        raise ValueError(f"{map.kind} attention is measured at scope 'attention' only, without a norm")
+    layer = map if mask is None else map.with_mask(mask)
+    return VariantOperator(layer.to(dtype=X.dtype, device=X.device), X)
+
+
+def working_dtype(map: Attention | Variant | TensorMap, X: Tensor) -> torch.dtype:
     """The wider dtype of tokens and weights, at least float32."""
-    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention) else X.dtype
+    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention | Variant) else X.dtype
     return given if given in (torch.float32, torch.float64) else torch.float32
 
 
-def _given_dtypes(map: Attention | TensorMap, X: Tensor) -> str:
+def _given_dtypes(map: Attention | Variant | TensorMap, X: Tensor) -> str:
     tokens = dtype_name(X.dtype)
-    if not isinstance(map, Attention) or map.dtype == X.dtype:
+    if not isinstance(map, Attention | Variant) or map.dtype == X.dtype:
         return tokens
     return f"{tokens} tokens, {dtype_name(map.dtype)} weights"
 
