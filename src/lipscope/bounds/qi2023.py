@@ -46,4 +46,5 @@ def over_heads(layer: CosineAttention, head: Callable[[float, float, float], flo
         return [spectral(block) for block in M.chunk(layer.heads)]
 
     values = [head(*each) for each in zip(norms(layer.q), norms(layer.k), norms(layer.v), strict=True)]
-    return layer.nu * layer.eps**-0.5 * (1.0 if layer.out is None else spectral(layer.out)) * math.hypot(*values)
+    out = 1.0 if layer.out is None else spectral(layer.out)
+    return layer.nu / math.sqrt(layer.eps) * out * math.hypot(*values)

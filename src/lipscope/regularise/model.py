@@ -126,7 +126,8 @@ class ModelPenalty:
         def part(name: str) -> Tensor:
             def function(t: Tensor) -> Tensor:
                 call = self._core(layer, recording, t.expand(x.shape[0], -1, -1))
-                return getattr(call, name)[:1].transpose(1, 2).flatten(2)
+                projected: Tensor = getattr(call, name)
+                return projected[:1].transpose(1, 2).flatten(2)
 
             return sigma_of_map(function, first, self.solver).mean()
 

@@ -90,7 +90,8 @@ def matrix_norm(matrix: Tensor) -> Tensor:
     """
     with torch.no_grad():
         U, _, Vh = torch.linalg.svd(matrix.detach(), full_matrices=False)
-    return U[:, 0] @ matrix @ Vh[0]
+    norm: Tensor = U[:, 0] @ matrix @ Vh[0]
+    return norm
 
 
 def top_pair(operator: Operator, solver: GolubKahan) -> tuple[Tensor, Tensor]:

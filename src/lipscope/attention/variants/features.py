@@ -91,8 +91,9 @@ class Normalised(Feature):
         unit = self.z / size
         return self.scale * (dz - unit * (unit * dz).sum(-1, keepdim=True)) / size
 
-    # The derivative of a normalisation is a symmetric matrix.
-    _pull = _push
+    def _pull(self, G: Tensor) -> Tensor:
+        # The derivative of a normalisation is a symmetric matrix.
+        return self._push(G)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,11 @@ from lipscope.attention.masks import Full, Mask
 from lipscope.attention.variants.features import Feature
 from lipscope.attention.variants.layer import Core, Features, Variant
 
-_STEPS = 200
+_STEPS = 60
+# Newton's method has no trouble with scores that differ by less.
+_GENTLE = 16.0
+# Where P is nearly a permutation some eigenvalues of I − PᵀP vanish to rounding.
+_SHIFT, _FLAT = 1e-14, 1e-11
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,7 +93,7 @@ class SinkhornAttention(Variant):
 class SinkhornCore:
     """Doubly stochastic attention at one point; shapes as in ``Linearisation``, without grouped queries.
 
-    ``inverse`` is that of I − PᵀP + 11ᵀ/n, (B, H, n, n).
+    ``inverse`` is that of I − PᵀP + 11ᵀ/n, (B, H, n, n), on the directions that are not flat.
     """
 
     q: Tensor
@@ -106,12 +110,11 @@ class SinkhornCore:
         scores = q @ k.mT
         # The smallest eigenvalue of I − PᵀP costs digits, so everything n×n is done in double precision.
         P = torch.softmax(scores.double() + potential(scores.double()), dim=-1)
-        curvature = _curvature(P)
-        gap = float(torch.linalg.eigvalsh(curvature)[..., 0].min())
-        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) + P.shape[-1] * max(1.0, 1 / max(gap, 1e-300))
+        inverse, lost = _projection(P)
+        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) + lost / torch.finfo(q.dtype).eps
         # Values about their mean: dP has vanishing rows, so nothing changes but a cancellation.
         v = v - v.mean(-2, keepdim=True)
-        return cls(q, k, v, P.to(q), (P.to(q) @ v), torch.linalg.inv(curvature).to(q), size)
+        return cls(q, k, v, P.to(q), P.to(q) @ v, inverse.to(q), size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,34 +144,43 @@ class SinkhornCore:
 
     def select(self, items: Tensor) -> SinkhornCore:
         """Keep the listed batch items."""
-        kept = (t[items] for t in (self.q, self.k, self.v, self.P, self.o, self.inverse))
-        return SinkhornCore(*kept, self.score_size)
+        q, k, v, P, o, inverse = (t[items] for t in (self.q, self.k, self.v, self.P, self.o, self.inverse))
+        return SinkhornCore(q, k, v, P, o, inverse, self.score_size)
 
 
-def potential(scores: Tensor, steps: int = _STEPS) -> Tensor:
-    """G of shape (…, 1, n) with softmax_j(S_ij + g_j) doubly stochastic, by Newton's method on Φ with line search.
+def _projection(P: Tensor) -> tuple[Tensor, float]:
+    """The inverse of I − PᵀP + 11ᵀ/n without its flat directions, and the relative error that this may cost.
+
+    A flat direction g makes f ⊕ g, f = −Pg, almost vanish where P has its mass. Its part of the projection is P∘e⟨e, D⟩_P
+    with e = (f ⊕ g)/√λ, of norm at most ‖P∘e‖_F; rounding of the others is of order eps/λ.
+    """
+    values, vectors = torch.linalg.eigh(_curvature(P))
+    flat = values < _FLAT
+    lost = torch.finfo(P.dtype).eps * P.shape[-1] / float(torch.where(flat, 1.0, values).min())
+    for place in flat.nonzero():
+        *where, column = place.tolist()
+        here, g = P[tuple(where)], vectors[tuple(where)][:, column]
+        e = (g[None, :] - (here @ g)[:, None]) / max(float(values[tuple(place)]), 1e-16) ** 0.5
+        lost += float((here * e).norm())
+    kept = torch.where(flat, 0.0, 1 / torch.where(flat, 1.0, values))
+    return (vectors * kept[..., None, :]) @ vectors.mT, lost
+
+
+def potential(scores: Tensor) -> Tensor:
+    """g of shape (…, 1, n) with softmax_j(S_ij + g_j) doubly stochastic.
+
+    Newton's method on Φ with line search, for scores that are turned up in steps: the solution for s·S is a good start for
+    2s·S, also where scores are so far apart that P is nearly a permutation.
 
     Raises:
         FloatingPointError: when the columns do not come out right: the scores are too far apart.
     """
     S = scores.detach().double()
-    # One Sinkhorn step first: it is exact when scores do not depend on the query.
-    g = torch.logsumexp(-torch.logsumexp(S, -1, keepdim=True) + S, -2, keepdim=True).neg()
-    value = _objective(S, g)
-    for _ in range(steps):
-        step, gradient = _newton_step(S, g), _column_error(S, g)
-        if float(gradient.abs().max()) < 1e-13 * S.shape[-1]:
-            break
-        length = torch.ones_like(value)
-        slope = (gradient * step).sum((-1, -2), keepdim=True)
-        for _ in range(40):
-            trial = _objective(S, g + length * step)
-            worse = trial > value + 1e-4 * length * slope + 1e-12 * value.abs()
-            if not bool(worse.any()):
-                break
-            length = torch.where(worse, length / 2, length)
-        g = g + length * step
-        value = _objective(S, g)
+    spread = float((S.amax((-1, -2)) - S.amin((-1, -2))).max())
+    halvings = max(0, math.ceil(math.log2(max(spread, 1e-300) / _GENTLE)))
+    g = torch.zeros_like(S[..., :1, :])
+    for step in range(halvings, -1, -1):
+        g = _minimise(S / 2**step, 2 * g)
     error = float(_column_error(S, g).abs().max())
     if not error < 1e-8:
         raise FloatingPointError(
@@ -176,6 +188,27 @@ def potential(scores: Tensor, steps: int = _STEPS) -> Tensor:
             "stochastic weights in float64. Rescale the tokens or the weights."
         )
     return (g - g.mean(-1, keepdim=True)).to(scores)
+
+
+def _minimise(S: Tensor, g: Tensor) -> Tensor:
+    """The minimiser of Φ, from g."""
+    value = _objective(S, g)
+    for _ in range(_STEPS):
+        gradient = _column_error(S, g)
+        size = gradient.abs().amax((-1, -2), keepdim=True)
+        if float(size.max()) < 1e-13 * S.shape[-1]:
+            break
+        # Φ may be almost flat: a shift in proportion to the gradient keeps steps finite and the convergence quadratic.
+        step = _newton_step(S, g, 1e-3 * size + _SHIFT)
+        slope, length = (gradient * step).sum(-1, keepdim=True), torch.ones_like(value)
+        for _ in range(30):
+            worse = _objective(S, g + length * step) > value + 1e-4 * length * slope + 1e-13 * value.abs()
+            if not bool(worse.any()):
+                break
+            length = torch.where(worse, length / 2, length)
+        g = g + length * step
+        value = _objective(S, g)
+    return g
 
 
 def _objective(S: Tensor, g: Tensor) -> Tensor:
@@ -192,10 +225,10 @@ def _curvature(P: Tensor) -> Tensor:
     return torch.diag_embed(P.sum(-2)) - P.mT @ P + 1 / n
 
 
-def _newton_step(S: Tensor, g: Tensor) -> Tensor:
-    """−H⁻¹∇Φ, (…, 1, n)."""
+def _newton_step(S: Tensor, g: Tensor, shift: Tensor | float = _SHIFT) -> Tensor:
+    """−(H + shift)⁻¹∇Φ, (…, 1, n)."""
     P = torch.softmax(S + g, -1)
     gradient = P.sum(-2, keepdim=True) - 1
-    # Kept away from zero eigenvalues where P is nearly a permutation; Newton's direction is then still one of descent.
-    shift = 1e-14 * torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
-    return -torch.linalg.solve(_curvature(P) + shift, gradient.mT).mT
+    identity = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
+    found: Tensor = torch.linalg.solve(_curvature(P) + shift * identity, -gradient.mT)
+    return found.mT
