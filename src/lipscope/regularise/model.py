@@ -125,7 +125,7 @@ class ModelPenalty:
 
         def part(name: str) -> Tensor:
             def function(t: Tensor) -> Tensor:
-                call = self._core(layer, recording, t.expand(x.shape[0], -1, -1))
+                call = self._core(layer, recording, t.expand(x.shape[0], -1, -1).contiguous())
                 projected: Tensor = getattr(call, name)
                 return projected[:1].transpose(1, 2).flatten(2)
 

@@ -167,7 +167,7 @@ def _projection(P: Tensor) -> tuple[Tensor, float]:
 
 
 def potential(scores: Tensor) -> Tensor:
-    """g of shape (…, 1, n) with softmax_j(S_ij + g_j) doubly stochastic.
+    """G of shape (…, 1, n) with softmax_j(S_ij + g_j) doubly stochastic.
 
     Newton's method on Φ with line search, for scores that are turned up in steps: the solution for s·S is a good start for
     2s·S, also where scores are so far apart that P is nearly a permutation.
