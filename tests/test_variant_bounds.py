@@ -93,7 +93,7 @@ def ascend(name, seed, steps):
 
 
 def test_kim_with_power_two_is_false():
-    """The published constant has ‖W_Q‖² inside the root where A = W_QᵀW_Q/√dk asks for the fourth power."""
+    """With the square of ‖W_Q‖ under the root in place of its fourth power, which A = W_QᵀW_Q/√dk asks for."""
     W = 10 * torch.eye(1, dtype=torch.float64)
     layer = lipscope.L2Attention(q=W, v=torch.eye(1, dtype=torch.float64))
     X = torch.tensor([[0.0], [0.01]], dtype=torch.float64)

@@ -165,6 +165,7 @@ def _print(found: Comparison, name: str) -> None:
         ["attention", "σ", "interval", "exponent in n", "exponent in R", "worst found", "bound", "by"],
         rows,
         text=["attention", "by"],
+        whole=["by"],
         title=f"{name}, without biases: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
         caption="σ is the median over the inputs, and all of them lie in the interval; exponents of power laws with 95 % "
         f"intervals; worst found and bound are for all tokens of norm ≤ R{left_out}",

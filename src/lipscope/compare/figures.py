@@ -44,6 +44,8 @@ def draw(comparison: Comparison, path: Path, title: str = "") -> None:
 
 
 def _curves(axes: Any, comparison: Comparison, which: str, label: str, title: str) -> None:
+    from matplotlib.ticker import LogFormatter, NullLocator
+
     for index, kind in enumerate(comparison.kinds):
         points = getattr(kind, which)
         axes.plot(list(points), list(points.values()), color=COLOURS[index % 8], marker=MARKERS[index % 8], markersize=5,
@@ -51,7 +53,8 @@ def _curves(axes: Any, comparison: Comparison, which: str, label: str, title: st
     ticks = list(getattr(comparison.kinds[0], which))
     axes.set(xscale="log", yscale="log", xlabel=label, ylabel="σ (median)", title=title)
     axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     axes.grid(alpha=0.25)
 
 

@@ -58,7 +58,7 @@ class Kind:
     @property
     def median(self) -> float:
         """Median σ over the inputs."""
-        return float(self.sigma.estimate.median())
+        return float(self.sigma.estimate.quantile(0.5))
 
     def to_row(self) -> dict[str, Any]:
         """A plain dictionary: numbers and strings only."""
@@ -242,14 +242,15 @@ def _measure(
     along_R = {R: here.estimate if radius == R else sigma(n, R).estimate for R in radii}
     worst = None
     if search:
-        starts = draw.at(n, radius, radius)
-        small = {"small": 0.01 * starts} if isinstance(member, Variant) else {}
-        worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts={"inputs": starts, **small},
-                         solver=solver).sigma  # fmt: skip
+        starts = {"inputs": draw.at(n, radius, radius)[:2]}
+        if isinstance(member, Variant):
+            # Normalisations are steepest at the origin.
+            starts["small"] = 0.01 * starts["inputs"][:1]
+        worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts=starts, solver=solver).sigma
     return Kind(
         name=name, sigma=here,
-        by_length={m: float(values.median()) for m, values in along_n.items()},
-        by_radius={R: float(values.median()) for R, values in along_R.items()},
+        by_length={m: float(values.quantile(0.5)) for m, values in along_n.items()},
+        by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
         growth_n=_fit(along_n), growth_radius=_fit(along_R), worst=worst, bounds=set_bounds(member, radius, n),
     )  # fmt: skip
 
