@@ -209,7 +209,8 @@ def sphere_tokens(n: int, width: int, radius: float, inputs: int, seed: int = 0)
     rows = []
     for i in range(inputs):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + i)
-        drawn = torch.randn(n, width, generator=generator, dtype=torch.float64)
+        # Token by token: torch draws other numbers for another n otherwise.
+        drawn = torch.stack([torch.randn(width, generator=generator, dtype=torch.float64) for _ in range(n)])
         rows.append(radius * torch.nn.functional.normalize(drawn, dim=-1))
     return torch.stack(rows)
 
