@@ -35,7 +35,7 @@ from lipscope.models.text import Chunker
 from lipscope.regularise.model import ModelPenalty
 
 # Weight of each penalty beside the loss in nats per token: large enough to be felt, small enough for the model to learn.
-STRENGTH = {"none": 0.0, "spectral": 0.03, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}
+STRENGTH = {"none": 0.0, "spectral": 0.01, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}
 COLOURS = {"none": "#000000", "spectral": "#0072B2", "jasmin": "#D55E00", "max-logit": "#009E73", "weights": "#CC79A7"}
 
 
@@ -49,8 +49,8 @@ class Settings:
     positions: int = 96
     vocabulary: int = 1024
     windows: int = 8
-    steps: int = 250
-    peak_rate: float = 3e-3
+    steps: int = 300
+    peak_rate: float = 1e-3
     warmup: int = 25
     penalty_inputs: int = 2
     penalty_tokens: int = 48

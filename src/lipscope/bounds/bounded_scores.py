@@ -1,4 +1,4 @@
-"""Softmax attention on bounded features: L2, scaled-cosine and QK-normalised attention. Ours; proof in docs/how-to.
+"""Softmax attention on bounded features: L2, scaled-cosine and QK-normalised attention. Ours; proof in docs/theory.
 
 One head, o_i = Σ_j P_ij ṽ_j with scores s_ij of token-wise features, on a set of tokens where
 
