@@ -15,6 +15,7 @@ from lipscope import (
     __version__,
     cli_attack,
     cli_bounds,
+    cli_compare,
     cli_meanfield,
     cli_models,
     cli_paper,
@@ -189,6 +190,7 @@ cli_attack.register(app, _one_clear_line)
 cli_paper.register(app, _one_clear_line)
 cli_report.register(app, _one_clear_line)
 cli_smooth.register(app, _one_clear_line)
+cli_compare.register(app, _one_clear_line)
 
 
 def main() -> None:

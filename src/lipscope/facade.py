@@ -11,6 +11,8 @@ from lipscope.attention.memory import MemoryPlan, plan_memory, read_bytes
 from lipscope.attention.norm_operator import NormAttentionOperator
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.variants.layer import Variant
+from lipscope.attention.variants.operator import VariantOperator
 from lipscope.bounds.certificates import affordable, certified_upper
 from lipscope.bounds.strips import height_within
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
@@ -24,7 +26,7 @@ _ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
 
 
 def local_lipschitz(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     *,
     scope: str | None = None,
@@ -40,7 +42,7 @@ def local_lipschitz(
     Frobenius norms on both sides: ‖map(X + E) − map(X)‖_F ≤ σ(X)·‖E‖_F + o(‖E‖_F).
 
     Args:
-        map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
+        map: an ``Attention`` layer, a ``Variant`` of it, or any torch callable (module in eval mode, function).
         X: tokens (n, d), or a batch (B, n, d). Give (1, n, d) to a module that needs a batch dimension.
         scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default), ``"head"`` (each head before
             W_O, in one go) or ``"norm+attention"`` (u ↦ attention(norm(u)), with X = u). For another callable, a label
@@ -76,17 +78,17 @@ def local_lipschitz(
     compute = dtype or working_dtype(map, X)
     if compute not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {compute}")
-    if mask is not None and isinstance(map, Attention):
+    if mask is not None and isinstance(map, Attention | Variant):
         map, mask = map.with_mask(mask), None
     solver = solver or Auto()
 
-    def measure(part: Attention | TensorMap, tokens: Tensor, solver: Solver) -> SpectralNorm:
+    def measure(part: Attention | Variant | TensorMap, tokens: Tensor, solver: Solver) -> SpectralNorm:
         operator = make_operator(part, tokens.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
         return summarise(
             solver.solve(operator),
             operator,
-            scope=scope or ("attention" if isinstance(map, Attention) else "map"),
-            mask=str(map.mask) if isinstance(map, Attention) else None,
+            scope=scope or ("attention" if isinstance(map, Attention | Variant) else "map"),
+            mask=str(map.mask) if isinstance(map, Attention | Variant) else None,
             input_dtype=_given_dtypes(map, X),
         )
 
@@ -117,7 +119,12 @@ def local_lipschitz(
 
 
 def _planned(
-    map: Attention | TensorMap, X: Tensor, dtype: torch.dtype, scope: str | None, solver: Solver, memory: int | str
+    map: Attention | Variant | TensorMap,
+    X: Tensor,
+    dtype: torch.dtype,
+    scope: str | None,
+    solver: Solver,
+    memory: int | str,
 ) -> tuple[MemoryPlan, Solver]:
     """How to keep to ``memory``, and the solver that does."""
     if not isinstance(map, Attention):
@@ -156,7 +163,7 @@ def certificate_at(
 
 
 def make_operator(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     scope: str | None = None,
     mask: MaskLike = None,
@@ -177,6 +184,8 @@ def make_operator(
     Returns:
         An operator with one item per input, or per (input, head).
     """
+    if isinstance(map, Variant):
+        return _variant_operator(map, X, scope, mask, norm)
     if not isinstance(map, Attention):
         if mask is not None:
             raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
@@ -203,15 +212,24 @@ def make_operator(
     raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
 
 
-def working_dtype(map: Attention | TensorMap, X: Tensor) -> torch.dtype:
+def _variant_operator(
+    map: Variant, X: Tensor, scope: str | None, mask: MaskLike, norm: Normalisation | None
+) -> VariantOperator:
+    if scope not in (None, "attention") or norm is not None:
+        raise ValueError(f"{map.kind} attention is measured at scope 'attention' only, without a norm")
+    layer = map if mask is None else map.with_mask(mask)
+    return VariantOperator(layer.to(dtype=X.dtype, device=X.device), X)
+
+
+def working_dtype(map: Attention | Variant | TensorMap, X: Tensor) -> torch.dtype:
     """The wider dtype of tokens and weights, at least float32."""
-    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention) else X.dtype
+    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention | Variant) else X.dtype
     return given if given in (torch.float32, torch.float64) else torch.float32
 
 
-def _given_dtypes(map: Attention | TensorMap, X: Tensor) -> str:
+def _given_dtypes(map: Attention | Variant | TensorMap, X: Tensor) -> str:
     tokens = dtype_name(X.dtype)
-    if not isinstance(map, Attention) or map.dtype == X.dtype:
+    if not isinstance(map, Attention | Variant) or map.dtype == X.dtype:
         return tokens
     return f"{tokens} tokens, {dtype_name(map.dtype)} weights"
 
