@@ -29,7 +29,7 @@ BLOCKS = [block for page in PAGES for block in snippets.blocks(page)]
 OPTIONS = make_reference.options()
 
 # Why a block is not run: the first words of its comment. A new reason is a decision, so it is made here.
-REASONS = ("network", "cluster", "long", "make", "your own files", "needs")
+REASONS = ("network", "cluster", "long", "make", "your own", "needs")
 MOST_SKIPPED = 0.35
 
 
