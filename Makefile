@@ -50,6 +50,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
 	$(BIN)/python benchmarks/scan.py --write docs/performance.md
 	$(BIN)/python benchmarks/long_context.py --write docs/performance.md
+	$(BIN)/python benchmarks/monitor.py --write docs/performance.md
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/adversarial.py
 
