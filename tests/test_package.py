@@ -25,10 +25,13 @@ MAY_IMPORT = {
     "models": {"facade", "token_influence", "bounds", "attention", "spectral"},
     "sweep": {"models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
+    "report": {"sweep", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
     "monitor": {"models", "spectral"},
     "smoothing": {"models", "attention", "spectral"},
     "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
+    "compare": {"adversarial", "models", "facade", "bounds", "attention", "spectral"},
+    "regularise": {"models", "facade", "attention", "spectral"},
 }
 
 
@@ -54,6 +57,8 @@ def test_public_names_exist():
     assert callable(lipscope.paper.companion_estimator)
     assert callable(lipscope.meanfield.local_constant)
     assert callable(lipscope.monitor.Monitor)
+    assert callable(lipscope.compare.compare)
+    assert callable(lipscope.regularise.spectral_penalty)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     )
     from lipscope.attention.norms import LayerNorm, RMSNorm
     from lipscope.attention.rotary import Rotary
+    from lipscope.attention.variants import (
+        CosineAttention,
+        L2Attention,
+        QKNormAttention,
+        SigmoidAttention,
+        SinkhornAttention,
+    )
     from lipscope.bounds.ball import certify
     from lipscope.facade import local_lipschitz
     from lipscope.models.handle import Model
@@ -44,11 +51,13 @@ _HOME = {
     "Auto": "spectral.dense",
     "AutodiffOperator": "spectral.autodiff",
     "Causal": "attention.masks",
+    "CosineAttention": "attention.variants",
     "Dense": "spectral.dense",
     "DenseOperator": "spectral.operator",
     "Explicit": "attention.masks",
     "Full": "attention.masks",
     "GolubKahan": "spectral.golub_kahan",
+    "L2Attention": "attention.variants",
     "LayerNorm": "attention.norms",
     "Mask": "attention.masks",
     "Model": "models.handle",
@@ -57,9 +66,12 @@ _HOME = {
     "Padding": "attention.masks",
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
+    "QKNormAttention": "attention.variants",
     "RMSNorm": "attention.norms",
     "Rotary": "attention.rotary",
     "Scan": "models.scan",
+    "SigmoidAttention": "attention.variants",
+    "SinkhornAttention": "attention.variants",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
     "Window": "attention.masks",
@@ -73,18 +85,20 @@ _HOME = {
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("adversarial", "bounds", "meanfield", "monitor", "paper", "sweep")
+_ROOMS = ("adversarial", "bounds", "compare", "meanfield", "monitor", "paper", "regularise", "report", "sweep")
 
 __all__ = [
     "Attention",
     "Auto",
     "AutodiffOperator",
     "Causal",
+    "CosineAttention",
     "Dense",
     "DenseOperator",
     "Explicit",
     "Full",
     "GolubKahan",
+    "L2Attention",
     "LayerNorm",
     "Mask",
     "Model",
@@ -93,9 +107,12 @@ __all__ = [
     "Padding",
     "Power",
     "PrefixLM",
+    "QKNormAttention",
     "RMSNorm",
     "Rotary",
     "Scan",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "SpectralNorm",
     "Status",
     "Window",
