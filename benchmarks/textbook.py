@@ -1,12 +1,20 @@
-"""The two obvious ways to measure σ with torch alone, written plainly: what lipscope is compared with."""
+"""The obvious ways to measure σ, written plainly: what lipscope is compared with.
+
+With torch alone: power iteration with forward- and reverse-mode products, SciPy over autograd. On lipscope's own products:
+power iteration, and random projection with subspace iteration (Halko, Martinsson, Tropp 2011; ``torch.svd_lowrank``).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 import lipscope
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.start import random_unit_vector
 
 
 def forward(layer: lipscope.Attention, X: Tensor, causal: bool) -> Tensor:
@@ -19,8 +27,19 @@ def forward(layer: lipscope.Attention, X: Tensor, causal: bool) -> Tensor:
     return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(n, -1) @ layer.out.T
 
 
-def power_loop(function, X: Tensor, *, tolerance: float = 1e-4, steps: int = 100, seed: int = 0) -> tuple[float, int]:
-    """Power iteration with forward- and reverse-mode products, absolute tolerance on σ²; returns σ and the steps."""
+def power_loop(
+    function,
+    X: Tensor,
+    *,
+    tolerance: float = 1e-4,
+    steps: int = 100,
+    seed: int = 0,
+    done: Callable[[float], bool] | None = None,
+) -> tuple[float, int]:
+    """Power iteration with forward- and reverse-mode products; returns σ and the steps.
+
+    It stops on an absolute tolerance on σ², as scripts do, or when ``done`` says that σ is good enough.
+    """
     u = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed), dtype=X.dtype)
     previous, step = 0.0, 0
     while step < steps:
@@ -30,7 +49,7 @@ def power_loop(function, X: Tensor, *, tolerance: float = 1e-4, steps: int = 100
         _, pullback = torch.func.vjp(function, X)
         (u,) = pullback(tangent)
         squared = float(u.norm())
-        if abs(squared - previous) < tolerance:
+        if abs(squared - previous) < tolerance if done is None else done(squared**0.5):
             break
         previous = squared
     return squared**0.5, step
@@ -54,3 +73,51 @@ def scipy_over_autograd(function, X: Tensor) -> float:
     dtype = torch.empty(0, dtype=X.dtype).numpy().dtype
     operator = LinearOperator((Y.numel(), X.numel()), matvec=matvec, rmatvec=rmatvec, dtype=dtype)
     return float(svds(operator, k=1, return_singular_vectors=False, tol=1e-4, random_state=0)[0])
+
+
+def power_until(operator: Operator, reference: Tensor, accuracy: float, steps: int = 400) -> tuple[Tensor, int]:
+    """Power iteration on JᵀJ for all items together, stopped by an oracle once all are within ``accuracy``."""
+    v = random_unit_vector(operator, 0).expand(operator.batch, -1)
+    sigma = torch.zeros(operator.batch)
+    step = 0
+    while step < steps:
+        step += 1
+        u = operator.matvec(v)
+        sigma = u.norm(dim=1).double()
+        if bool(((sigma / reference - 1).abs() <= accuracy).all()):
+            break
+        w = operator.rmatvec(u)
+        v = w / w.norm(dim=1, keepdim=True)
+    return sigma, step
+
+
+def projection_until(
+    operator: Operator, reference: Tensor, accuracy: float, columns: int = 6, rounds: int = 60
+) -> tuple[Tensor, int]:
+    """Random projection with subspace iteration, as ``torch.svd_lowrank`` does it, stopped by an oracle likewise.
+
+    Args:
+        operator: every input ``columns`` times in a row, so that one product handles all columns of all inputs.
+        reference: σ of every input.
+        accuracy: relative accuracy at which the oracle stops it.
+        columns: width of the random matrix; 6 is the default of ``torch.svd_lowrank``.
+        rounds: most rounds.
+
+    Returns:
+        The estimates, and how many pairs of products each input took.
+    """
+    M, N = operator.shape
+    inputs = operator.batch // columns
+    Q = torch.randn(inputs, columns, N, generator=torch.Generator().manual_seed(0), dtype=operator.dtype)
+    sigma = torch.zeros(inputs)
+    done = 0
+    while done < rounds:
+        done += 1
+        Q = torch.linalg.qr(Q.mT).Q.mT
+        Y = operator.matvec(Q.reshape(-1, N)).reshape(inputs, columns, M)
+        sigma = torch.linalg.matrix_norm(Y.double(), 2)
+        if bool(((sigma / reference - 1).abs() <= accuracy).all()):
+            break
+        Y = torch.linalg.qr(Y.mT).Q.mT
+        Q = operator.rmatvec(Y.reshape(-1, M)).reshape(inputs, columns, N)
+    return sigma, done * columns

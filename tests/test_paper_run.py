@@ -141,7 +141,7 @@ def test_eigenvalues_and_the_papers_case() -> None:
 
 
 def test_the_command_measures_resumes_and_writes(tmp_path: Path) -> None:
-    first = runner.invoke(app, ["paper", "--quick", "--out", str(tmp_path / "out")])
+    first = runner.invoke(app, ["paper", "--quick", "--workers", "1", "--out", str(tmp_path / "out")])
     assert first.exit_code == 0, first.output
     assert "The textbook loop would need about" in first.output
     for name in ("FINDINGS.md", "findings.html", "reproduction.md", "exponents.csv", "figures/growth-random.png"):
@@ -150,7 +150,7 @@ def test_the_command_measures_resumes_and_writes(tmp_path: Path) -> None:
         rows = store.rows()
     _check_rows(rows)
     page = (tmp_path / "out" / "FINDINGS.md").read_text(encoding="utf-8")
-    again = runner.invoke(app, ["paper", "--quick", "--out", str(tmp_path / "out")])
+    again = runner.invoke(app, ["paper", "--quick", "--workers", "1", "--out", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output
     assert "0 tasks measured now" in again.output
     # The time of the textbook loop is measured anew; every finding is the same.

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -334,3 +335,20 @@ def test_warm_starts():
     assert bool((misled.iterations <= cold.iterations + 4).all())
     with pytest.raises(ValueError, match="start has shape"):
         solver.solve(lipscope.DenseOperator(near), start[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 2.0, 12.0, 30.0])
+def test_one_basis_serves_a_large_problem(decay, dtype):
+    """Spaces that are not exhausted keep no left vectors, however ill-conditioned the map."""
+    generator = torch.Generator().manual_seed(int(decay))
+    size = 1100
+    values = torch.logspace(0, -decay, size, dtype=torch.float64)
+    left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q for _ in range(2))
+    operator = lipscope.DenseOperator(((left * values) @ right.mT).to(dtype))
+    result = lipscope.spectral_norm(operator, lipscope.GolubKahan(rtol=1e-6, interval=0.02, max_steps=400))
+    exact = scipy.linalg.svdvals(operator.to_dense()[0].double().numpy())[0]
+    allowed = 50 * torch.finfo(dtype).eps
+    assert result.lower <= exact * (1 + allowed)
+    assert result.upper >= exact * (1 - allowed)
+    assert result.estimate == pytest.approx(exact, rel=1e-4 if decay == 0.0 else max(2e-6, allowed))

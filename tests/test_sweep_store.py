@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -34,6 +35,7 @@ from lipscope.sweep import (
 )
 from lipscope.sweep.cost import Work
 from lipscope.sweep.fingerprints import digest
+from lipscope.sweep.kept import kept_notices
 from lipscope.sweep.rowtext import IDENTITY_COLUMNS, table_digest, to_record
 from lipscope.sweep.schema import MIGRATIONS, VERSION, migrate
 from lipscope.sweep.tasks import Task
@@ -104,6 +106,25 @@ def test_a_longer_plan_measures_only_what_is_new(place: Path, tmp_path: Path) ->
         assert {"lipscope", "torch", "python"} <= where["versions"].keys()
         assert where["threads"] == 1
         assert where["cores"] == os.cpu_count()
+
+
+def test_kept_tasks_say_under_which_name_and_version_they_were_measured(place: Path, tmp_path: Path) -> None:
+    plan = small(place)
+    run_plan(plan, tmp_path / "run.db")
+    said: list[str] = []
+    run_plan(plan, tmp_path / "run.db", notice=said.append)
+    assert said == []
+
+    expansion = expand(plan)
+    with Store(tmp_path / "run.db") as store:
+        here = store.environments()[0]
+        renamed = [dataclasses.replace(task, labels={**task.labels, "text": "other"}) for task in expansion.tasks]
+        (sentence, *_), named = kept_notices(store, renamed, here), expansion.tasks[0].labels["text"]
+        assert f"'{named}'" in sentence
+        assert "'other'" in sentence
+        later = {**here, "versions": {**here["versions"], "torch": "99.0"}}
+        (sentence,) = kept_notices(store, expansion.tasks, later)
+        assert sentence.startswith(f"8 tasks were measured before with torch {here['versions']['torch']} (this run: 99.0)")
 
 
 def test_failures_are_kept_and_retried_on_request(place: Path, tmp_path: Path) -> None:

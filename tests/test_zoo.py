@@ -243,3 +243,49 @@ def test_the_tokenizer_of_a_random_bert_is_berts_when_minilm_is_here() -> None:
     assert isinstance(loaded.model, tf.BertModel)
     ids = Chunker(["hello world"], loaded.tokenizer).ids
     assert ids == ([7592, 2088] if ZOO["minilm-l6"].missing is None else list(b"hello world"))
+
+
+def test_what_the_cache_holds_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def interrupted(directory: Path) -> None:
+        (directory / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packaged.made_once("thing", interrupted)
+    assert list(packaged.cache_directory().iterdir()) == []
+
+    def fill(directory: Path) -> None:
+        (directory / "whole").write_text("whole")
+
+    assert [file.name for file in packaged.made_once("thing", fill).iterdir()] == ["whole"]
+    assert packaged.made_once("thing", interrupted) == tmp_path / "lipscope" / "thing"
+
+
+def test_a_converted_model_is_kept_or_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"four bits")
+    model = FAMILIES["llama"]().float()
+    read = []
+
+    class Words:
+        def save_pretrained(self, directory: Path) -> None:
+            (directory / "words").write_text("")
+
+    def from_gguf(path: Path) -> tuple[torch.nn.Module, Words]:
+        read.append(path)
+        return model, Words()
+
+    monkeypatch.setattr(packaged, "_from_gguf", from_gguf)
+    monkeypatch.setattr(packaged, "auto_tokenizer", lambda directory: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):
+        loaded = packaged.smollm2("smollm2-135m", [file])
+        assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
+    assert read == [file]
+    # A cache that cannot be written: the file is read every time.
+    (tmp_path / "blocked").write_text("a file where a directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    assert packaged.smollm2("smollm2-135m", [file]).model is model
+    assert read == [file, file]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lipscope.models.handle import Model
     from lipscope.models.load import load
     from lipscope.models.scan import Scan, scan
+    from lipscope.smoothing.smooth import smooth
     from lipscope.spectral.autodiff import AutodiffOperator
     from lipscope.spectral.dense import Auto, Dense
     from lipscope.spectral.golub_kahan import GolubKahan
@@ -80,10 +81,11 @@ _HOME = {
     "load": "models.load",
     "local_lipschitz": "facade",
     "scan": "models.scan",
+    "smooth": "smoothing.smooth",
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("adversarial", "bounds", "compare", "meanfield", "paper", "regularise", "sweep")
+_ROOMS = ("adversarial", "bounds", "compare", "meanfield", "monitor", "paper", "regularise", "report", "sweep")
 
 __all__ = [
     "Attention",
@@ -121,6 +123,7 @@ __all__ = [
     "load",
     "local_lipschitz",
     "scan",
+    "smooth",
     "spectral_norm",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, ModelName, Part, Precision, TrustCode
+from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, Memory, ModelName, Part, Precision, TrustCode
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -66,8 +67,15 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             typer.Option(help="Also compute certified upper ends; by default where they are cheap.", show_default=False),
         ] = None,
         dtype: Dtype = None,
+        memory: Memory = None,
         part: Part = None,
-        out: Annotated[Path | None, typer.Option(help="Directory for rows.csv, rows.json and fits.csv.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Directory for rows.csv, rows.json, fits.csv, run.json and tokens.json.")
+        ] = None,
+        tokens: Annotated[
+            int | None,
+            typer.Option(help="Worst layers or heads to look at token by token; 3 with --out, else 0.", show_default=False),
+        ] = None,
         as_json: AsJson = False,
         as_csv: Annotated[bool, typer.Option("--csv", help="Print the rows as CSV.")] = False,
         top: Annotated[int, typer.Option(help="Lines of the table.")] = 20,
@@ -82,17 +90,27 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             from lipscope.spectral.dense import Auto
 
             chosen = _parse_layers(layers)
+            # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
+            cheap = out is not None and not pack and scope in (None, "head", "attention")
+            looks = (3 if cheap else 0) if tokens is None else tokens
             handle = load(
                 model, part=part, dtype=as_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
             )
+            _announce(handle, lengths, chosen, inputs, scope or ("head" if heads else "attention"), memory, pack)
             with progress_bar() as progress:
                 result = run(
                     handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                     solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate,
-                    progress=progress,
+                    tokens=looks, memory=memory, progress=progress,
                 )  # fmt: skip
             if out is not None:
-                _write(result, out)
+                options = {
+                    "text": text, "layers": layers, "heads": heads, "lengths": lengths, "inputs": inputs, "scope": scope,
+                    "pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "dtype": dtype, "part": part,
+                    "allow-pickle": allow_pickle, "trust-remote-code": trust_remote_code, "tokens": looks,
+                    "memory": memory, "out": out,
+                }  # fmt: skip
+                _write(result, out, command_line(["scan", model], options))
             if as_json:
                 typer.echo(result.to_json())
             elif as_csv:
@@ -106,6 +124,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         text: Annotated[str, typer.Option(help="The text itself.", show_default=False)],
         layer: Annotated[int, typer.Option(help="Layer index; negative ones count from the end.")] = 0,
         scope: Annotated[str, typer.Option(help="attention, norm+attention, attention+residual, block.")] = "attention",
+        head: Annotated[int | None, typer.Option(help="One head before W_O (scope head).", show_default=False)] = None,
         pairs: Annotated[int, typer.Option(help="How many pairs of tokens to list.")] = 8,
         part: Part = None,
         allow_pickle: AllowPickle = False,
@@ -118,7 +137,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             from lipscope.models.tokens import token_view
 
             handle = load(model, part=part, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-            _print_tokens(token_view(handle, text, layer, scope=scope), handle.name, layer, pairs)
+            _print_tokens(token_view(handle, text, layer, scope=scope, head=head), handle.name, pairs)
 
 
 def _parse_layers(text: str) -> list[int] | None:
@@ -128,6 +147,37 @@ def _parse_layers(text: str) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--layers must be 'all' or indices such as 0,6, got {text!r}") from None
+
+
+def command_line(words: list[str], options: dict[str, Any]) -> str:
+    """The command that does the same again: every option that has a value."""
+    line = ["lipscope", *words]
+    for name, value in options.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is False and name == "certificate":
+            line.append("--no-certificate")
+        elif value not in (None, False):
+            line += [f"--{name}", str(value)]
+    return shlex.join(line)
+
+
+# Tokens from which a scan is long enough to say beforehand what it takes.
+_LONG = 2048
+
+
+def _announce(
+    handle: Any, lengths: str, layers: list[int] | None, inputs: int, scope: str, memory: str | None, pack: bool
+) -> None:
+    """Say on standard error what memory the longest inputs are expected to take, when that was limited or they are long."""
+    from lipscope.models.memory import batch_size, plan_layers
+    from lipscope.models.text import parse_lengths
+
+    n = max(parse_lengths(lengths))
+    if memory is not None or n >= _LONG:
+        batch = batch_size(n, inputs, pack=pack)
+        plan = plan_layers(handle, n, handle.check_layers(layers, scope), inputs=batch, scope=scope, memory=memory)
+        typer.echo(f"n = {n}: {plan}", err=True)
 
 
 def as_dtype(precision: Precision | None) -> Any:
@@ -162,16 +212,13 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
-def _write(result: Scan, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "rows.csv").write_text(result.csv_text(), encoding="utf-8")
-    (directory / "rows.json").write_text(result.to_json(), encoding="utf-8")
-    if len({row["n"] for row in result.rows}) >= 3:
-        lines = ["layer,head,c,alpha,alpha_low,alpha_high,level,aic_power,aic_saturating,better"]
-        for (layer, head), fit in result.fit().items():
-            numbers = (fit.c, fit.alpha, fit.alpha_low, fit.alpha_high, fit.level, fit.aic_power, fit.aic_saturating)
-            lines.append(",".join([str(layer), "" if head is None else str(head), *map(str, numbers), fit.better]))
-        (directory / "fits.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+def _write(result: Scan, directory: Path, command: str) -> None:
+    import torch
+
+    from lipscope.models.scan_files import write_scan
+    from lipscope.sweep.environment import environment
+
+    write_scan(result, directory, command=command, environment=environment(torch.get_num_threads()))
     typer.echo(f"rows are in {directory}", err=True)
 
 
@@ -205,13 +252,14 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
         typer.echo("Some estimates did not converge; their intervals are valid but wide.")
 
 
-def _print_tokens(view: TokenView, name: str, layer: int, pairs: int) -> None:
+def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
     r = view.result
-    console.print(f"{name}, layer {layer}, scope {r.scope}: σ ∈ [{r.lower:.4g}, {r.upper:.4g}], estimate {r.estimate:.4g}")
+    where = f"layer {view.layer}" + ("" if view.head is None else f", head {view.head}")
+    console.print(f"{name}, {where}, scope {r.scope}: σ ∈ [{r.lower:.4g}, {r.upper:.4g}], estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
     line, peak = Text(), float(view.energy.max()) or 1.0
     for token, share in zip(view.tokens, view.energy.tolist(), strict=True):

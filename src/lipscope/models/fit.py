@@ -86,13 +86,15 @@ def fit_growth(
         # One measurement per length says nothing about the scatter within it: resample the residuals instead.
         groups = []
     fitted, left = alpha * log_n + log_c, log_y - alpha * log_n - log_c
-    slopes = []
-    for _ in range(resamples):
-        if groups:
-            rows = np.concatenate([generator.choice(group, len(group)) for group in groups])
-            slopes.append(_line(log_n[rows], log_y[rows])[0])
-        else:
-            slopes.append(_line(log_n, fitted + generator.choice(left, len(left)))[0])
+    # All resamples at once, one per row. Lengths stay where they are, so the slope is linear in the resampled log σ.
+    if groups:
+        drawn = np.empty((resamples, len(x)))
+        for group in groups:
+            drawn[:, group] = generator.choice(log_y[group], (resamples, len(group)))
+    else:
+        drawn = fitted + generator.choice(left, (resamples, len(x)))
+    centred = log_n - log_n.mean()
+    slopes = drawn @ centred / np.square(centred).sum()
     low, high = np.quantile(slopes, [(1 - level) / 2, (1 + level) / 2])
     log_m, log_limit, saturating_rss = _saturating(x, log_y)
     return GrowthFit(

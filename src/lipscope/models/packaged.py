@@ -1,8 +1,8 @@
 """Weights that come inside installed packages: their files are read as data, none of their code is imported.
 
 A package is located through its metadata. Most hold a saved model as it is; Whisper's is a checkpoint of its first
-authors, with other names for the same tensors, and MPNet is a zip file cut into five packages, which is put together in
-the cache directory once.
+authors, with other names for the same tensors. MPNet is a zip file cut into five packages and SmolLM2 a quantised file that
+takes half a minute to read: both are put into the cache directory once, as saved models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,14 +45,37 @@ def minilm(name: str, files: Sequence[Path]) -> Loaded:
 
 
 def smollm2(name: str, files: Sequence[Path]) -> Loaded:
-    """A GGUF file, de-quantised by transformers."""
+    """A GGUF file, de-quantised by transformers the first time and kept as float32."""
+    import torch
+    import transformers
+
+    def save(directory: Path) -> None:
+        model, tokenizer = _from_gguf(files[0])
+        with contextlib.redirect_stderr(io.StringIO()):  # saving draws one too
+            model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+    notes = ("weights de-quantised from 4 bits",)
+    try:
+        # Another transformers may de-quantise in another way: it gets a directory of its own.
+        directory = made_once(f"{name}-{files[0].stat().st_size}-transformers-{transformers.__version__}", save)
+    except OSError:  # nowhere to keep it
+        return Loaded(*_from_gguf(files[0]), name, notes)
+    model = auto_model(directory, use_safetensors=True, dtype=torch.float32)
+    return Loaded(model, auto_tokenizer(directory), name, notes)
+
+
+def _from_gguf(file: Path) -> tuple[Any, Any]:
     import torch
 
-    directory, file = files[0].parent, files[0].name
     # De-quantising draws a progress bar that transformers cannot be asked to leave out.
     with contextlib.redirect_stderr(io.StringIO()):
-        model = auto_model(directory, gguf_file=file, dtype=torch.float32)
-    return Loaded(model, auto_tokenizer(directory, gguf_file=file), name, ("weights de-quantised from 4 bits",))
+        model: Any = auto_model(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # The weights are plain float32 now; transformers would still refuse to save a model that it calls quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, auto_tokenizer(file.parent, gguf_file=file.name)
 
 
 def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
@@ -118,23 +141,43 @@ def assembled(name: str, parts: Sequence[Path]) -> Path:
         name: of the directory.
         parts: pieces of one zip file, in order.
     """
-    # Another size of the parts is another file: it gets a directory of its own.
-    target = cache_directory() / f"{name}-{sum(part.stat().st_size for part in parts)}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Unpacked beside it and then renamed: a directory of that name is always whole.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        inside = Path(scratch) / "model"
-        inside.mkdir()
+
+    def unpack(directory: Path) -> None:
         with io.BufferedReader(Pieces(parts)) as joined, zipfile.ZipFile(joined) as archive:
             for member in archive.infolist():
                 *folders, file = member.filename.split("/")
                 if len(folders) == 1 and Path(file).suffix in (".json", ".txt", ".safetensors"):
-                    with archive.open(member) as source, (inside / file).open("wb") as out:
+                    with archive.open(member) as source, (directory / file).open("wb") as out:
                         shutil.copyfileobj(source, out)
-        with contextlib.suppress(OSError):  # another process was faster, with the same files
+
+    # Another size of the parts is another file: it gets a directory of its own.
+    return made_once(f"{name}-{sum(part.stat().st_size for part in parts)}", unpack)
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A directory of the cache, filled the first time it is asked for.
+
+    Args:
+        name: of the directory; says everything that its content depends on.
+        make: fills the empty directory it is given.
+
+    Raises:
+        OSError: when the cache cannot be written.
+    """
+    target = cache_directory() / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside it and then renamed: a directory of that name is always whole.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        inside = Path(scratch) / "model"
+        inside.mkdir()
+        make(inside)
+        try:
             inside.rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise another process was faster, with the same files
+                raise
     return target
 
 

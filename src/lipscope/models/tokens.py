@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope.models.handle import Model
-from lipscope.models.scopes import scope_tokens
+from lipscope.models.scopes import HeadOfOperator, scope_tokens
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
@@ -16,6 +18,7 @@ from lipscope.token_influence import influence
 
 _COPIES = 32
 _POWER_STEPS = 60
+_SINGULAR_VALUES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +29,19 @@ class TokenView:
         tokens: the tokens as the tokenizer writes them.
         energy: share of each token in the worst input direction, summing to one.
         influence: ‖∂out_i/∂x_j‖₂, rows are outputs.
-        result: σ of the layer.
+        result: σ of the layer or head.
+        layer: index of the layer.
+        head: index of the head for scope ``head``, else None.
+        input: index of the input in a scan, None for a text of its own.
     """
 
     tokens: list[str]
     energy: Tensor
     influence: Tensor
     result: SpectralNorm
+    layer: int = 0
+    head: int | None = None
+    input: int | None = None
 
     def strongest_pairs(self, count: int = 10, *, apart: bool = True) -> list[tuple[int, int, float]]:
         """The pairs (output i, input j) with the largest influence; ``apart`` leaves out a token on itself."""
@@ -43,29 +52,55 @@ class TokenView:
         n = values.shape[1]
         return [(int(k) // n, int(k) % n, float(v)) for v, k in zip(top.values, top.indices, strict=True) if float(v) > 0]
 
+    def to_dict(self) -> dict[str, Any]:
+        """The view as JSON values, to six significant digits; leading singular values come from below."""
+        r = self.result
+        return {
+            "layer": self.layer, "head": self.head, "scope": r.scope, "n": len(self.tokens), "input": self.input,
+            "lower": r.lower, "estimate": r.estimate, "upper": r.upper, "upper_kind": str(r.upper_kind), "delta": r.delta,
+            "tokens": self.tokens, "energy": _digits(self.energy), "singular_values": _digits(r.singular_values),
+            "influence": [_digits(row) for row in self.influence],
+        }  # fmt: skip
 
-def token_view(handle: Model, text: str, layer: int, *, scope: str = "attention") -> TokenView:
-    """Look at one layer of a model on one text.
+
+def token_view(
+    handle: Model, text: str | Sequence[int], layer: int, *, scope: str = "attention", head: int | None = None
+) -> TokenView:
+    """Look at one layer, or one head, of a model on one text.
+
+    Args:
+        handle: the model.
+        text: the text, or its token ids.
+        layer: index of the layer.
+        scope: which map; ``head`` with ``head``.
+        head: index of the head.
 
     Raises:
-        ValueError: when the text is empty or too long, or the layer or scope does not exist.
+        ValueError: when the text is empty or too long, or the layer, head or scope does not exist.
     """
-    if scope == "head":
-        raise ValueError("the token view takes one map: scope attention, norm+attention, attention+residual, block or model")
-    inputs = handle.token_inputs(text=text)
-    ids = inputs["input_ids"]
+    if head is not None:
+        scope = "head"
+    elif scope == "head":
+        raise ValueError(
+            "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
+        )
+    ids = torch.tensor([list(text)]) if not isinstance(text, str) else None
+    inputs = handle.token_inputs(text=text) if isinstance(text, str) else handle.token_inputs(input_ids=ids)
     recording = handle.record(inputs)
-    result = handle.solve(layer, recording, scope, solver=Auto())
+    where = handle.layer(layer)
+    heads = None if head is None else handle.check_heads(layer, [head])
+    result = _first(handle.solve(layer, recording, scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES)), heads is not None)
     assert result.token_energy is not None
-    plain = handle.attention(layer, recording) if scope == "attention" else None
+    plain = handle.attention(layer, recording) if scope in ("attention", "head") else None
     if plain is not None:
-        matrix = influence(plain, scope_tokens(handle.layer(layer), recording, scope)[0])
+        matrix = influence(plain if head is None else plain.head(head), scope_tokens(where, recording, scope)[0])
     else:
         # The same input many times over: as many columns of the Jacobian per product.
         copies = handle.record({name: value.repeat_interleave(_COPIES, dim=0) for name, value in inputs.items()})
-        matrix = _influence_by_columns(handle.operator(layer, copies, scope, analytic=False))
-    names = handle.tokenizer.convert_ids_to_tokens(ids[0].tolist())
-    return TokenView([_readable(name) for name in names], result.token_energy[0], matrix, _first(result))
+        operator = handle.operator(layer, copies, scope, analytic=False)
+        matrix = _influence_by_columns(operator if head is None else HeadOfOperator(operator, head, where.heads))
+    names = handle.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    return TokenView([_readable(name) for name in names], result.token_energy, matrix, result, where.index, head)
 
 
 def _influence_by_columns(operator: Operator) -> Tensor:
@@ -96,13 +131,28 @@ def _spectral_norms(blocks: Tensor) -> Tensor:
     return norms[:, 0]
 
 
-def _first(result: SpectralNorm) -> SpectralNorm:
+def _first(result: SpectralNorm, by_head: bool) -> SpectralNorm:
+    """The only input (and head) of a batch."""
+    at = (0, 0) if by_head else (0,)
+
+    def of(values: Any) -> Any:
+        for index in at:
+            values = values[index]
+        return values
+
+    assert result.token_energy is not None
     return replace(
         result,
-        lower=float(result.lower[0]), estimate=float(result.estimate[0]), upper=float(result.upper[0]),
-        iterations=int(result.iterations[0]), residual=float(result.residual[0]), converged=bool(result.converged[0]),
-        status=result.status[0],
+        lower=float(of(result.lower)), estimate=float(of(result.estimate)), upper=float(of(result.upper)),
+        upper_kind=of(result.upper_kind), iterations=int(of(result.iterations)), residual=float(of(result.residual)),
+        converged=bool(of(result.converged)), status=of(result.status), singular_values=of(result.singular_values),
+        token_energy=of(result.token_energy),
+        certified=None if result.certified is None else float(of(result.certified)),
     )  # fmt: skip
+
+
+def _digits(values: Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def _readable(token: str) -> str:

@@ -49,6 +49,7 @@ def _draw(figure: Figure, png: Path, pdf: Path) -> None:
             ax.set_axis_off()
         canvas.suptitle(figure.title + (f"\n{figure.note}" if figure.note else ""), fontsize=10)
         canvas.savefig(png, dpi=130, metadata={"Software": None})
+        canvas.set_layout_engine("none")  # the places found for the first file serve the second
         canvas.savefig(pdf, metadata={"Creator": None, "Producer": None, "CreationDate": None})
 
 

@@ -166,7 +166,8 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
         found.append(f"n = {settings.lengths[0]} leaves no room for text beside the special tokens of {', '.join(late)}.")
     found += [
         f"σ is estimated to a relative {settings.rtol:g}; its interval is at most {settings.interval:.0%} wide where the "
-        f"solver converged. Certificates are computed for {settings.certificates} of {settings.inputs} inputs per length.",
+        f"solver converged. Certificates are computed for {settings.certificates} of {settings.inputs} inputs per length "
+        f"({settings.long_inputs} inputs in the long range).",
         "Adversarial points are built from one head, before W_O, the one with the largest score gain; the paper's text does "
         "not fix the head. Models whose weights alone do not make the scores (rotary positions) have none.",
     ]
@@ -176,7 +177,7 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
 def _circumstances(about: dict[str, Any]) -> str:
     """How long it took, and how long the plain loop would have taken."""
     threads = f"{about['threads']} torch thread" + ("s" if about["threads"] > 1 else "")
-    text = f"Measuring took {_duration(about['measured_seconds'])} with {threads}."
+    text = f"The tasks took {_duration(about['measured_seconds'])} added up, each with {threads}."
     book = about.get("textbook")
     if book:
         text += (

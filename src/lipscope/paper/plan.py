@@ -51,7 +51,7 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
                 bidirectional,
                 real_text.KIND,
                 settings.long_lengths,
-                settings.inputs,
+                settings.long_inputs,
                 batch_tokens=2048,
                 **dict(curves),
             )

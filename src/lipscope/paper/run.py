@@ -29,7 +29,7 @@ from lipscope.paper.plain_torch import textbook_seconds
 from lipscope.paper.plan import GROWTH, LONG, paper_plan, paper_text
 from lipscope.paper.settings import FULL, Settings
 from lipscope.sweep.engines import Engine
-from lipscope.sweep.loading import loaded_model
+from lipscope.sweep.loading import forget_models, loaded_model
 from lipscope.sweep.run import Progress, Summary, run_plan
 from lipscope.sweep.store import Store
 from lipscope.sweep.tasks import expand
@@ -97,6 +97,8 @@ def reproduce(
         if member.stands_for and not member.masked:
             notice(f"{member.name} stands in for {member.stands_for}, which is not on this machine")
     expansion = expand(paper_plan(settings, cast))
+    if engine is not None:
+        forget_models()  # workers load their own
     summary = run_plan(
         expansion, directory / STORE, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice
     )

@@ -24,6 +24,7 @@ class Settings:
         lengths: numbers of tokens on real text.
         long_lengths: further ones for models of BERT's kind.
         inputs: inputs per length, disjoint in the text.
+        long_inputs: those of the further lengths.
         certificates: how many of them also get the certified upper bound.
         radii: norms of the adversarial tokens.
         adversarial_lengths: numbers of adversarial tokens.
@@ -44,6 +45,7 @@ class Settings:
     lengths: tuple[int, ...]
     long_lengths: tuple[int, ...]
     inputs: int
+    long_inputs: int
     certificates: int
     radii: tuple[float, ...]
     adversarial_lengths: tuple[int, ...]
@@ -57,7 +59,7 @@ class Settings:
     difference_inputs: int
     rtol: float = 1e-3
     interval: float = 0.2
-    threads: int = 2
+    threads: int = 1
 
 
 FULL = Settings(
@@ -65,6 +67,7 @@ FULL = Settings(
     lengths=tuple(range(2, 99, 2)),
     long_lengths=(102, 202, 302, 402, 502),
     inputs=10,
+    long_inputs=3,
     certificates=1,
     radii=(15.5, 21.5, 100.0, 10.0),
     adversarial_lengths=tuple(range(2, 98, 5)),
@@ -83,6 +86,7 @@ QUICK = Settings(
     lengths=(2, 4, 10, 26, 50),
     long_lengths=(102,),
     inputs=2,
+    long_inputs=1,
     certificates=1,
     radii=(15.5, 100.0),
     adversarial_lengths=(7, 17, 47),

@@ -15,9 +15,13 @@ the failure probability left, and σ is at most the larger of that bound and the
 **Warm starts.** A direction w from a nearby problem is mixed with the random one, v₁ ∝ w + r. By Anderson's inequality
 |⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, so the bound holds with g(δ)/‖w + r‖ for g(δ).
 
-**Memory.** Large problems keep the right basis only, and of it no more vectors than ``memory`` allows; later vectors follow
-the recurrence, re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no
-value beyond σ (Paige 1980), and changes γ·q_k(σ²) by about eps/γ relative, far less than the interval.
+**One side.** Large problems keep the right basis only: with orthonormal V_k the left vectors lose orthogonality in
+proportion to the condition of B_k alone, in directions that do not touch its largest values (Simon and Zha, SIAM J. Sci.
+Comput. 21, 2000).
+
+**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; later vectors follow the recurrence,
+re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no value beyond σ
+(Paige 1980), and changes γ·q_k(σ²) by about eps/γ relative, far less than the interval.
 """
 
 from __future__ import annotations
@@ -143,11 +147,11 @@ class _Run:
         return unit_rows(mixed, norm), 1 / norm
 
     def _capacities(self) -> tuple[int, int]:
-        """How many left and right vectors are kept: all that are likely to be needed, or the right ones that fit."""
+        """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
         M, N = self.operator.shape
         size = self.operator.batch * _element_size(self.operator)
         both = self.config.memory // ((M + N) * size)
-        if both >= Basis.CHUNK:
+        if both >= Basis.CHUNK and self.whole_space <= _SMALL:
             return both, both
         return 0, max(_FEWEST, self.config.memory // (N * size))
 
@@ -300,6 +304,8 @@ class _Run:
 
 # Right vectors kept however small the memory, and most short recurrences spent on finding the top vector afterwards.
 _FEWEST, _FINISHING = 4, 20
+# A recurrence may exhaust a space of so many dimensions, and then counts on both bases.
+_SMALL = 1024
 
 _NON_FINITE = (
     "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input: check the input and "

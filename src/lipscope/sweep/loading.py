@@ -38,19 +38,25 @@ def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None
     """
     key = (choice, dtype)
     if key not in _loaded:
+        _make_room(KEEP_BYTES // 2)
         # What has the fingerprint that the plan saw has passed its self-tests there.
         handle = _load(choice, dtype, check=fingerprint is None)
         _loaded[key] = LoadedModel(handle, model_fingerprint(handle))
     _loaded.move_to_end(key)
-    while len(_loaded) > 1 and sum(weight_bytes(handle) for handle, _ in _loaded.values()) > KEEP_BYTES:
-        _loaded.popitem(last=False)
     model = _loaded[key]
+    _make_room(KEEP_BYTES)
     if fingerprint is not None and model.fingerprint != fingerprint:
         raise ValueError(
             f"model {choice.name!r} is not the one that the plan was made with: its weights or configuration have the "
             f"fingerprint {model.fingerprint[:12]} here and {fingerprint[:12]} there. Give every machine the same model"
         )
     return model
+
+
+def _make_room(most: int) -> None:
+    """Let go of the models that were used longest ago, until ``most`` bytes of weights are left or one model."""
+    while len(_loaded) > 1 and sum(weight_bytes(handle) for handle, _ in _loaded.values()) > most:
+        _loaded.popitem(last=False)
 
 
 def forget_models() -> None:

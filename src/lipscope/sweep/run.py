@@ -11,6 +11,7 @@ from typing import Any
 from lipscope.sweep.cost import Estimate, calibrate, estimate
 from lipscope.sweep.engines import Engine, InProcess
 from lipscope.sweep.environment import environment
+from lipscope.sweep.kept import kept_notices
 from lipscope.sweep.plan import Plan
 from lipscope.sweep.recovery import Recovery
 from lipscope.sweep.rowtext import table_digest
@@ -89,7 +90,7 @@ def run_plan(
         engine: who computes; this process by default.
         retry_failed: also measure tasks that failed before.
         progress: called at the start and after every task.
-        notice: called with what the user should know at once: a damaged store.
+        notice: called with what the user should know at once: a damaged store, tasks kept from another name or version.
 
     Returns:
         What was done.
@@ -121,7 +122,11 @@ def run_plan(
         jobs = expansion.pending(had if retry_failed else had | ledger.tasks("failed"))
         total = sum(job.flops for job in jobs)
         all_tasks = sum(len(job.tasks) for job in jobs)
-        run = ledger.begin_run(expansion.plan.text, tasks, engine.name, environment(expansion.plan.threads))
+        here = environment(expansion.plan.threads)
+        if notice is not None:
+            for sentence in kept_notices(ledger, tasks, here):
+                notice(sentence)
+        run = ledger.begin_run(expansion.plan.text, tasks, engine.name, here)
         done, measured, failed = 0.0, 0, 0
         if progress is not None:
             progress(Step(done, total, 0, all_tasks, failed))

@@ -184,6 +184,14 @@ class Store:
         """Keys of the tasks that are ``done`` or ``failed``."""
         return {key for (key,) in self._connection.execute("SELECT key FROM tasks WHERE status = ?", (status,))}
 
+    def provenance(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """For every finished task: the labels it was measured under, and where it ran."""
+        query = (
+            "SELECT key, labels, content FROM tasks JOIN environments ON environments.id = tasks.environment "
+            "WHERE status = 'done'"
+        )
+        return {key: (json.loads(labels), json.loads(content)) for key, labels, content in self._connection.execute(query)}
+
     def failures(self, keys: Collection[str] | None = None) -> list[dict[str, Any]]:
         """Failed tasks: key, labels, layer, scope, n, error, trace, attempts."""
         found = []

@@ -1,0 +1,168 @@
+"""Two runs side by side: before and after fine-tuning, random and pretrained, two texts.
+
+Settings with the same scope are paired, those of the same text and model first; cells by layer and head, at the longest
+length that both runs have. A change is called clear when the ranges of the two do not overlap: then every input of the one
+has a larger σ than every input of the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lipscope.report.charts import Chart, Series
+from lipscope.report.data import Cell, Point, ReportData, Setting
+from lipscope.report.summary import number, places
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell in both runs."""
+
+    before: Cell
+    a: Point
+    b: Point
+
+    @property
+    def ratio(self) -> float:
+        """Median σ of the second run over that of the first."""
+        return self.b.median / self.a.median
+
+    @property
+    def clear(self) -> bool:
+        """Whether the ranges of σ do not overlap."""
+        return self.b.lower > self.a.upper or self.b.upper < self.a.lower
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A setting in both runs.
+
+    Attributes:
+        first: in the first run.
+        second: in the second.
+        n: the length of comparison.
+        changes: cells that both have, in order.
+    """
+
+    first: Setting
+    second: Setting
+    n: int
+    changes: Sequence[Change]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the two are called: their runs, or their models where the runs share a name."""
+        if self.first.run_name != self.second.run_name:
+            return self.first.run_name, self.second.run_name
+        if self.first.model != self.second.model:
+            return str(self.first.model), str(self.second.model)
+        return f"{self.first.run_name} (first)", f"{self.second.run_name} (second)"
+
+    def largest(self) -> list[Change]:
+        """The changes with the largest factors, up or down."""
+        return sorted(self.changes, key=lambda change: -max(change.ratio, 1 / change.ratio))[:_SHOWN]
+
+
+def comparisons(data: ReportData) -> list[Comparison]:
+    """Every setting of the first run with its partner in the second; empty for one run."""
+    if len(data.runs) != 2:
+        return []
+    found = []
+    seconds = [setting for setting in data.settings if setting.run == 1]
+    for first in (setting for setting in data.settings if setting.run == 0):
+        partners = [setting for setting in seconds if setting.scope == first.scope]
+        partners.sort(key=lambda s: (s.text != first.text, s.model != first.model))
+        for partner in partners[:1]:
+            shared = set(first.lengths) & set(partner.lengths)
+            if shared and (changes := _changes(first, partner, max(shared))):
+                found.append(Comparison(first, partner, max(shared), changes))
+    return found
+
+
+def _changes(first: Setting, second: Setting, n: int) -> list[Change]:
+    others = {(cell.layer, cell.head): cell for cell in second.cells}
+    changes = []
+    for cell in first.cells:
+        other = others.get((cell.layer, cell.head))
+        a, b = cell.at(n), None if other is None else other.at(n)
+        if a is not None and b is not None and a.median > 0 and b.median > 0:
+            changes.append(Change(cell, a, b))
+    return changes
+
+
+def comparison_sentences(comparison: Comparison) -> list[str]:
+    """What changed, in plain words."""
+    a, b = comparison.names
+    changes = comparison.changes
+    up = sum(change.ratio > 1 for change in changes)
+    clear = [change for change in changes if change.clear]
+    factor = statistics.median(change.ratio for change in changes)
+    first, second = comparison.first, comparison.second
+    found = [
+        f"{b} against {a}, at n = {comparison.n}, scope {first.scope}: the median σ is larger in {up} of "
+        f"{places(first, len(changes))} and smaller in {sum(change.ratio < 1 for change in changes)}; the middle factor is "
+        f"{number(factor)}.",
+        f"In {len(clear)} of them the change is clear: the ranges of σ do not overlap.",
+    ]
+    top = comparison.largest()[0]
+    found.append(
+        f"The largest factor is {number(top.ratio)}, in {top.before.where}: from {number(top.a.median)} in "
+        f"[{number(top.a.lower)}, {number(top.a.upper)}] to {number(top.b.median)} in "
+        f"[{number(top.b.lower)}, {number(top.b.upper)}]."
+    )
+    ends = [
+        f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}"
+        for name, s in ((a, first), (b, second))
+    ]
+    found.append(f"The least smooth place: {'; '.join(ends)}.")
+    fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
+    if all(fit is not None for _, fit in fits):
+        said = [f"{fit.alpha:.2f} ({fit.alpha_low:.2f} to {fit.alpha_high:.2f}) in {name}" for name, fit in fits if fit]
+        found.append(f"Growth exponent there: {'; '.join(said)}.")
+    different = [
+        f"{what}: {getattr(first, what)} and {getattr(second, what)}"
+        for what in ("model", "text", "dtype") if getattr(first, what) != getattr(second, what)
+    ]  # fmt: skip
+    if different:
+        found.append(f"The runs differ in {'; '.join(different)}.")
+    return found
+
+
+def comparison_chart(comparison: Comparison) -> Chart:
+    """Both runs layer by layer; for heads, σ of the second run against that of the first."""
+    a, b = comparison.names
+    changes = comparison.changes
+    words = f"Median σ at n = {comparison.n}, {a} to {b}: " + "; ".join(
+        f"{c.before.where} {number(c.a.median)} to {number(c.b.median)}" for c in comparison.largest()
+    )
+    if not comparison.first.by_head:
+        layers = [change.before.layer for change in changes]
+        series = [
+            Series(
+                name, [layer + shift for layer in layers], [p.median for p in points], "points", colour,
+                low=[p.lower for p in points], high=[p.upper for p in points],
+                hover=[f"{name}, layer {layer}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}]"
+                       for layer, p in zip(layers, points, strict=True)],
+            )
+            for name, points, colour, shift in (
+                (a, [c.a for c in changes], "first", -0.12), (b, [c.b for c in changes], "second", 0.12))
+        ]  # fmt: skip
+        return Chart(
+            "comparison", f"{a} and {b}, n = {comparison.n}", "layer", f"σ, scope {comparison.first.scope}", series, words,
+            y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers],
+        )  # fmt: skip
+    ends = [min(min(c.a.median, c.b.median) for c in changes), max(max(c.a.median, c.b.median) for c in changes)]
+    series = [
+        Series("no change", ends, ends, "dots", "guide0.5", group="guide"),
+        Series(
+            "a head", [c.a.median for c in changes], [c.b.median for c in changes], "points", "second",
+            hover=[f"{c.before.where}: {number(c.a.median)} to {number(c.b.median)}" for c in changes],
+        ),
+    ]  # fmt: skip
+    return Chart(
+        "comparison", f"Every head, n = {comparison.n}", f"σ in {a}", f"σ in {b}", series, words, x_log=True, y_log=True
+    )

@@ -1,0 +1,265 @@
+"""From rows to what is drawn and said: settings, cells, points.
+
+A *setting* is one model on one text at one scope (and dtype and kind). A *cell* is one layer, or one head, of it: a place in
+the heat map. A *point* is a cell at one length n, over its inputs: the least lower end, the median estimate and the largest
+upper end, so that σ of every one of these inputs lies between the two ends.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from lipscope.models.fit import GrowthFit, fit_growth
+from lipscope.report.run import Row, Run
+
+# A fit needs as many; see ``lipscope.models.fit``.
+FEWEST_LENGTHS = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cell at one length, over its inputs.
+
+    Attributes:
+        n: number of tokens.
+        inputs: how many.
+        lower: least lower end.
+        median: median estimate.
+        upper: largest upper end.
+        certified: largest certified upper bound, None unless every input has one.
+        refined: largest refined set bound at the inputs' own token norms, None likewise.
+        paper: the paper's, likewise.
+        refined_global: the refined set bound for every input of the model.
+        paper_global: the paper's.
+        radius: mean over inputs of the root mean square token norm.
+        entropy: mean entropy of attention rows.
+        sink_mass: mean attention on the first token and on sinks.
+    """
+
+    n: int
+    inputs: int
+    lower: float
+    median: float
+    upper: float
+    certified: float | None
+    refined: float | None
+    paper: float | None
+    refined_global: float | None
+    paper_global: float | None
+    radius: float | None
+    entropy: float | None
+    sink_mass: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layer or head of a setting, at all its lengths."""
+
+    layer: int
+    head: int | None
+    points: tuple[Point, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def last(self) -> Point:
+        """The point at the longest length."""
+        return self.points[-1]
+
+    @property
+    def where(self) -> str:
+        """The cell in words."""
+        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+
+    @cached_property
+    def fit(self) -> GrowthFit | None:
+        """σ against n; None with fewer than three lengths or a σ of 0."""
+        if len(self.points) < FEWEST_LENGTHS or any(row["estimate"] <= 0 for row in self.rows):
+            return None
+        return _fit(tuple(row["n"] for row in self.rows), tuple(row["estimate"] for row in self.rows))
+
+    def at(self, n: int) -> Point | None:
+        """The point at a length."""
+        return next((point for point in self.points if point.n == n), None)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model on one text at one scope.
+
+    Attributes:
+        run: number of the run it belongs to.
+        run_name: its name.
+        model: name of the model.
+        text: name of the text, None when it is not known.
+        scope: which map σ belongs to.
+        dtype: floating type of the computation.
+        kind: kind of the measurement, for sweeps.
+        options: options of the kind.
+        cells: layers or heads, in order.
+    """
+
+    run: int
+    run_name: str
+    model: str | None
+    text: str | None
+    scope: str | None
+    dtype: str | None
+    kind: str | None
+    options: str | None
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows of the cells."""
+        return tuple(row for cell in self.cells for row in cell.rows)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether cells are heads."""
+        return any(cell.head is not None for cell in self.cells)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of any cell."""
+        return sorted({point.n for cell in self.cells for point in cell.points})
+
+    @property
+    def masks(self) -> list[str]:
+        """Masks of its rows."""
+        return sorted({str(row["mask"]) for row in self.rows if row["mask"]})
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on the model."""
+        return sorted({str(row["notes"]) for row in self.rows if row["notes"]})
+
+    @cached_property
+    def worst(self) -> Cell:
+        """The cell with the largest median σ at the longest length that it was measured at."""
+        longest = self.lengths[-1]
+        candidates = [cell for cell in self.cells if cell.last.n == longest]
+        return max(candidates, key=lambda cell: cell.last.median)
+
+    def ranked(self) -> list[Cell]:
+        """The cells at the longest length, the largest median σ first."""
+        longest = self.lengths[-1]
+        return sorted((cell for cell in self.cells if cell.last.n == longest), key=lambda cell: -cell.last.median)
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What a report shows.
+
+    Attributes:
+        runs: one run, or two to compare.
+        settings: of all runs.
+    """
+
+    runs: tuple[Run, ...]
+    settings: tuple[Setting, ...]
+
+    def label(self, setting: Setting) -> str:
+        """A setting by what tells it from the others."""
+        return _label(setting, self.settings, len(self.runs) > 1)
+
+    def views(self, setting: Setting) -> list[Row]:
+        """Token views of a setting."""
+        return [
+            view for view in self.runs[setting.run].views
+            if view.get("scope") == setting.scope and view.get("model") in (None, setting.model)
+            and view.get("text") in (None, setting.text)
+        ]  # fmt: skip
+
+
+def report_data(runs: Sequence[Run]) -> ReportData:
+    """Group the rows of one run, or of two.
+
+    Raises:
+        ValueError: when a run has no rows to show.
+
+    Example:
+        >>> from lipscope.models.scan import Scan
+        >>> from lipscope.report.run import load_run
+        >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
+        >>> data = report_data([load_run(Scan((row, row | {"n": 16, "estimate": 1.2})))])
+        >>> [(point.n, point.median) for point in data.settings[0].worst.points]
+        [(8, 1.1), (16, 1.2)]
+    """
+    settings: list[Setting] = []
+    for number, run in enumerate(runs):
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in run.rows:
+            # Rows of single documents of a packed input are told apart from the input itself.
+            if row["document"] is None:
+                groups.setdefault(tuple(row[name] for name in _SETTING), []).append(row)
+        settings += [
+            Setting(number, run.name, *key, cells=_cells(rows))
+            for key, rows in sorted(groups.items(), key=lambda item: tuple(_order(part) for part in item[0]))
+        ]
+    return ReportData(tuple(runs), tuple(settings))
+
+
+_SETTING = ("model", "text", "scope", "dtype", "kind", "options")
+
+
+def _order(part: Any) -> tuple[int, str]:
+    scopes = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+    return (scopes.index(part) if part in scopes else len(scopes), str(part))
+
+
+def _cells(rows: Sequence[Row]) -> tuple[Cell, ...]:
+    groups: dict[tuple[int, int | None], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["layer"], row["head"]), []).append(row)
+    cells = []
+    for (layer, head), members in sorted(
+        groups.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
+    ):
+        lengths: dict[int, list[Row]] = {}
+        for row in sorted(members, key=lambda row: (row["n"], row["input"] or 0)):
+            lengths.setdefault(row["n"], []).append(row)
+        ordered = tuple(row for at in lengths.values() for row in at)
+        cells.append(Cell(layer, head, tuple(_point(n, at) for n, at in lengths.items()), ordered))
+    return tuple(cells)
+
+
+def _point(n: int, rows: Sequence[Row]) -> Point:
+    return Point(
+        n=n, inputs=len(rows), lower=min(row["lower"] for row in rows),
+        median=statistics.median(row["estimate"] for row in rows), upper=max(row["upper"] for row in rows),
+        certified=_all_max(rows, "certified"), refined=_all_max(rows, "refined"), paper=_all_max(rows, "castin2024"),
+        refined_global=_all_max(rows, "refined_global"), paper_global=_all_max(rows, "castin2024_global"),
+        radius=_mean(row["radius_rms"] for row in rows), entropy=_mean(row["entropy"] for row in rows),
+        sink_mass=_mean(row["sink_mass"] for row in rows),
+    )  # fmt: skip
+
+
+def _all_max(rows: Sequence[Row], name: str) -> float | None:
+    """The largest value where every row has one: a bound of some inputs is not a bound of all."""
+    values = [row[name] for row in rows]
+    return max(values) if all(value is not None and math.isfinite(value) for value in values) else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+@lru_cache(maxsize=65536)
+def _fit(n: tuple[int, ...], sigma: tuple[float, ...]) -> GrowthFit:
+    return fit_growth(n, sigma)
+
+
+def _label(setting: Setting, others: Sequence[Setting], several_runs: bool) -> str:
+    parts = [f"{setting.run_name}:"] if several_runs else []
+    parts += [str(setting.model or "model"), *([f"on {setting.text}"] if setting.text else [])]
+    label = " ".join(parts) + f", scope {setting.scope or 'not recorded'}"
+    for name in ("dtype", "kind", "options"):
+        if len({getattr(other, name) for other in others}) > 1 and getattr(setting, name):
+            label += f", {getattr(setting, name)}"
+    return label

@@ -1,0 +1,173 @@
+"""``view``: the report of a store on a local port, fresh while its sweep is running.
+
+It listens on the loopback interface, answers GET and HEAD under a random path only, refuses names other than its own in the
+Host header (so that no web page can reach it by a name of its own), and has nothing that writes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from lipscope.report.data import report_data
+from lipscope.report.html import compact_rows, inert_json, render_content, render_page
+from lipscope.report.page import Page
+from lipscope.report.progress import SweepProgress, read_progress
+from lipscope.report.run import Run, is_store, load_run
+
+# A page of many rows takes seconds to make; a running sweep must not be slowed down by its spectators.
+_LEAST_PAUSE = 3.0
+LOOPBACK = "127.0.0.1"
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves the report of one store, or of the files of a scan.
+
+    Args:
+        path: what to show.
+        host: the address to listen on.
+        port: the port, 0 for any that is free.
+        tokens: token views to add to those of the run.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        tokens: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._views = tokens or []
+        self.secret = secrets.token_urlsafe(24)
+        self._lock = threading.Lock()
+        self._made: tuple[str, float, Page, tuple[Run, ...]] | None = None
+        self._is_store = is_store(self.path)
+        self.progress()  # refuse what cannot be shown before anyone looks
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """Where the report is, for whoever knows its secret."""
+        return f"http://{_bracketed(str(self.server_address[0]))}:{self.server_port}/{self.secret}/"
+
+    def knows(self, host: str) -> bool:
+        """Whether a Host header may be meant for this server.
+
+        On the loopback interface only its own names are; on others a machine has names that it does not know itself.
+        """
+        if not ip_address(str(self.server_address[0])).is_loopback:
+            return True
+        own = {_bracketed(str(self.server_address[0])), "localhost", LOOPBACK, "[::1]"}
+        return host.lower() in {f"{name}:{self.server_port}" for name in own}
+
+    def progress(self) -> SweepProgress:
+        """Where the run stands; the files of a scan are complete."""
+        if self._is_store:
+            return read_progress(self.path)
+        rows = len(load_run(self.path).rows)
+        return SweepProgress(1, 1, 0, rows, False, 0.0)
+
+    def page(self) -> tuple[str, Page, tuple[Run, ...]]:
+        """The page of the rows so far, made anew when there are more and the last one is some seconds old."""
+        with self._lock:
+            version = self.progress().version
+            if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < _LEAST_PAUSE):
+                return self._made[0], self._made[2], self._made[3]
+            run = load_run(self.path)
+            if self._views:
+                run = Run(**{**vars(run), "views": [*run.views, *self._views]})
+            data = report_data([run])
+            page = Page(data, version)
+            self._made = (version, time.monotonic(), page, data.runs)
+            return version, page, data.runs
+
+    def answer(self, name: str) -> tuple[str, bytes] | None:
+        """Content type and body of what lies under the secret path; None for nothing."""
+        if name == "":
+            _, page, runs = self.page()
+            return "text/html; charset=utf-8", render_page(page, runs, live=True).encode("utf-8", "replace")
+        if name == "progress.json":
+            now = self.progress()
+            # A page is told of new rows when it can have them.
+            shown = (
+                self._made[0] if self._made is not None and time.monotonic() - self._made[1] < _LEAST_PAUSE else now.version
+            )
+            found = {**vars(now), "words": now.words, "version": shown}
+            return "application/json", json.dumps(found).encode()
+        if name == "content.json":
+            version, page, runs = self.page()
+            found = {"version": version, "html": render_content(page), "data": page.script, "rows": compact_rows(runs)}
+            return "application/json", inert_json(found).encode("utf-8", "replace")
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    server_version = "lipscope"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    # A peer that says nothing must not hold a thread for ever.
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """Answer with a body."""
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        """Answer without one."""
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        if not self.server.knows(self.headers.get("Host", "")):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain; charset=utf-8", b"unknown host\n", body)
+            return
+        secret, _, name = self.path.split("?")[0].removeprefix("/").partition("/")
+        if not hmac.compare_digest(secret.encode("utf-8", "replace"), self.server.secret.encode()):
+            self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found\n", body)
+            return
+        try:
+            found = self.server.answer(name)
+        except Exception as error:
+            line = " ".join(f"the report could not be made: {error}".split())
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", f"{line}\n".encode("utf-8", "replace"), body
+            )
+            return
+        if found is None:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found\n", body)
+        else:
+            self._send(HTTPStatus.OK, *found, body)
+
+    def _send(self, status: HTTPStatus, kind: str, content: bytes, body: bool) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"), ("X-Frame-Options", "DENY"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the secret is in every line."""
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,197 @@
+"""What the numbers say, in plain words. A rule writes every sentence from the data; without the number, no sentence."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from lipscope.models.fit import GrowthFit
+from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
+from lipscope.report.run import Run
+
+SCOPES = {
+    "head": "one attention head, before the output matrix",
+    "attention": "all heads of a layer with the output matrix, without residual and normalisation",
+    "norm+attention": "the normalisation before attention and attention",
+    "attention+residual": "attention with its residual connection",
+    "block": "a whole Transformer block",
+    "model": "the whole model, from the first block's tokens to its last hidden state",
+}
+# A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
+_AIC_TELLS = 2.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number of the summary with its name and its circumstances."""
+
+    title: str
+    value: str
+    detail: str
+
+
+def number(value: float) -> str:
+    """Three significant digits, or a power of ten for what is very large or small.
+
+    Example:
+        >>> number(17.853), number(5238.2), number(1.2e205)
+        ('17.9', '5240', '1.20e+205')
+    """
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{float(f'{value:.3g}'):.{max(0, 2 - _magnitude(value))}f}"
+
+
+def _magnitude(value: float) -> int:
+    return int(f"{value:.2e}".split("e")[1])
+
+
+def listed(values: list[int]) -> str:
+    """Lengths in words, the middle left out when there are many."""
+    if len(values) > 7:
+        return f"{values[0]}, {values[1]}, …, {values[-1]} ({len(values)} lengths)"
+    return ", ".join(map(str, values))
+
+
+def places(setting: Setting, count: int | None = None) -> str:
+    """So many layers, or heads."""
+    count = len(setting.cells) if count is None else count
+    return f"{count} {'head' if setting.by_head else 'layer'}{'' if count == 1 else 's'}"
+
+
+def sentences(setting: Setting, run: Run) -> list[str]:
+    """The summary of a setting."""
+    cell, point = setting.worst, setting.worst.last
+    on = f" on {setting.text}" if setting.text else ""
+    inputs = sorted({p.inputs for c in setting.cells for p in c.points})
+    each = (
+        f"{inputs[0]} input{'' if inputs[-1] == 1 else 's'}" if len(inputs) == 1 else f"{inputs[0]} to {inputs[-1]} inputs"
+    )
+    what = SCOPES.get(setting.scope or "", "")
+    found = [
+        f"σ of {places(setting)} of {setting.model or 'the model'}{on}"
+        + (f", for the map “{setting.scope}”: {what}" if what else f", scope {setting.scope}")
+        + f". {len(setting.rows)} measurements, at n = {listed(setting.lengths)} tokens, {each} of each length."
+    ]
+    at = f"n = {point.n}, " + ("one input" if point.inputs == 1 else f"median of {point.inputs} inputs")
+    found.append(
+        f"The least smooth is {cell.where}: a small change of its tokens can come out about {number(point.median)} times as "
+        f"large ({at}; σ {'' if point.inputs == 1 else 'of each '}lies in [{number(point.lower)}, {number(point.upper)}]"
+        f"{_sure(cell)})."
+    )
+    ranked = setting.ranked()
+    if len(ranked) > 1 and ranked[-1].last.median > 0:
+        last = ranked[-1]
+        found.append(
+            f"The smoothest at that length is {last.where} with σ ≈ {number(last.last.median)}: a factor of "
+            f"{number(point.median / last.last.median)} between the two."
+        )
+    found.append(growth_sentence(cell))
+    if close := closeness_sentence(cell):
+        found.append(close)
+    return found + warnings(setting, run)
+
+
+def growth_sentence(cell: Cell) -> str:
+    """How σ of a cell grows with n, and which guides its exponent can be told from."""
+    fit = cell.fit
+    if fit is None:
+        if len(cell.points) < FEWEST_LENGTHS:
+            count = len(cell.points)
+            return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {count}."
+        return "No growth with the length is fitted: some σ is 0."
+    text = (
+        f"In {cell.where}, σ goes like n^{fit.alpha:.2f} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} "
+        f"interval of the exponent: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}): {_against_guides(fit)}"
+    )
+    return f"{text} {_which_curve(fit)}"
+
+
+def _against_guides(fit: GrowthFit) -> str:
+    if fit.alpha_high < 0:
+        return "it falls with the length."
+    if fit.alpha_low <= 0:
+        return "growth cannot be told from none."
+    if fit.alpha_low > 0.5:
+        return "faster than √n."
+    if fit.alpha_high >= 0.5:
+        return "it grows, and the interval contains √n." + (" It contains n^¼ too." if fit.alpha_low <= 0.25 else "")
+    if fit.alpha_low <= 0.25 <= fit.alpha_high:
+        return "it grows, slower than √n, and the interval contains n^¼."
+    return "it grows, slower than √n and " + ("faster than n^¼." if fit.alpha_low > 0.25 else "slower than n^¼.")
+
+
+def _which_curve(fit: GrowthFit) -> str:
+    if abs(fit.aic_power - fit.aic_saturating) < _AIC_TELLS:
+        return "These lengths do not tell a power law from a curve that levels off."
+    if fit.better == "saturating":
+        return f"A curve that levels off, at σ ≈ {number(fit.limit)}, describes the points better than a power law (by AIC)."
+    return "A power law describes the points better than a curve that levels off (by AIC)."
+
+
+def closeness_sentence(cell: Cell) -> str | None:
+    """How far above the measured σ the bounds lie."""
+    parts = [f"{name} is {ratio} times the measured σ" for name, ratio in _ratios(cell)]
+    if not parts:
+        return None
+    first = parts[0][0].upper() + parts[0][1:]
+    return f"How close to the bounds, there: {'; '.join([first[0].lower() + first[1:], *parts[1:]])}."
+
+
+def _ratios(cell: Cell) -> list[tuple[str, str]]:
+    point = cell.last
+    named = (
+        ("the certificate at the same inputs", point.certified),
+        ("the refined bound for all tokens of that norm", point.refined),
+        ("the paper's bound for them", point.paper),
+    )
+    return [(name, number(value / point.median)) for name, value in named if value is not None and point.median > 0]
+
+
+def warnings(setting: Setting, run: Run) -> list[str]:
+    """What a reader must know before believing the rest."""
+    found = [f"Note on the model: {note}." for note in setting.notes]
+    wide = sum(row["converged"] is False for row in setting.rows)
+    if wide:
+        found.append(f"{wide} of {len(setting.rows)} estimates did not converge; their intervals are valid but wide.")
+    if run.tasks is not None:
+        asked, done, failed = run.tasks
+        if done + failed < asked:
+            found.append(f"The sweep is not complete: {done} of {asked} tasks are done.")
+        if failed:
+            found.append(f"{failed} of {asked} tasks failed; the method section lists the reasons.")
+    if run.left_out:
+        found.append(f"{run.left_out} rows of the run hold no interval for σ and are not shown.")
+    return found
+
+
+def cards(setting: Setting) -> list[Card]:
+    """The four numbers at the top."""
+    cell, point = setting.worst, setting.worst.last
+    found = [
+        Card("Largest σ", number(point.median), f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}"),
+        Card(
+            "Where",
+            f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}"),
+            f"{cell.where}, of {places(setting)}",
+        ),
+    ]
+    if cell.fit is not None:
+        detail = f"{cell.fit.level:.0%}: {cell.fit.alpha_low:.2f} to {cell.fit.alpha_high:.2f}; √n is 0.5"
+        found.append(Card("Growth exponent α", f"{cell.fit.alpha:.2f}", detail))
+    else:
+        found.append(
+            Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}")
+        )
+    if ratios := _ratios(cell):
+        found.append(Card("Bound over σ", f"{ratios[0][1]}×", ratios[0][0]))
+    return found
+
+
+def _sure(cell: Cell) -> str:
+    rows = [row for row in cell.rows if row["n"] == cell.last.n]
+    chances = [row["delta"] for row in rows if row["upper_kind"] == "probabilistic" and row["delta"] is not None]
+    if chances:
+        return f"; an upper end fails with probability at most {max(chances):g}"
+    kinds = sorted({str(row["upper_kind"]) for row in rows if row["upper_kind"]})
+    return f"; upper end {' or '.join(kinds)}" if kinds else ""

@@ -1,0 +1,274 @@
+"""The report in a real browser: headless Chromium opens it from disk, clicks, types, and must have nothing to complain of.
+
+Where Chromium is missing the tests are skipped with the reason; in continuous integration (CI=true) they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lipscope.report.html import write_report
+from lipscope.report.server import ReportServer
+from report_cases import HOSTILE, make_rows, make_view, write_run
+
+WORDS = ["[CLS]", "alice", " was", " beginning", " to", " get", " tired"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    binary = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        reason = "chromium or chromedriver is not installed (Debian: apt-get install chromium chromium-driver)"
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(f"continuous integration must test the report in a browser: {reason}")
+        pytest.skip(reason)
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    window = webdriver.Chrome(options=options, service=Service(driver))
+    window.set_page_load_timeout(120)
+    window.set_script_timeout(120)
+    yield window
+    window.quit()
+
+
+def show(browser: Any, address: str | Path, *, width: int = 1280, dark: bool = False) -> None:
+    """Open a page, wait until its first chart is drawn, and forget what the browser said before."""
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(address if isinstance(address, str) else address.resolve().as_uri())
+    until(browser, "return performance.getEntriesByName('lipscope-shown').length > 0")
+
+
+def until(browser: Any, condition: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda window: window.execute_script(condition))
+
+
+def complaints(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def curve(browser: Any) -> list[float]:
+    """Heights of the median σ that the chart draws now."""
+    script = """const place = document.querySelector('.setting:not([hidden]) [data-growth]');
+    return place.data.find((trace) => trace.name === 'median σ').y"""
+    return [float(y) for y in browser.execute_script(script)]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("report")
+    run = write_run(directory / "run", make_rows(), views=[make_view(WORDS)])
+    return write_report(run, directory / "report.html")
+
+
+def test_it_opens_from_disk_without_a_complaint_and_draws_every_chart(browser: Any, page: Path) -> None:
+    show(browser, page)
+    for place in browser.find_elements("css selector", "[data-chart]"):
+        browser.execute_script("arguments[0].scrollIntoView()", place)
+    until(browser, "return [...document.querySelectorAll('[data-chart]')].every((p) => p.querySelector('svg.main-svg'))")
+    assert complaints(browser) == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert "How smooth is toy?" in browser.find_element("css selector", "h1").text
+
+
+def test_a_click_on_the_heat_map_changes_curve_bounds_and_tokens(browser: Any, page: Path) -> None:
+    show(browser, page)
+    detail = browser.find_element("css selector", "[data-detail]")
+    assert detail.find_element("css selector", "[data-where]").text.startswith("Layer 2, head 3")
+    assert "“[CLS]” 50%" in detail.text
+    before = curve(browser)
+    browser.find_element("css selector", '.heat button[aria-label^="layer 0, head 1"]').click()
+    assert detail.find_element("css selector", "[data-where]").text.startswith("Layer 0, head 1")
+    rows = [row for row in make_rows() if (row["layer"], row["head"]) == (0, 1)]
+    medians = [sum(row["estimate"] for row in rows if row["n"] == n) / 2 for n in (8, 16, 32, 64)]
+    assert curve(browser) == pytest.approx(medians, rel=1e-4)
+    assert curve(browser) != before
+    assert "refined bound, tokens of that norm" in detail.text
+    assert "lipscope tokens toy --layer 0 --head 1" in detail.text
+    assert complaints(browser) == []
+
+
+def test_the_keyboard_reaches_every_cell(browser: Any, page: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    show(browser, page)
+    stops = browser.find_elements("css selector", '.heat button[tabindex="0"]')
+    assert len(stops) == 1  # one stop for the tab key, arrows inside
+    browser.execute_script("arguments[0].focus()", stops[0])
+    for key in (Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ENTER):
+        browser.switch_to.active_element.send_keys(key)
+    assert browser.find_element("css selector", "[data-where]").text.startswith("Layer 0, head 2")
+    assert browser.switch_to.active_element.get_attribute("aria-pressed") == "true"
+
+
+def test_scale_and_groups_can_be_switched(browser: Any, page: Path) -> None:
+    show(browser, page)
+    chart = "const place = document.querySelector('[data-growth]'); return "
+    assert browser.execute_script(chart + "place.layout.yaxis.type") == "log"
+    names = set(browser.execute_script(chart + "place.data.map((trace) => trace.name)"))
+    assert {"median σ", "guide √n", "guide n^¼", "refined bound", "paper's bound", "fit levelling off"} <= names
+    browser.find_element("css selector", "[data-scale]").click()
+    browser.find_element("css selector", '[data-group="bound"]').click()
+    assert browser.execute_script(chart + "place.layout.yaxis.type") == "linear"
+    left = set(browser.execute_script(chart + "place.data.map((trace) => trace.name)"))
+    assert names - left == {"certificate", "refined bound", "paper's bound", "refined, any input", "paper's, any input"}
+
+
+def test_the_token_view_shows_the_text(browser: Any, page: Path) -> None:
+    show(browser, page)
+    text = browser.find_element("css selector", ".view .text")
+    tokens = [token.get_attribute("textContent") for token in text.find_elements("css selector", ".token")]
+    assert tokens == WORDS
+    assert text.is_displayed()
+    shades = browser.execute_script(
+        "return [...document.querySelectorAll('.view .token')].map((t) => getComputedStyle(t).backgroundColor)"
+    )
+    assert shades[0] != shades[1] == shades[2]
+
+
+def test_hostile_text_is_shown_and_not_executed(browser: Any, tmp_path: Path) -> None:
+    name = HOSTILE[0]
+    rows = make_rows(model=name, layers=2, heads=2, notes=HOSTILE[1])
+    views = [make_view(list(HOSTILE), model=name, text=HOSTILE[2], layer=1, head=1)]
+    run = write_run(tmp_path / "run", rows, views=views, text=HOSTILE[2])
+    for width in (1280, 390):
+        show(browser, write_report(run, tmp_path / "report.html"), width=width)
+        browser.find_element("css selector", '.heat button[aria-label^="layer 0, head 1"]').click()
+        browser.find_element("css selector", '.heat button[aria-label^="layer 1, head 1"]').click()
+        for place in browser.find_elements("css selector", "[data-chart]"):
+            browser.execute_script("arguments[0].scrollIntoView()", place)
+        until(browser, "return [...document.querySelectorAll('[data-chart]')].every((p) => p.querySelector('svg.main-svg'))")
+        tokens = browser.execute_script("return [...document.querySelectorAll('.view .token')].map((t) => t.textContent)")
+        assert tokens == list(HOSTILE)
+        assert name in browser.find_element("css selector", "h1").text
+        assert browser.execute_script("return window.hacked === undefined")
+        assert browser.execute_script("return document.querySelectorAll('main script, main img, main b').length") == 0
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        assert complaints(browser) == []
+        csv = browser.execute_script("return lipscope.csv()")
+        assert name in csv
+
+
+def test_the_policy_stops_scripts_that_get_in(browser: Any, page: Path) -> None:
+    show(browser, page)
+    browser.execute_script("""
+        const script = document.createElement('script');
+        script.textContent = 'window.hacked = 1';
+        document.body.append(script);
+        const image = document.createElement('div');
+        image.innerHTML = '<img src="x" onerror="window.hacked = 1">';
+        document.body.append(image);
+    """)
+    assert browser.execute_script("return window.hacked === undefined")
+    assert any("Content Security Policy" in line for line in complaints(browser))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_phone_width_and_both_themes(browser: Any, page: Path, dark: bool) -> None:
+    show(browser, page, width=390, dark=dark)
+    width = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert width[0] <= width[1] == 390
+    paper, ink = (brightness(browser, name) for name in ("background-color", "color"))
+    assert (paper < 60 < 190 < ink) if dark else (paper > 190 > 60 > ink)
+    line = "return document.querySelector('[data-growth]').data.find((t) => t.name === 'median σ').line.color"
+    assert browser.execute_script(line) == ("#56B4E9" if dark else "#0072B2")
+    # Two presses lead from the system's choice to dark, whatever that choice was.
+    for _ in range(2):
+        browser.find_element("id", "theme").click()
+    assert brightness(browser, "background-color") < 60
+    assert browser.execute_script(line) == "#56B4E9"
+    browser.execute_script("localStorage.clear()")
+
+
+def brightness(browser: Any, name: str) -> float:
+    value = browser.find_element("css selector", "body").value_of_css_property(name)
+    channels = [float(part) for part in value.split("(")[1].rstrip(")").split(",")[:3]]
+    return sum(channels) / 3
+
+
+def test_twenty_thousand_rows_open_in_three_seconds(browser: Any, tmp_path: Path) -> None:
+    rows = make_rows(layers=12, heads=12, lengths=(8, 16, 24, 32, 48, 64, 96), inputs=20)
+    assert len(rows) > 20_000
+    page = write_report(write_run(tmp_path / "run", rows), tmp_path / "report.html")
+    seconds, work = [], []
+    for _ in range(5):
+        browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+        show(browser, page)
+        # From the start of the navigation until the first chart stands.
+        seconds.append(browser.execute_script("return performance.getEntriesByName('lipscope-shown')[0].startTime") / 1000)
+        metrics = browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        work.append(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+        browser.execute_cdp_cmd("Performance.disable", {})
+        if seconds[-1] < 3:
+            break
+    # What the page itself takes, in processor time, from the very first try on; the clock on the wall as well, unless
+    # other programs keep the machine from it.
+    assert max(work) < 3, (work, seconds)
+    assert min(seconds) < 3 or os.getloadavg()[0] > (os.cpu_count() or 1), (seconds, work, os.getloadavg())
+    assert complaints(browser) == []
+    csv = browser.execute_script("return lipscope.csv()").strip().split("\n")
+    assert len(csv) == len(rows) + 1
+
+
+def test_two_runs_and_a_choice_of_settings(browser: Any, tmp_path: Path) -> None:
+    rows = make_rows(heads=None) + make_rows(heads=None, scope="norm+attention")
+    other = [row | {"estimate": 2 * row["estimate"], "lower": 2 * row["lower"], "upper": 2 * row["upper"]} for row in rows]
+    first, second = write_run(tmp_path / "before", rows), write_run(tmp_path / "after", other)
+    show(browser, write_report(first, tmp_path / "report.html", compare=second))
+    assert "after against before" in browser.find_element("id", "compare").text
+    assert browser.find_element("css selector", ".setting:not([hidden])").get_attribute("data-setting") == "0"
+    before = curve(browser)
+    from selenium.webdriver.support.ui import Select
+
+    choice = Select(browser.find_element("id", "setting"))
+    assert len(choice.options) == 4
+    choice.select_by_index(2)
+    assert curve(browser) == pytest.approx([2 * y for y in before], rel=1e-4)
+    assert complaints(browser) == []
+
+
+def test_a_served_report_takes_over_new_rows(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipscope.report.server._LEAST_PAUSE", 0.0)
+    run = write_run(tmp_path / "run", make_rows(lengths=(8, 16)))
+    with ReportServer(run) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            show(browser, server.url)
+            browser.find_element("css selector", '.heat button[aria-label^="layer 1, head 1"]').click()
+            assert len(curve(browser)) == 2
+            write_run(tmp_path / "run", make_rows(lengths=(8, 16, 32)))
+            until(browser, "return document.querySelector('[data-growth]').data.some((t) => t.x.includes(32))")
+            assert len(curve(browser)) == 3
+            # What was chosen stays chosen.
+            assert browser.find_element("css selector", "[data-where]").text.startswith("Layer 1, head 1")
+            assert complaints(browser) == []
+        finally:
+            server.shutdown()
+            thread.join()

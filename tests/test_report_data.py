@@ -1,0 +1,238 @@
+"""What a report is made of: runs read back, points, fits, words, comparisons."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lipscope.models.fit import GrowthFit, fit_growth
+from lipscope.models.scan import Scan
+from lipscope.report.charts import growth_chart, layers_chart, rank_sentence, scopes_chart
+from lipscope.report.compare import comparison_sentences, comparisons
+from lipscope.report.data import ReportData, report_data
+from lipscope.report.heat import heat_map
+from lipscope.report.run import load_run
+from lipscope.report.summary import _against_guides, cards, closeness_sentence, growth_sentence, number, sentences
+from report_cases import make_rows, make_view, write_run
+
+
+def data_of(rows: list[dict[str, Any]]) -> ReportData:
+    return report_data([load_run(Scan(tuple(rows), {"text": "book"}))])
+
+
+def test_a_run_is_the_same_from_json_csv_and_python(tmp_path: Path) -> None:
+    rows = make_rows()
+    write_run(tmp_path / "run", rows)
+    (tmp_path / "csv").mkdir()
+    Scan(tuple(rows)).to_csv(tmp_path / "csv" / "rows.csv")
+    sources = [tmp_path / "run", tmp_path / "run" / "rows.json", tmp_path / "csv", Scan(tuple(rows))]
+    cells = [[(c.layer, c.head, c.points) for c in report_data([load_run(s)]).settings[0].cells] for s in sources]
+    assert all(one == cells[0] for one in cells)
+    story = load_run(tmp_path / "run").story
+    assert (story.seeds, story.rtol, story.delta) == ((3,), (0.001,), (1e-6,))
+    assert load_run(tmp_path / "run").rows[0]["text"] == "book"
+    assert load_run(tmp_path / "csv").story.command is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "neither a store nor the rows"),
+        ("{}", "must be a list of rows"),
+        ('[{"layer": 1}]', "have no column 'n'"),
+    ],
+)
+def test_what_is_no_run_is_refused_by_name(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no run"):
+        load_run(tmp_path / "nowhere.db")
+    (tmp_path / "rows.json").unlink()
+    with pytest.raises(ValueError, match=r"neither rows\.json nor rows\.csv"):
+        load_run(tmp_path)
+
+
+def test_rows_without_an_interval_are_counted_and_left_out() -> None:
+    rows = make_rows()
+    rows[3]["upper"] = float("inf")
+    run = load_run(Scan(tuple(rows)))
+    assert (len(run.rows), run.left_out) == (len(rows) - 1, 1)
+    assert any("1 rows of the run hold no interval" in line for line in sentences(report_data([run]).settings[0], run))
+
+
+def test_a_point_encloses_all_its_inputs() -> None:
+    rows = make_rows(inputs=3)
+    rows[1]["certified"] = None
+    rows[0]["document"] = None
+    packed = dict(rows[0]) | {"document": 1, "lower": 0.0, "upper": 1e9}
+    setting = data_of([*rows, packed]).settings[0]
+    for cell in setting.cells:
+        for point in cell.points:
+            at = [r for r in rows if (r["layer"], r["head"], r["n"]) == (cell.layer, cell.head, point.n)]
+            assert point.inputs == 3
+            assert point.lower == min(r["lower"] for r in at)
+            assert point.upper == max(r["upper"] for r in at)
+            assert point.median == sorted(r["estimate"] for r in at)[1]
+            assert point.refined == max(r["refined"] for r in at)
+    # A bound of some inputs is no bound of all.
+    assert setting.cells[0].points[0].certified is None
+    assert setting.cells[0].points[1].certified is not None
+
+
+def test_the_worst_cell_is_the_largest_median_at_the_longest_length() -> None:
+    rows = make_rows(layers=2, heads=2)
+    for row in rows:
+        if (row["layer"], row["n"]) == (0, 8):
+            row["estimate"] = row["upper"] = 1e6
+    worst = data_of(rows).settings[0].worst
+    assert (worst.layer, worst.head) == (1, 1)
+
+
+def test_fits_are_those_of_the_library_and_their_bootstrap_is_a_plain_loop() -> None:
+    cell = data_of(make_rows(inputs=4)).settings[0].cells[5]
+    fit = cell.fit
+    assert fit == fit_growth([r["n"] for r in cell.rows], [r["estimate"] for r in cell.rows])
+    generator = np.random.default_rng(0)
+    for lengths in ([8, 16, 32, 64], [8] * 3 + [16] * 3 + [32] * 3, [8, 8, 16, 16, 16, 32]):
+        n, sigma = np.array(lengths, float), np.exp(generator.normal(size=len(lengths))) * np.sqrt(lengths)
+        ours = fit_growth(n, sigma, resamples=200, seed=3)
+        low, high = np.quantile(_slopes_one_by_one(np.log(n), np.log(sigma), 200, 3), [0.025, 0.975])
+        assert (ours.alpha_low, ours.alpha_high) == pytest.approx((low, high), rel=1e-9)
+
+
+def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) -> list[float]:
+    generator = np.random.default_rng(seed)
+    slope, start = np.polyfit(x, y, 1)
+    groups = [np.flatnonzero(x == value) for value in np.unique(x)]
+    if len(groups) == len(x):
+        drawn = slope * x + start + generator.choice(y - slope * x - start, (resamples, len(x)))
+        return [float(np.polyfit(x, one, 1)[0]) for one in drawn]
+    rows = np.hstack([generator.choice(group, (resamples, len(group))) for group in groups])
+    return [float(np.polyfit(x[one], y[one], 1)[0]) for one in rows]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (-0.4, -0.1, "falls"), (-0.1, 0.2, "cannot be told from none"), (0.6, 0.7, "faster than √n"),
+        (0.3, 0.6, "contains √n"), (0.1, 0.4, "slower than √n, and the interval contains n^¼"),
+        (0.3, 0.4, "slower than √n and faster than n^¼"), (0.1, 0.2, "slower than √n and slower than n^¼"),
+    ],
+)  # fmt: skip
+def test_growth_is_put_into_words_by_its_interval(low: float, high: float, said: str) -> None:
+    fit = GrowthFit(1.0, (low + high) / 2, low, high, 0.95, 1.0, 1.0, 0.0, 0.0, 8)
+    assert said in _against_guides(fit)
+
+
+def test_no_sentence_without_its_number() -> None:
+    rows = make_rows(lengths=(8, 16), certified=None, refined=None, castin2024=None)
+    data = data_of(rows)
+    setting = data.settings[0]
+    assert "takes 3 lengths, and there are 2" in growth_sentence(setting.worst)
+    assert closeness_sentence(setting.worst) is None
+    text = " ".join(sentences(setting, data.runs[0]))
+    assert "bound" not in text
+    assert "exponent" not in text
+    assert "α" not in " ".join(card.title for card in cards(setting))
+    assert rank_sentence(data_of(make_rows(layers=2, heads=2)).settings[0], "entropy").startswith("With 4 heads")
+
+
+def test_the_summary_says_what_the_rows_say() -> None:
+    data = data_of(make_rows())
+    setting = data.settings[0]
+    text = " ".join(sentences(setting, data.runs[0]))
+    worst = setting.worst
+    assert (worst.layer, worst.head) == (2, 3)
+    assert f"layer 2, head 3: a small change of its tokens can come out about {number(worst.last.median)} times" in text
+    assert f"[{number(worst.last.lower)}, {number(worst.last.upper)}]" in text
+    assert "fails with probability at most 1e-06" in text
+    assert worst.fit is not None
+    assert f"n^{worst.fit.alpha:.2f}" in text
+    ratio = worst.last.certified / worst.last.median  # type: ignore[operator]
+    assert f"certificate at the same inputs is {number(ratio)} times" in text
+    rows = make_rows(converged=False)
+    assert "96 of 96 estimates did not converge" in " ".join(sentences(data_of(rows).settings[0], data.runs[0]))
+
+
+def test_heat_maps_of_heads_of_layers_and_with_holes() -> None:
+    heads = heat_map(data_of(make_rows()).settings[0])
+    assert (heads.columns, len(heads.row_names), len(heads.column_names)) == ("head", 3, 4)
+    assert max(cell.value for line in heads.cells for cell in line if cell) == heads.high
+    layers = heat_map(data_of(make_rows(heads=None)).settings[0])
+    assert (layers.columns, list(layers.column_names)) == ("n", ["8", "16", "32", "64"])
+    holes = heat_map(data_of([r for r in make_rows() if (r["layer"], r["head"]) != (1, 2)]).settings[0])
+    assert holes.cells[1][2] is None
+    shades = [cell.shade for line in heads.cells for cell in line if cell]
+    assert (min(shades), max(shades)) == (0.0, 1.0)
+
+
+def test_charts_hold_the_points_the_guides_and_the_bounds() -> None:
+    setting = data_of(make_rows()).settings[0]
+    cell = setting.cells[4]
+    chart = growth_chart(setting, cell)
+    series = {one.name: one for one in chart.series}
+    assert list(series["median σ"].y) == [p.median for p in cell.points]
+    assert list(series["σ of all inputs"].low) == [p.lower for p in cell.points]
+    root = series["guide √n"]
+    assert root.y[-1] / root.y[0] == pytest.approx((64 / 8) ** 0.5)
+    quarter = series["guide n^¼"]
+    assert quarter.y[-1] / quarter.y[0] == pytest.approx((64 / 8) ** 0.25)
+    assert list(series["refined bound"].y) == [p.refined for p in cell.points]
+    assert list(series["paper's bound"].y) == [p.paper for p in cell.points]
+    fit = cell.fit
+    assert fit is not None
+    assert series[f"fit n^{fit.alpha:.2f}"].y[-1] == pytest.approx(fit.c * 64**fit.alpha)
+    assert series["fit levelling off"].y[-1] == pytest.approx(fit.limit * 64 / (64 + fit.half_length))
+    top = {one.name: one.y[-1] for one in layers_chart(setting).series}
+    assert top["layer 1"] == max(c.last.median for c in setting.cells if c.layer == 1)
+
+
+def test_scopes_stand_side_by_side_at_a_shared_length() -> None:
+    rows = make_rows(heads=None) + make_rows(heads=None, scope="norm+attention", lengths=(8, 16, 32))
+    chart = scopes_chart(data_of(rows).settings)
+    assert chart is not None
+    assert [one.name for one in chart.series] == ["attention", "norm+attention"]
+    assert "n = 32" in chart.title
+    assert scopes_chart(data_of(make_rows(heads=None)).settings) is None
+
+
+def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
+    rows = make_rows(heads=None)
+    after = [
+        row | {name: (3 if row["layer"] == 1 else 1.001) * row[name] for name in ("lower", "estimate", "upper")}
+        for row in rows
+    ]
+    runs = [load_run(write_run(tmp_path / name, one)) for name, one in (("before", rows), ("after", after))]
+    (comparison,) = comparisons(report_data(runs))
+    assert [change.ratio for change in comparison.changes] == pytest.approx([1.001, 3, 1.001])
+    assert [change.clear for change in comparison.changes] == [False, True, False]
+    text = " ".join(comparison_sentences(comparison))
+    assert "larger in 3 of 3 layers" in text
+    assert "In 1 of them the change is clear" in text
+    assert "The largest factor is 3.00, in layer 1" in text
+    assert comparisons(report_data(runs[:1])) == []
+    other = load_run(write_run(tmp_path / "other", make_rows(heads=None, scope="block")))
+    assert comparisons(report_data([runs[0], other])) == []
+
+
+def test_settings_are_told_apart_and_carry_their_views(tmp_path: Path) -> None:
+    rows = make_rows() + make_rows(model="other") + make_rows(dtype="float64")
+    data = report_data([load_run(write_run(tmp_path / "run", rows, views=[make_view(["a", "b"])]))])
+    assert len(data.settings) == 3
+    assert len({data.label(setting) for setting in data.settings}) == 3
+    assert [len(data.views(setting)) for setting in data.settings if setting.model == "other"] == [0]
+    assert [len(data.views(setting)) for setting in data.settings if setting.model == "toy"] == [1, 1]
+
+
+def test_rows_of_a_scan_written_as_csv_come_back_as_they_were() -> None:
+    rows = make_rows(heads=None)
+    read = list(csv.DictReader(io.StringIO(Scan(tuple(rows)).csv_text())))
+    assert float(read[0]["estimate"]) == rows[0]["estimate"]
+    assert json.loads(Scan(tuple(rows)).to_json()) == rows
