@@ -61,7 +61,7 @@ def one_sided() -> str:
     both = lipscope.GolubKahan()
     # Room for just fewer than 32 pairs of vectors.
     right = lipscope.GolubKahan(memory=31 * 10 * 2 * 98 * WIDTH * 4)
-    ratio = in_turns(lambda: both.solve(operator), lambda: _one_run(right, operator), 5)
+    ratio = in_turns(lambda: both.solve(operator), lambda: _one_run(right, operator), 3)
     steps = [float(found.iterations.double().mean()) for found in (both.solve(operator), _one_run(right, operator))]
     return (
         f"| re-orthogonalise one side only, n = 98 | {ratio:.2f} of the time, {steps[1]:.1f} pairs instead of "

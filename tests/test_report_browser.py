@@ -1,6 +1,7 @@
 """The report in a real browser: headless Chromium opens it from disk, clicks, types, and must have nothing to complain of.
 
-Where Chromium is missing the tests are skipped with the reason; in continuous integration (CI=true) they fail instead.
+Where Chromium is missing the tests are skipped with the reason; in continuous integration (CI=true, or
+LIPSCOPE_BROWSER=required, which .ci/run sets) they fail instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def browser() -> Iterator[Any]:
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
         reason = "chromium or chromedriver is not installed (Debian: apt-get install chromium chromium-driver)"
-        if os.environ.get("CI", "").lower() in ("1", "true"):
+        if os.environ.get("CI", "").lower() in ("1", "true") or os.environ.get("LIPSCOPE_BROWSER") == "required":
             pytest.fail(f"continuous integration must test the report in a browser: {reason}")
         pytest.skip(reason)
     from selenium import webdriver

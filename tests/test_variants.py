@@ -123,6 +123,14 @@ def test_dot_products_of_a_family_are_attention():
     assert found["soft-capped"].softcap == 50.0
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_scale_inside_the_queries_makes_no_difference(name):
+    """Layers of models come with τ inside W_Q and scale 1; they are the same layers."""
+    plain, X = cases.layer(heads=2, dk=3), cases.random(5, 6, seed=2)
+    folded = dataclasses.replace(plain, q=plain.q / math.sqrt(3), scale=1.0)
+    torch.testing.assert_close(variant(name, folded)(X), variant(name, plain)(X))
+
+
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
 def test_sinkhorn_is_doubly_stochastic(scale):
     scores = scale * cases.random(3, 2, 12, 12, seed=8)

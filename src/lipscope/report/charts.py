@@ -249,6 +249,29 @@ def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
     )  # fmt: skip
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Where a logarithmic axis has numbers: powers of ten, or 1, 2, 5, or even steps, by how much is in view.
+
+    Example:
+        >>> log_ticks(3.0, 40.0), log_ticks(2.0, 20000.0), log_ticks(0.133, 0.152)
+        ([5.0, 10.0, 20.0], [10.0, 100.0, 1000.0, 10000.0], [0.135, 0.14, 0.145, 0.15])
+    """
+    first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+    powers = range(first, last + 1)
+    ticks = [tick for k in powers if low <= (tick := 10.0**k) <= high]
+    if len(ticks) > 7:
+        ticks = ticks[:: math.ceil(len(ticks) / 6)]
+    if len(ticks) < 4:
+        ticks = [tick for k in powers for m in (1, 2, 5) if low <= (tick := float(f"{m}e{k}")) <= high]
+    if len(ticks) < 3 and high > low:
+        rough = (high - low) / 4
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
+        count = math.floor(high / step) - math.ceil(low / step) + 1
+        ticks = [float(f"{(math.ceil(low / step) + k) * step:.6g}") for k in range(count)]
+    return ticks
+
+
 def _between(low: float, high: float) -> list[float]:
     if low == high:
         return [low]

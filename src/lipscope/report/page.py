@@ -96,7 +96,7 @@ class Page:
             "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)),
                        "scopes": scopes if scopes in self.charts else None},
             "why": [name for name in why if name is not None], "views": rendered,
-            "no_views": f"No token views were measured. {_how_to_view(setting, run)}",
+            "views_command": _views_command(run),
             "scopes_command": _scopes_command(setting),
         }  # fmt: skip
         worst = numbers[setting.worst.layer, setting.worst.head]
@@ -129,15 +129,22 @@ class Page:
         }  # fmt: skip
 
 
+_NAMED = 3
+
+
 def _title(data: ReportData) -> tuple[str, str]:
     if len(data.runs) > 1:
         return " and ".join(
             run.name for run in data.runs
         ), "Two runs side by side: how smooth is attention, and what changed?"
     models = list(dict.fromkeys(str(setting.model or "this model") for setting in data.settings))
-    title = f"How smooth is {models[0]}?" if len(models) == 1 else f"How smooth are {len(models)} models?"
     if not models:
         title = "Nothing measured yet"
+    elif len(models) <= _NAMED:
+        several = f"{', '.join(models[:-1])} and {models[-1]}" if len(models) > 1 else models[0]
+        title = f"How smooth {'are' if len(models) > 1 else 'is'} {several}?"
+    else:
+        title = f"How smooth are {len(models)} models?"
     return title, "How far the output of attention can move when its input moves a little: σ, its local Lipschitz constant."
 
 
@@ -225,10 +232,11 @@ def _tokens_command(setting: Setting, cell: Cell) -> str | None:
     return shlex.join(["lipscope", "tokens", setting.model, *place, "--text", "…"])
 
 
-def _how_to_view(setting: Setting, run: Run) -> str:
+def _views_command(run: Run) -> str:
+    """What measures the token views of the six worst places."""
     if run.path is not None and run.tasks is not None:
-        return f"`lipscope report {shlex.quote(run.path.name)} --tokens 6` measures them where the model is at hand."
-    return "`lipscope scan … --out DIR --tokens 6` measures those of the six worst places."
+        return f"lipscope report {shlex.quote(run.path.name)} --tokens 6"
+    return f"{run.story.command or 'lipscope scan … --out DIR'} --tokens 6"
 
 
 def _scopes_command(setting: Setting) -> str:

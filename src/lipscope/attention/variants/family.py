@@ -1,11 +1,13 @@
 """The same weights through every kind of attention, so that they can be compared.
 
 Biases, rotary embeddings, sinks and score biases of a layer are left out: what differs between the members of a family is
-the rule that makes attention weights of inner products, and nothing else.
+the rule that makes attention weights of inner products, and nothing else. A layer whose scale τ is not 1/√dk (models often
+come with τ inside W_Q) is read as one with W_Q·τ√dk and 1/√dk, which is the same attention.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +46,10 @@ def variant(name: str, layer: Attention, **options: Any) -> Attention | Variant:
         'l2'
     """
     keys, values = _ungrouped(layer.k, layer), _ungrouped(layer.v, layer)
-    shared: dict[str, Any] = {"q": layer.q, "v": values, "out": layer.out, "heads": layer.heads, "mask": layer.mask}
+    queries = layer.q if layer.scale is None else layer.q * (layer.scale * math.sqrt(layer.head_width))
+    shared: dict[str, Any] = {"q": queries, "v": values, "out": layer.out, "heads": layer.heads, "mask": layer.mask}
     if name in ("dot-product", "1/d-scaled", "soft-capped"):
-        scale = layer.scale if name != "1/d-scaled" else 1 / layer.head_width
+        scale = 1 / layer.head_width if name == "1/d-scaled" else None
         options = {"scale": scale, "softcap": SOFTCAP if name == "soft-capped" else None} | options
         return Attention(k=keys, **shared, **options)
     if name == "l2":
@@ -56,8 +59,6 @@ def variant(name: str, layer: Attention, **options: Any) -> Attention | Variant:
     }  # fmt: skip
     if name not in kinds:
         raise ValueError(f"there is no attention {name!r}; kinds are: {', '.join(VARIANTS)}")
-    if name in ("sigmoid", "sinkhorn"):
-        options = {"scale": layer.scale} | options
     made: Variant = kinds[name](k=keys, **shared, **options)
     return made
 
