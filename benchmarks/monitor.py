@@ -20,7 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lipscope.monitor import Monitor
-from sections import write_section
+from sections import Goal, write_goals, write_section
 
 EVERY, TURNS, MEASUREMENTS, TARGET = 100, 16, 5, 0.03
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 512, "vocab_size": 4096}
@@ -99,13 +99,19 @@ def main() -> None:
         "| batch × tokens | plain step, s | hooks | measurement, steps | set-up, steps | overhead |",
         "|---|---|---|---|---|---|",
     ]
+    goals = []
     for rows, n in BATCHES:
         found = compare(rows, n)
+        case = f"training watched every {EVERY} steps, GPT-2 with 4 layers, batch {rows} × {n}"
+        why = f"hooks add {found['hooks']:+.2%}, a measurement takes {found['measurement'] / found['step']:.2f} steps"
+        overhead = found["overhead"]
+        goals.append(Goal(case, f"< {TARGET:.0%} of step time", f"{overhead:.2%}", overhead < TARGET, why))
         lines.append(
             f"| {rows} × {n} | {found['step']:.3f} | {found['hooks']:+.2%} | {found['measurement'] / found['step']:.2f} | "
             f"{found['set_up'] / found['step']:.2f} | {found['overhead']:.2%} |"
         )
     print("\n".join(lines))
+    write_goals(__file__, goals)
     if arguments.write:
         write_section(arguments.write, "benchmarks/monitor.py", lines)
 

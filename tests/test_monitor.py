@@ -120,7 +120,7 @@ def test_frozen_parameters_stay_frozen_and_are_fine():
     assert_same_weights(plain, watched)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "gpt_oss", "t5_encoder", "gemma2"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "gemma2"])
 def test_readings_agree_with_dense_jacobians(family):
     model = FAMILIES[family]()
     ids = batches(1, rows=2, n=6)[0]
