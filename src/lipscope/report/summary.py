@@ -19,6 +19,8 @@ SCOPES = {
 }
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
+# With three parameters the AIC says nothing for fewer: its small-sample correction has points − 4 in the denominator.
+_FEWEST_POINTS = 6
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,14 @@ def _against_guides(fit: GrowthFit) -> str:
     return "it grows, slower than √n and " + ("faster than n^¼." if fit.alpha_low > 0.25 else "slower than n^¼.")
 
 
+def tells(fit: GrowthFit) -> bool:
+    """Whether the points tell the two curves apart: enough of them, and a difference of AIC that means something."""
+    return fit.points >= _FEWEST_POINTS and abs(fit.aic_power - fit.aic_saturating) >= _AIC_TELLS
+
+
 def _which_curve(fit: GrowthFit) -> str:
-    if abs(fit.aic_power - fit.aic_saturating) < _AIC_TELLS:
-        return "These lengths do not tell a power law from a curve that levels off."
+    if not tells(fit):
+        return f"These {fit.points} points do not tell a power law from a curve that levels off."
     if fit.better == "saturating":
         return f"A curve that levels off, at σ ≈ {number(fit.limit)}, describes the points better than a power law (by AIC)."
     return "A power law describes the points better than a curve that levels off (by AIC)."
