@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench clean
+.PHONY: demo test test-slow lint format types bench bench-more docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -47,12 +47,28 @@ format: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev
+# Under 15 minutes on two idle cores; writes docs/performance.md with its plots.
+bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
+	rm -rf build/goals
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
-	$(BIN)/python benchmarks/scan.py --write docs/performance.md
+	$(BIN)/python benchmarks/scan.py --layers 4 --write docs/performance.md
 	$(BIN)/python benchmarks/long_context.py --write docs/performance.md
-	$(BIN)/python benchmarks/bounds.py
+	$(BIN)/python benchmarks/model_scan.py --write docs/performance.md
+	$(BIN)/python benchmarks/cost_model.py --write docs/performance.md
+	$(BIN)/python benchmarks/experiments.py --write docs/performance.md
+	$(BIN)/python benchmarks/monitor.py --write docs/performance.md
+	$(BIN)/python benchmarks/goals.py --write docs/performance.md
+
+# What the certificate and the search for worst inputs cost; printed, not written.
+bench-more: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/bounds.py --long
 	$(BIN)/python benchmarks/adversarial.py
 
+# The reference is written from the code first; any warning is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/make_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis

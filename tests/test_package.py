@@ -27,7 +27,11 @@ MAY_IMPORT = {
     "paper": {"sweep", "adversarial", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "report": {"sweep", "models", "facade", "token_influence", "bounds", "attention", "spectral"},
     "meanfield": {"models", "bounds", "attention", "spectral"},
+    "monitor": {"models", "spectral"},
+    "smoothing": {"models", "attention", "spectral"},
     "adversarial": {"models", "facade", "bounds", "attention", "spectral"},
+    "compare": {"adversarial", "models", "facade", "bounds", "attention", "spectral"},
+    "regularise": {"models", "facade", "attention", "spectral"},
 }
 
 
@@ -38,7 +42,7 @@ def test_docstring_examples_run(module):
 
 
 def test_public_functions_show_an_example():
-    for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "as_mask"):
+    for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "as_mask", "smooth"):
         assert ">>>" in getattr(lipscope, name).__doc__, name
     for name in ("construct", "maximise", "growth", "grouped_sigma", "attack_tokens"):
         assert ">>>" in getattr(lipscope.adversarial, name).__doc__, name
@@ -52,6 +56,9 @@ def test_public_names_exist():
     assert callable(lipscope.adversarial.maximise)
     assert callable(lipscope.paper.companion_estimator)
     assert callable(lipscope.meanfield.local_constant)
+    assert callable(lipscope.monitor.Monitor)
+    assert callable(lipscope.compare.compare)
+    assert callable(lipscope.regularise.spectral_penalty)
     with pytest.raises(AttributeError):
         lipscope.nothing_of_this_name  # noqa: B018
 

@@ -76,7 +76,7 @@ def test_hidden_rows_give_zero_and_zero_derivative() -> None:
 
 def test_a_mask_written_with_the_lowest_float32_hides_in_float64_too() -> None:
     mask = torch.zeros(1, 1, N, N, dtype=torch.float32).masked_fill(~torch.ones(N, N).bool().tril(), -3.4028e38).double()
-    rule = seam.score_rule(mask, None, None, None, None, torch.float64, N)
+    rule = seam.score_rule(mask, None, None, None, torch.float64, N)
     assert torch.equal(rule.allowed[0, 0], torch.ones(N, N).bool().tril())
     assert rule.additive is None
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cases
 import lipscope
-from lipscope.attention import tiled
 from lipscope.attention.core import Linearisation
 from lipscope.attention.memory import plan_memory, read_bytes, show_bytes
 from lipscope.attention.operator import AttentionOperator, HeadOperator
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
 from lipscope.models.core_function import attention_core
 
 N, B, H = 37, 3, 4
@@ -55,13 +57,10 @@ def layer(mask, kv_heads=H, dtype=torch.float64, d=10, dh=3, **parts) -> lipscop
 
 
 @pytest.fixture(params=[0, 1 << 30], ids=["rebuilt", "kept"])
-def small_tiles(request, monkeypatch):
+def small_tiles(request):
     """Tiles that do not divide the sequence, two items at a time, with and without kept exponentials."""
-    at = TiledLinearisation.at.__func__
-    monkeypatch.setattr(
-        TiledLinearisation, "at", classmethod(lambda cls, *given: at(cls, *given, tile=(8, 11), keep=request.param))
-    )
-    monkeypatch.setattr(tiled, "TILE_BYTES", 2 * 8 * 11 * 8)
+    with using_tiling(Tiling(tile=(8, 11), tile_bytes=2 * 8 * 11 * 8, keep=request.param)):
+        yield
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -118,16 +117,15 @@ def test_tiles_are_chosen_where_they_pay():
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_the_core_of_models_uses_tiles(monkeypatch):
+def test_the_core_of_models_uses_tiles():
     """The autograd core gives the same outputs, Jᵀ and J with tiles; keys may outnumber queries."""
-    monkeypatch.setattr(tiled, "DENSE_BYTES", 0)
     q, k, v = cases.random(2, 4, 9, 3, seed=0), cases.random(2, 2, 14, 3, seed=1), cases.random(2, 2, 14, 5, seed=2)
     rule = ScoreRule(allowed=cases.random(2, 1, 9, 14, seed=3) > -0.5, softcap=2.0)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     found = []
     for limit in (0, 1 << 40):
-        monkeypatch.setattr(tiled, "DENSE_BYTES", limit)
-        o = attention_core(q, k, v, rule)
+        with using_tiling(replace(current_tiling(), dense=limit)):
+            o = attention_core(q, k, v, rule)
         g = cases.random(*o.shape, seed=4).requires_grad_()
         pulled = torch.autograd.grad(o, inputs, g, create_graph=True)
         directions = [cases.random(*t.shape, seed=5 + i) for i, t in enumerate(pulled)]
@@ -143,10 +141,15 @@ def test_memory_is_planned():
     subject = lipscope.Attention(W, W, W, W, heads=4, mask="causal")
     free = plan_memory(subject, 5000)
     assert free.tiled
-    tight = plan_memory(subject, 5000, limit=free.total - free.bases // 2)
-    assert free.bases // 3 < tight.bases <= free.bases // 2
-    assert tight.total <= free.total - free.bases // 2
-    with pytest.raises(MemoryError, match=r"n = 5000 tokens need about [\d.]+ MiB .* limited to 1 MiB"):
+    assert free.tiling == Tiling()
+    vector = 5000 * 64 * 4
+    rebuilt = plan_memory(subject, 5000, limit=free.total - free.bases // 2)
+    assert (rebuilt.tiling.keep, rebuilt.tiling.tile) == (0, Tiling().tile)
+    smaller = plan_memory(subject, 5000, limit=rebuilt.total - rebuilt.bases // 2)
+    assert smaller.tiling == SMALL
+    tight = plan_memory(subject, 5000, limit=smaller.matrices + smaller.tokens + 10 * vector)
+    assert tight.bases == tight.room == 10 * vector
+    with pytest.raises(MemoryError, match=r"n = 5000 tokens need at least [\d.]+ MiB .* limited to 1 MiB"):
         plan_memory(subject, 5000, limit=1 << 20)
 
 
@@ -161,7 +164,7 @@ def test_terms_that_are_the_same_for_all_queries():
     """An additive term and a mask over keys alone, as models hand them over for padding."""
     q, k, v = (cases.random(2, 3, 20, 4, seed=s) for s in range(3))
     rule = ScoreRule(additive=cases.random(2, 1, 1, 20, seed=3), allowed=cases.random(2, 1, 1, 20, seed=4) > -1)
-    dense, tiles = Linearisation.at(q, k, v, rule), TiledLinearisation.at(q, k, v, rule, tile=(6, 7))
+    dense, tiles = Linearisation.at(q, k, v, rule), TiledLinearisation.at(q, k, v, rule, tiling=Tiling(tile=(6, 7)))
     torch.testing.assert_close(tiles.o, dense.o)
     for one, other in zip(dense.vjp(dense.o), tiles.vjp(dense.o), strict=True):
         torch.testing.assert_close(other, one)

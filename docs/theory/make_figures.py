@@ -188,13 +188,18 @@ def main() -> None:
         "## Wide layers\n\nThe least local certificate over σ for random layers with d = 768, 12 heads and n = 98 tokens, "
         "and for their single heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
     )
-    (out / "grid.md").write_text(
+    (out / "grid.md").write_text(grid(note))
+
+
+def grid(note: str) -> str:
+    """Which bound holds where."""
+    return (
         f"# Which bound holds where\n\n{note} from `lipscope.bounds.registry.TABLE`. A combination that is not ticked "
         "raises an error that lists those that are. Key and value biases and grouped queries are always allowed; `other "
         "masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n\n"
-        "`kim2021.l2mha` is about another map: softmax of negative squared distances with tied queries and keys. An "
-        "`Attention` has dot-product scores, to which it never applies, so `table` does not list it; call "
-        "`lipscope.bounds.kim2021.l2mha` with the matrices of an L2 layer. `yudin2025.published` and "
+        "The last column says which kind of attention a bound is about: `dot` is `Attention`, the others are those of "
+        "`lipscope.attention.variants`, whose layers have no biases; see [variants.md](variants.md). `table` lists the "
+        "bounds of an `Attention`. `yudin2025.published` and "
         "`newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` and "
         "`block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n that "
         "the tables have positions for; it says nothing of measures, whose points have no positions.\n"

@@ -21,11 +21,19 @@ if TYPE_CHECKING:
     )
     from lipscope.attention.norms import LayerNorm, RMSNorm
     from lipscope.attention.rotary import Rotary
+    from lipscope.attention.variants import (
+        CosineAttention,
+        L2Attention,
+        QKNormAttention,
+        SigmoidAttention,
+        SinkhornAttention,
+    )
     from lipscope.bounds.ball import certify
     from lipscope.facade import local_lipschitz
     from lipscope.models.handle import Model
     from lipscope.models.load import load
     from lipscope.models.scan import Scan, scan
+    from lipscope.smoothing.smooth import smooth
     from lipscope.spectral.autodiff import AutodiffOperator
     from lipscope.spectral.dense import Auto, Dense
     from lipscope.spectral.golub_kahan import GolubKahan
@@ -43,11 +51,13 @@ _HOME = {
     "Auto": "spectral.dense",
     "AutodiffOperator": "spectral.autodiff",
     "Causal": "attention.masks",
+    "CosineAttention": "attention.variants",
     "Dense": "spectral.dense",
     "DenseOperator": "spectral.operator",
     "Explicit": "attention.masks",
     "Full": "attention.masks",
     "GolubKahan": "spectral.golub_kahan",
+    "L2Attention": "attention.variants",
     "LayerNorm": "attention.norms",
     "Mask": "attention.masks",
     "Model": "models.handle",
@@ -56,9 +66,12 @@ _HOME = {
     "Padding": "attention.masks",
     "Power": "spectral.power",
     "PrefixLM": "attention.masks",
+    "QKNormAttention": "attention.variants",
     "RMSNorm": "attention.norms",
     "Rotary": "attention.rotary",
     "Scan": "models.scan",
+    "SigmoidAttention": "attention.variants",
+    "SinkhornAttention": "attention.variants",
     "SpectralNorm": "spectral.result",
     "Status": "spectral.output",
     "Window": "attention.masks",
@@ -68,21 +81,24 @@ _HOME = {
     "load": "models.load",
     "local_lipschitz": "facade",
     "scan": "models.scan",
+    "smooth": "smoothing.smooth",
     "spectral_norm": "spectral.norm",
 }
 
-_ROOMS = ("adversarial", "bounds", "meanfield", "paper", "report", "sweep")
+_ROOMS = ("adversarial", "bounds", "compare", "meanfield", "monitor", "paper", "regularise", "report", "sweep")
 
 __all__ = [
     "Attention",
     "Auto",
     "AutodiffOperator",
     "Causal",
+    "CosineAttention",
     "Dense",
     "DenseOperator",
     "Explicit",
     "Full",
     "GolubKahan",
+    "L2Attention",
     "LayerNorm",
     "Mask",
     "Model",
@@ -91,9 +107,12 @@ __all__ = [
     "Padding",
     "Power",
     "PrefixLM",
+    "QKNormAttention",
     "RMSNorm",
     "Rotary",
     "Scan",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "SpectralNorm",
     "Status",
     "Window",
@@ -104,6 +123,7 @@ __all__ = [
     "load",
     "local_lipschitz",
     "scan",
+    "smooth",
     "spectral_norm",
 ]
 

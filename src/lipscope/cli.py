@@ -11,11 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope import __version__, cli_attack, cli_bounds, cli_meanfield, cli_models, cli_paper, cli_report, cli_sweep
-from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Scale, Softcap, Transposed
+from lipscope import (
+    __version__,
+    cli_attack,
+    cli_bounds,
+    cli_compare,
+    cli_meanfield,
+    cli_models,
+    cli_paper,
+    cli_report,
+    cli_smooth,
+    cli_sweep,
+)
+from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Memory, Scale, Softcap, Transposed
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipscope.attention.layer import Attention
     from lipscope.spectral.result import SpectralNorm
 
 app = typer.Typer(
@@ -74,6 +88,7 @@ def measure(
     max_steps: Annotated[int, typer.Option(help="Most operator pairs (J, Jᵀ) per input.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of the random start.")] = 0,
     dtype: Dtype = None,
+    memory: Memory = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -88,17 +103,37 @@ def measure(
         layer = load_layer(
             weights, heads=heads, kv_heads=kv_heads, transposed=transposed, mask=mask, scale=scale, softcap=softcap
         )
+        X, precision = load_tokens(tokens), None if dtype is None else getattr(torch, dtype.value)
+        if memory is not None or X.shape[-2] >= _LONG:
+            _announce(layer, X, precision, scope.value, memory)
         result = local_lipschitz(
             layer,
-            load_tokens(tokens),
+            X,
             scope=scope.value,
             solver=Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed),
-            dtype=None if dtype is None else getattr(torch, dtype.value),
+            dtype=precision,
+            memory=memory,
         )
         if as_json:
             typer.echo(json.dumps(result.to_rows(), indent=2))
         else:
             _print_result(result)
+
+
+# Tokens from which a run is long enough to say beforehand what it takes.
+_LONG = 2048
+
+
+def _announce(layer: Attention, X: Tensor, dtype: Any, scope: str, memory: str | None) -> None:
+    """Say on standard error what memory the run is expected to take; refuses when that is more than there may be."""
+    from lipscope.attention.memory import plan_memory, read_bytes
+    from lipscope.facade import working_dtype
+
+    plan = plan_memory(
+        layer, X.shape[-2], dtype=dtype or working_dtype(layer, X), inputs=1 if X.ndim == 2 else X.shape[0],
+        limit=None if memory is None else read_bytes(memory), scope=scope,
+    )  # fmt: skip
+    typer.echo(f"n = {X.shape[-2]}: {plan}", err=True)
 
 
 def _print_result(result: SpectralNorm) -> None:
@@ -154,6 +189,8 @@ cli_sweep.register(app, _one_clear_line)
 cli_attack.register(app, _one_clear_line)
 cli_paper.register(app, _one_clear_line)
 cli_report.register(app, _one_clear_line)
+cli_smooth.register(app, _one_clear_line)
+cli_compare.register(app, _one_clear_line)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, ModelName, Part, Precision, TrustCode
+from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, Memory, ModelName, Part, Precision, TrustCode
 from lipscope.cli_tables import print_table
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             typer.Option(help="Also compute certified upper ends; by default where they are cheap.", show_default=False),
         ] = None,
         dtype: Dtype = None,
+        memory: Memory = None,
         part: Part = None,
         out: Annotated[
             Path | None, typer.Option(help="Directory for rows.csv, rows.json, fits.csv, run.json and tokens.json.")
@@ -95,17 +96,19 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             handle = load(
                 model, part=part, dtype=as_dtype(dtype), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
             )
+            _announce(handle, lengths, chosen, inputs, scope or ("head" if heads else "attention"), memory, pack)
             with progress_bar() as progress:
                 result = run(
                     handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                     solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate,
-                    tokens=looks, progress=progress,
+                    tokens=looks, memory=memory, progress=progress,
                 )  # fmt: skip
             if out is not None:
                 options = {
                     "text": text, "layers": layers, "heads": heads, "lengths": lengths, "inputs": inputs, "scope": scope,
                     "pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "dtype": dtype, "part": part,
-                    "allow-pickle": allow_pickle, "trust-remote-code": trust_remote_code, "tokens": looks, "out": out,
+                    "allow-pickle": allow_pickle, "trust-remote-code": trust_remote_code, "tokens": looks,
+                    "memory": memory, "out": out,
                 }  # fmt: skip
                 _write(result, out, command_line(["scan", model], options))
             if as_json:
@@ -157,6 +160,24 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
         elif value not in (None, False):
             line += [f"--{name}", str(value)]
     return shlex.join(line)
+
+
+# Tokens from which a scan is long enough to say beforehand what it takes.
+_LONG = 2048
+
+
+def _announce(
+    handle: Any, lengths: str, layers: list[int] | None, inputs: int, scope: str, memory: str | None, pack: bool
+) -> None:
+    """Say on standard error what memory the longest inputs are expected to take, when that was limited or they are long."""
+    from lipscope.models.memory import batch_size, plan_layers
+    from lipscope.models.text import parse_lengths
+
+    n = max(parse_lengths(lengths))
+    if memory is not None or n >= _LONG:
+        batch = batch_size(n, inputs, pack=pack)
+        plan = plan_layers(handle, n, handle.check_layers(layers, scope), inputs=batch, scope=scope, memory=memory)
+        typer.echo(f"n = {n}: {plan}", err=True)
 
 
 def as_dtype(precision: Precision | None) -> Any:

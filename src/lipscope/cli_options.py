@@ -35,6 +35,10 @@ TrustCode = Annotated[bool, typer.Option(help="Run model code from the hub.")]
 Part = Annotated[str | None, typer.Option(help="'encoder' of an encoder–decoder model.")]
 
 # Everything.
+Memory = Annotated[
+    str | None,
+    typer.Option(help="Most memory above the weights, such as 4GiB: re-plans or refuses, and says so.", show_default=False),
+]
 Dtype = Annotated[Precision | None, typer.Option(help="Compute in this precision.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")]

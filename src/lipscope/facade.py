@@ -6,23 +6,27 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import MaskLike, as_mask
+from lipscope.attention.masks import MaskLike
+from lipscope.attention.memory import MemoryPlan, plan_memory, read_bytes
 from lipscope.attention.norm_operator import NormAttentionOperator
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.variants.layer import Variant
+from lipscope.attention.variants.operator import VariantOperator
 from lipscope.bounds.certificates import affordable, certified_upper
+from lipscope.bounds.strips import height_within
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.dense import Auto
-from lipscope.spectral.norm import Solver
+from lipscope.spectral.norm import Solver, within
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
+from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
 
 ATTENTION_SCOPES = ("attention", "head")
 _ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
 
 
 def local_lipschitz(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     *,
     scope: str | None = None,
@@ -31,13 +35,14 @@ def local_lipschitz(
     dtype: torch.dtype | None = None,
     norm: Normalisation | None = None,
     certificate: bool | None = None,
+    memory: int | str | None = None,
 ) -> SpectralNorm:
     """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
 
     Frobenius norms on both sides: ‖map(X + E) − map(X)‖_F ≤ σ(X)·‖E‖_F + o(‖E‖_F).
 
     Args:
-        map: an ``Attention`` layer, or any torch callable (module in eval mode, function).
+        map: an ``Attention`` layer, a ``Variant`` of it, or any torch callable (module in eval mode, function).
         X: tokens (n, d), or a batch (B, n, d). Give (1, n, d) to a module that needs a batch dimension.
         scope: for an ``Attention``, ``"attention"`` (all heads and W_O, the default), ``"head"`` (each head before
             W_O, in one go) or ``"norm+attention"`` (u ↦ attention(norm(u)), with X = u). For another callable, a label
@@ -50,6 +55,8 @@ def local_lipschitz(
         certificate: for an ``Attention``, also compute the certified upper bound (float64, one head at a time, memory a
             dozen n×n matrices), and report the least upper end with its kind. None: when that is estimated to cost no
             more than the measurement and the value is not exact already.
+        memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
+            ``attention.memory.plan_memory`` for what is done to keep to it.
 
     Returns:
         A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a
@@ -57,6 +64,7 @@ def local_lipschitz(
 
     Raises:
         ValueError: when X, the scope or the mask does not fit the map.
+        MemoryError: when ``memory`` is too small for n tokens.
 
     Example:
         >>> import torch, lipscope
@@ -70,17 +78,33 @@ def local_lipschitz(
     compute = dtype or working_dtype(map, X)
     if compute not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {compute}")
-    operator = make_operator(map, batched.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
+    if mask is not None and isinstance(map, Attention | Variant):
+        map, mask = map.with_mask(mask), None
+    solver = solver or Auto()
+
+    def measure(part: Attention | Variant | TensorMap, tokens: Tensor, solver: Solver) -> SpectralNorm:
+        operator = make_operator(part, tokens.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
+        return summarise(
+            solver.solve(operator),
+            operator,
+            scope=scope or ("attention" if isinstance(map, Attention | Variant) else "map"),
+            mask=str(map.mask) if isinstance(map, Attention | Variant) else None,
+            input_dtype=_given_dtypes(map, X),
+        )
+
+    if memory is None:
+        result = measure(map, batched, solver)
+    else:
+        plan, solver = _planned(map, batched, compute, scope, solver, memory)
+        with plan.in_force():
+            if plan.alone:
+                assert isinstance(map, Attention)
+                result = join_batches([measure(map.for_input(b), x[None], solver) for b, x in enumerate(batched)])
+            else:
+                result = measure(map, batched, solver)
     shape = () if X.ndim == 2 else (X.shape[0],)
-    if isinstance(operator, HeadOperator):
-        shape = (*shape, operator.batch // batched.shape[0])
-    result = summarise(
-        (solver or Auto()).solve(operator),
-        operator,
-        scope=scope or ("attention" if isinstance(map, Attention) else "map"),
-        mask=str(map.mask if mask is None else as_mask(mask)) if isinstance(map, Attention) else None,
-        input_dtype=_given_dtypes(map, X),
-    )
+    if isinstance(map, Attention) and scope == "head":
+        shape = (*shape, map.heads)
     if certificate and not isinstance(map, Attention):
         raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
     if isinstance(map, Attention):
@@ -88,12 +112,34 @@ def local_lipschitz(
         if wanted is None:
             wanted = affordable(map, batched.shape[1], result, len(batched), scope or "attention")
         if wanted:
-            layer = (map if mask is None else map.with_mask(mask)).to(device=X.device)
-            result = with_certificate(result, certificate_at(layer, batched, scope or "attention", norm))
+            limit = None if memory is None else read_bytes(memory)
+            certified = certificate_at(map.to(device=X.device), batched, scope or "attention", norm, limit)
+            result = with_certificate(result, certified)
     return reshape_batch(result, shape)
 
 
-def certificate_at(layer: Attention, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Tensor:
+def _planned(
+    map: Attention | Variant | TensorMap,
+    X: Tensor,
+    dtype: torch.dtype,
+    scope: str | None,
+    solver: Solver,
+    memory: int | str,
+) -> tuple[MemoryPlan, Solver]:
+    """How to keep to ``memory``, and the solver that does."""
+    if not isinstance(map, Attention):
+        raise ValueError("memory is planned for Attention layers only: what a general map takes is not known beforehand")
+    plan = plan_memory(map, X.shape[1], dtype=dtype, inputs=len(X), limit=read_bytes(memory), scope=scope or "attention")
+    return plan, within(solver, plan.room)
+
+
+def certificate_at(
+    layer: Attention,
+    X: Tensor,
+    scope: str = "attention",
+    norm: Normalisation | None = None,
+    memory: int | None = None,
+) -> Tensor:
     """Certified upper bounds at tokens X (B, n, d), one per item of the scope's operator.
 
     Args:
@@ -101,20 +147,23 @@ def certificate_at(layer: Attention, X: Tensor, scope: str = "attention", norm: 
         X: tokens (B, n, d); those before the normalisation for scope ``"norm+attention"``.
         scope: ``"attention"``, ``"head"`` or ``"norm+attention"``.
         norm: the normalisation of scope ``"norm+attention"``; it enters by its exact norm at every token.
+        memory: bytes that its matrices may take.
 
     Returns:
         Bounds of shape (B,), or (B·H,) for scope ``"head"``.
     """
+    heads = 1 if scope == "head" else layer.heads
+    height = None if memory is None else height_within(X.shape[1], heads, memory)
     if scope != "norm+attention" or norm is None:
-        return certified_upper(layer, X, scope).flatten()
+        return certified_upper(layer, X, scope, height=height).flatten()
     at = norm.linearise(X.double())
     # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
     gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
-    return certified_upper(layer, norm(X.double()), gains=gains)
+    return certified_upper(layer, norm(X.double()), gains=gains, height=height)
 
 
 def make_operator(
-    map: Attention | TensorMap,
+    map: Attention | Variant | TensorMap,
     X: Tensor,
     scope: str | None = None,
     mask: MaskLike = None,
@@ -135,6 +184,8 @@ def make_operator(
     Returns:
         An operator with one item per input, or per (input, head).
     """
+    if isinstance(map, Variant):
+        return _variant_operator(map, X, scope, mask, norm)
     if not isinstance(map, Attention):
         if mask is not None:
             raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
@@ -161,15 +212,24 @@ def make_operator(
     raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
 
 
-def working_dtype(map: Attention | TensorMap, X: Tensor) -> torch.dtype:
+def _variant_operator(
+    map: Variant, X: Tensor, scope: str | None, mask: MaskLike, norm: Normalisation | None
+) -> VariantOperator:
+    if scope not in (None, "attention") or norm is not None:
+        raise ValueError(f"{map.kind} attention is measured at scope 'attention' only, without a norm")
+    layer = map if mask is None else map.with_mask(mask)
+    return VariantOperator(layer.to(dtype=X.dtype, device=X.device), X)
+
+
+def working_dtype(map: Attention | Variant | TensorMap, X: Tensor) -> torch.dtype:
     """The wider dtype of tokens and weights, at least float32."""
-    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention) else X.dtype
+    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention | Variant) else X.dtype
     return given if given in (torch.float32, torch.float64) else torch.float32
 
 
-def _given_dtypes(map: Attention | TensorMap, X: Tensor) -> str:
+def _given_dtypes(map: Attention | Variant | TensorMap, X: Tensor) -> str:
     tokens = dtype_name(X.dtype)
-    if not isinstance(map, Attention) or map.dtype == X.dtype:
+    if not isinstance(map, Attention | Variant) or map.dtype == X.dtype:
         return tokens
     return f"{tokens} tokens, {dtype_name(map.dtype)} weights"
 

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from lipscope.adversarial.constructions import Construction, check_length, construct
 from lipscope.adversarial.domain import Domain, domain_of
-from lipscope.adversarial.gradient import SigmaGradient
+from lipscope.adversarial.gradient import SigmaGradient, VariantSigmaGradient
 from lipscope.adversarial.progress import Progress, reporting
 from lipscope.adversarial.starts import Given, gather_starts
 from lipscope.adversarial.warm import TopPair, cold_pair, warm_pair
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.variants.layer import Variant
+from lipscope.attention.variants.operator import VariantOperator
 from lipscope.facade import local_lipschitz
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.norm import Solver
@@ -84,7 +86,7 @@ class Ascent:
 
 
 def maximise(
-    attention: Attention,
+    attention: Attention | Variant,
     n: int,
     *,
     radius: float | None = None,
@@ -103,7 +105,8 @@ def maximise(
     """Search for the input with the largest σ: sup of σ(X) over tokens in a set, from below.
 
     Args:
-        attention: the layer, masked or not; for one head alone pass ``attention.head(h)``.
+        attention: the layer, masked or not; for one head alone pass ``attention.head(h)``. For a ``Variant`` there are no
+            constructions but those of dot-product attention with the same weights, as starts.
         n: number of tokens.
         radius: R, for tokens of norm at most R.
         norm: instead of a radius, a ``LayerNorm`` or ``RMSNorm``: tokens in its image.
@@ -136,7 +139,8 @@ def maximise(
         True
     """
     domain = domain_of(radius, norm, attention.width)
-    check_length(attention, n)
+    plain = attention if isinstance(attention, Attention) else attention.plain
+    check_length(plain, n)
     for name, value in (("restarts", restarts), ("steps", steps), ("patience", patience)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -144,7 +148,7 @@ def maximise(
         raise ValueError(f"tolerance must lie strictly between 0 and 1, got {tolerance:g}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}")
-    built = construct(attention, n, radius=radius, norm=norm) if built is None else built
+    built = construct(plain, n, radius=radius, norm=norm) if built is None else built
     begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
     search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
     with reporting(progress) as report:
@@ -156,7 +160,7 @@ def maximise(
     winner = int(measured.argmax())
     return Ascent(
         tokens=candidates[winner],
-        sigma=local_lipschitz(precise, candidates[winner], solver=solver, certificate=True),
+        sigma=local_lipschitz(precise, candidates[winner], solver=solver, certificate=isinstance(attention, Attention)),
         history=torch.stack(search.history),
         labels=begin.labels,
         starts=first,
@@ -172,9 +176,9 @@ def maximise(
 class _Search:
     """All restarts of one search, and which of them still move."""
 
-    def __init__(self, layer: Attention, domain: Domain, z: Tensor, seed: int) -> None:
+    def __init__(self, layer: Attention | Variant, domain: Domain, z: Tensor, seed: int) -> None:
         self.layer, self.domain, self.z, self.seed = layer, domain, z, seed
-        self.gradient = SigmaGradient(layer)
+        self.gradient: Any = SigmaGradient(layer) if isinstance(layer, Attention) else VariantSigmaGradient(layer)
         self.active = torch.arange(z.shape[0])
         operator = self._at(z)
         self.pair = cold_pair(operator, seed=seed)
@@ -228,14 +232,17 @@ class _Search:
             still &= self.pair.theta[self.active] > before * (1 + tolerance)
         self.active = self.active[still]
 
-    def _at(self, z: Tensor) -> AttentionOperator:
-        return AttentionOperator(self.layer, self.domain.tokens(z), tiled=False)
+    def _at(self, z: Tensor) -> AttentionOperator | VariantOperator:
+        X = self.domain.tokens(z)
+        if isinstance(self.layer, Variant):
+            return VariantOperator(self.layer, X)
+        return AttentionOperator(self.layer, X, tiled=False)
 
-    def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator) -> None:
+    def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator | VariantOperator) -> None:
         self.pair.theta[items], self.pair.left[items], self.pair.right[items] = pair.theta, pair.left, pair.right
         self.direction[items] = self._direction(operator, pair)
 
-    def _direction(self, operator: AttentionOperator, pair: TopPair) -> Tensor:
+    def _direction(self, operator: AttentionOperator | VariantOperator, pair: TopPair) -> Tensor:
         g = self.domain.pull_back(self.gradient(operator, pair.left, pair.right))
         norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         # Tokens whose gradient is rounding stay where they are.

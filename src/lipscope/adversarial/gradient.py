@@ -26,6 +26,8 @@ from torch import Tensor
 from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.layer import Attention
 from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.variants.layer import Variant
+from lipscope.attention.variants.operator import VariantOperator
 
 
 class SigmaGradient:
@@ -57,6 +59,22 @@ class SigmaGradient:
         with torch.enable_grad():
             projected = self._linear.project(X)
             (gradient,) = torch.autograd.grad(projected, X, (ungroup_queries(gq, layer.heads), gk, gv))
+        return gradient
+
+
+class VariantSigmaGradient:
+    """∂⟨u, J(X)v⟩/∂X of a variant, by differentiating ⟨∂⟨u, f(X)⟩/∂X, v⟩ once more."""
+
+    def __init__(self, layer: Variant) -> None:
+        self.layer = layer
+
+    def __call__(self, operator: VariantOperator, left: Tensor, right: Tensor) -> Tensor:
+        """The gradient (B, n, d) at the operator's inputs; see ``SigmaGradient``."""
+        with torch.enable_grad():
+            X = operator.X.detach().clone().requires_grad_()
+            Y = self.layer(X)
+            (slope,) = torch.autograd.grad(Y, X, left.reshape(Y.shape), create_graph=True)
+            (gradient,) = torch.autograd.grad((slope * right.reshape(X.shape)).sum(), X)
         return gradient
 
 

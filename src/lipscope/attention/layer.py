@@ -23,7 +23,7 @@ from lipscope.attention.core import Linearisation, Triple, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.rotary import Rotary, Turn
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation
+from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
 from lipscope.attention.validation import validate
 
 
@@ -282,7 +282,9 @@ class Attention:
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
         batched = X if X.ndim == 3 else X[None]
-        Y = self.merge_heads(self.linearise(batched).o)
+        B, n, _ = batched.shape
+        tiled = prefers_tiles(self.score_rule(n, B, tiled=True), B * self.heads, n, n, batched)
+        Y = self.merge_heads((self.linearise_tiled(batched) if tiled else self.linearise(batched)).o)
         if self.out_bias is not None:
             Y = Y + self.out_bias.detach()
         return Y if X.ndim == 3 else Y[0]

@@ -33,6 +33,11 @@ class Mask:
         """Finite additive scores (·, ·, n, n), or None."""
         return None
 
+    @property
+    def length(self) -> int | None:
+        """The one number of tokens that the mask is for; None when it is for any."""
+        return None
+
     def for_input(self, index: int) -> Mask:
         """The mask as batch item ``index`` sees it."""
         return self
@@ -216,6 +221,11 @@ class Explicit(Mask):
         if t.is_floating_point() and bool((t.isnan() | (t == float("inf"))).any()):
             raise ValueError("mask tensor holds NaN or +inf; hidden entries are -inf")
 
+    @property
+    def length(self) -> int | None:
+        """The size of the tensor."""
+        return int(self.tensor.shape[-1])
+
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
         """The visible entries."""
         t = self._at(n)[..., rows, columns]
@@ -261,6 +271,11 @@ class Both(Mask):
 
     first: Mask
     second: Mask
+
+    @property
+    def length(self) -> int | None:
+        """That of either."""
+        return self.first.length or self.second.length
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Intersection."""

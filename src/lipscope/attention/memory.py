@@ -11,39 +11,57 @@ and the Krylov bases, of which the solver keeps what it is given room for:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
+from lipscope.attention.cost import TYPICAL_PAIRS
 from lipscope.attention.layer import Attention
-from lipscope.attention.tiled import KEEP, prefers_tiles
+from lipscope.attention.tiled import prefers_tiles
 from lipscope.attention.tiles import visited_entries
+from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
+from lipscope.spectral.basis import Basis
 
 # Vectors of the Krylov bases that a typical solve needs, and the fewest that the solver keeps.
 TYPICAL_VECTORS, FEWEST_VECTORS = 24, 4
-_TILES = 64 << 20
+# What the solver takes for its bases when nobody limits it.
+SOLVER_ROOM = 1 << 30
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one σ is expected to take.
+    """Bytes that one batch of σ is expected to take, and how it keeps to them.
 
     Attributes:
         matrices: n×n matrices, or tiles and what is kept of them.
         tokens: copies of tokens and projections.
         bases: Krylov bases.
         tiled: whether n×n matrices are avoided.
+        tiling: sizes of the tiles.
+        alone: inputs are measured one after the other.
+        room: most bytes for Krylov bases; the solver's ``memory``.
     """
 
     matrices: int
     tokens: int
     bases: int
     tiled: bool
+    tiling: Tiling
+    alone: bool
+    room: int
 
     @property
     def total(self) -> int:
         """Expected peak above the weights."""
         return self.matrices + self.tokens + self.bases
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside, products are computed as planned."""
+        with using_tiling(self.tiling):
+            yield
 
     def __str__(self) -> str:
         kind = "tiles" if self.tiled else "n×n matrices"
@@ -54,19 +72,29 @@ class MemoryPlan:
 
 
 def plan_memory(
-    layer: Attention, n: int, *, dtype: torch.dtype = torch.float32, inputs: int = 1, limit: int | None = None
+    layer: Attention,
+    n: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    inputs: int = 1,
+    limit: int | None = None,
+    scope: str = "attention",
 ) -> MemoryPlan:
-    """What one batch of σ at n tokens takes, within ``limit`` bytes by keeping fewer Krylov vectors if need be.
+    """What one batch of σ at n tokens takes, and how to stay within ``limit`` bytes.
+
+    When memory is short, in this order: inputs one after the other, tiles instead of n×n matrices, no kept exponentials,
+    smaller tiles, fewer Krylov vectors.
 
     Args:
         layer: the layer.
         n: number of tokens.
         dtype: dtype of the computation.
-        inputs: sequences solved together.
+        inputs: sequences in the batch.
         limit: bytes that may be used above the weights.
+        scope: ``"attention"`` or ``"norm+attention"``, or ``"head"``.
 
     Returns:
-        The plan; give ``plan.bases`` to the solver as its ``memory``.
+        The plan; give ``plan.room`` to the solver as its ``memory``, and compute inside ``plan.in_force()``.
 
     Raises:
         MemoryError: when ``limit`` is too small even for the fewest vectors.
@@ -76,34 +104,97 @@ def plan_memory(
         >>> W = torch.eye(768)
         >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=12, mask="causal")
         >>> print(plan_memory(layer, 4096))
-        expected peak 580 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 288 MiB
+        expected peak 748 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 456 MiB
     """
+    if limit is None:
+        return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM)
+    candidates = [
+        _plan(layer, n, dtype, together, scope, tiling, SOLVER_ROOM, alone=alone) for together, alone, tiling in ways(inputs)
+    ]
+    return first_fitting(candidates, n, _vector(layer, n, scope) * torch.finfo(dtype).bits // 8, limit)
+
+
+def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) -> MemoryPlan:
+    """The first plan whose usual bases fit into ``limit`` bytes beside the rest, else the first whose fewest vectors do.
+
+    Args:
+        plans: ways to do it, the fastest first.
+        n: number of tokens, for the refusal.
+        vector: bytes of one Krylov vector.
+        limit: bytes that may be used.
+
+    Raises:
+        MemoryError: when nothing fits.
+    """
+    for enough in (TYPICAL_VECTORS, FEWEST_VECTORS):
+        for plan in plans:
+            left = limit - plan.matrices - plan.tokens
+            if left >= enough * vector:
+                return replace(plan, bases=min(plan.bases, left), room=min(plan.room, left))
+    least = min(plan.matrices + plan.tokens for plan in plans) + FEWEST_VECTORS * vector
+    raise MemoryError(
+        f"n = {n} tokens need at least {show_bytes(least)} above the weights, but memory is limited to {show_bytes(limit)}"
+    )
+
+
+def ways(inputs: int) -> Iterator[tuple[int, bool, Tiling]]:
+    """Inputs together, whether that is one after the other, and tilings; the fastest way first."""
+    usual = current_tiling()
+    if inputs > 1:
+        yield inputs, False, usual
+    alone = inputs > 1
+    for tiling in (usual, replace(usual, dense=0), replace(usual, dense=0, keep=0), SMALL):
+        yield 1, alone, tiling
+
+
+def _vector(layer: Attention, n: int, scope: str) -> int:
+    """Numbers of one Krylov vector: the tokens, or the reduced coordinates of one head."""
+    width = layer.width
+    return n * (min(width, 2 * layer.head_width + layer.value_width) if scope == "head" else width)
+
+
+def _plan(
+    layer: Attention, n: int, dtype: torch.dtype, inputs: int, scope: str, tiling: Tiling, room: int, alone: bool = False
+) -> MemoryPlan:
     size = torch.finfo(dtype).bits // 8
     rows = layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]
-    vector = inputs * n * layer.width * size
-    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 6 * vector
-    rule = layer.score_rule(n, inputs, tiled=True)
+    items = inputs
+    if scope == "head":
+        items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
+    vectors = items * _vector(layer, n, scope) * size
+    outputs = items * n * (layer.value_width if scope == "head" else layer.output_width) * size
+    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 6 * vectors
+    rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
     heads = inputs * layer.heads
-    tiled = prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=dtype))
-    visited = heads * size * visited_entries(rule, n, n)
-    matrices = _TILES + (visited if visited <= KEEP else 0) if tiled else 4 * heads * n * n * size
-    typical = TYPICAL_VECTORS * vector
-    if limit is None or matrices + tokens + typical <= limit:
-        return MemoryPlan(matrices, tokens, typical, tiled)
-    left = limit - matrices - tokens
-    if left < FEWEST_VECTORS * vector:
-        least = matrices + tokens + FEWEST_VECTORS * vector
-        raise MemoryError(
-            f"n = {n} tokens need about {show_bytes(least)} above the weights, but memory is limited to {show_bytes(limit)}"
-        )
-    return MemoryPlan(matrices, tokens, left, tiled)
+    with using_tiling(tiling):
+        tiled = prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=dtype))
+    groups = layer.heads // layer.kv_heads
+    matrices = matrix_bytes(tiling, tiled, heads * visited_entries(rule, n, n), heads * n * n, groups, size)
+    return MemoryPlan(matrices, tokens, typical_bases(vectors, outputs, room), tiled, tiling, alone, room)
+
+
+def typical_bases(vectors: int, outputs: int, room: int) -> int:
+    """Bytes of the Krylov bases of a typical solve: both bases while there is room for many vectors, else the right one."""
+    if room >= Basis.CHUNK * (vectors + outputs):
+        return (TYPICAL_PAIRS + 1) * (vectors + outputs)
+    return min(TYPICAL_VECTORS * vectors, room)
+
+
+def matrix_bytes(tiling: Tiling, tiled: bool, visited: int, entries: int, groups: int, element_size: int) -> int:
+    """Bytes of n×n matrices with so many ``entries``, or of tiles over the ``visited`` ones and what is kept of them."""
+    if not tiled:
+        return 4 * entries * element_size
+    kept = visited * element_size
+    return tiling.scratch(groups, element_size) + (kept if kept <= tiling.keep else 0)
 
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def read_bytes(text: str) -> int:
-    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes."""
+def read_bytes(text: str | int) -> int:
+    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes; a number is one already."""
+    if isinstance(text, int):
+        return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"memory must be a size such as 4GiB or 512MiB, got {text!r}")

@@ -10,6 +10,8 @@ projection, so they change nothing of this.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from lipscope.attention.core import group_queries
 from lipscope.attention.layer import Attention
 from lipscope.attention.tiled import AnyLinearisation, prefers_tiles
 from lipscope.spectral.operator import Operator
+
+if TYPE_CHECKING:
+    from lipscope.attention.variants.layer import Core
 
 
 class AttentionOperator(Operator):
@@ -157,7 +162,7 @@ def linearise_for_products(layer: Attention, X: Tensor, tiled: bool | None = Non
     return core.with_centred_values() if layer.sinks is None else core
 
 
-def check_finite(core: AnyLinearisation) -> None:
+def check_finite(core: AnyLinearisation | Core) -> None:
     """Refuse a linearisation that overflowed."""
     for name, tensor in core.finite().items():
         if not bool(torch.isfinite(tensor).all()):
@@ -167,7 +172,7 @@ def check_finite(core: AnyLinearisation) -> None:
             )
 
 
-def rounding_allowance(core: AnyLinearisation, width: int) -> float:
+def rounding_allowance(core: AnyLinearisation | Core, width: int) -> float:
     """Relative error allowed for the products: eps times (√d for the inner products + the size of the scores)."""
     eps = torch.finfo(core.dtype).eps
     allowance = eps * float(16 + 4 * width**0.5 + 2 * core.score_size)

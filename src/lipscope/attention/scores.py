@@ -46,20 +46,24 @@ class ScoreRule:
         """A range of keys outside which the queries ``rows`` see nothing."""
         return (0, n) if self.mask is None else self.mask.span(rows, n)
 
-    def probabilities(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+    def probabilities(
+        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """P and the weight W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
 
-        W is P itself, times the slope of the soft-cap where there is one.
+        W is P itself, times the slope of the soft-cap where there is one. For a strip of the scores of n tokens, ``rows``
+        and ``columns`` say which entries these are; the columns must hold all that the rows see.
         """
+        queries, keys = raw.shape[-2:]
+        rows, columns, n = rows or slice(0, queries), columns or slice(0, keys), n or keys
         scores = raw
         slope = None
         if self.softcap is not None:
             bent = torch.tanh(raw / self.softcap)
             scores, slope = self.softcap * bent, 1 - bent.square()
         if self.additive is not None:
-            scores = scores + self.additive
-        queries, keys = scores.shape[-2:]
-        visible = self.visible(slice(0, queries), slice(0, keys), keys, scores.device)
+            scores = scores + tile_of(self.additive, rows, columns)
+        visible = self.visible(rows, columns, n, scores.device)
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))
         P = safe_softmax(scores, self.sinks)

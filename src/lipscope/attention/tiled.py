@@ -7,7 +7,7 @@ E_ij = exp(s_ij − peak_i), P = E/total and W = E (times the slope of the soft-
     G' = G/total,  gS = W∘(G' Vᵀ − ⟨G', O⟩)    gQ_i = Σ_j gS_ij k_j    gK_j = Σ_i gS_ij q_i    gV_j = Σ_i E_ij g'_i
 
 Tiles in which nothing is visible are never visited: half of them under a causal mask, all but a band under a window. When
-the E fit into ``keep`` bytes they are kept, which spares one product in five and the exponentials.
+the E fit into the bytes that the tiling allows they are kept, which spares one product in five and the exponentials.
 """
 
 from __future__ import annotations
@@ -22,18 +22,7 @@ from torch import Tensor
 from lipscope.attention.core import Linearisation, Triple
 from lipscope.attention.scores import ScoreRule, tile_of
 from lipscope.attention.tiles import Layout, Strip, Tile, make_strips
-
-# Queries and keys of one tile, and bytes of one tile matrix over the items that are worked on together: a few of those
-# stay in the cache while the products are large enough to run at full speed (benchmarks/long_context.py).
-TILE = (256, 512)
-TILE_BYTES = 4 << 20
-# Bytes of exponentials that are kept between products.
-KEEP = 256 << 20
-
-# Bytes of one n×n matrix over all heads and inputs beyond which tiles are used.
-DENSE_BYTES = 256 << 20
-# Tokens from which tiles are faster when a mask hides about half of the entries.
-SHORTEST_HALF = 512
+from lipscope.attention.tiling import Tiling, current_tiling
 
 Kept: TypeAlias = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
 
@@ -57,6 +46,7 @@ class TiledLinearisation:
     softcap: float | None
     additive: Tensor | None
     score_size: float
+    tile_bytes: int
     kept: Kept | None = None
 
     @classmethod
@@ -67,8 +57,7 @@ class TiledLinearisation:
         v: Tensor,
         rule: ScoreRule,
         *,
-        tile: tuple[int, int] = TILE,
-        keep: int = KEEP,
+        tiling: Tiling | None = None,
     ) -> TiledLinearisation:
         """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk) and values v (B, Hkv, m, dv).
 
@@ -77,13 +66,12 @@ class TiledLinearisation:
             k: keys.
             v: values.
             rule: mask, additive term, soft-cap and sinks.
-            tile: most queries and keys of one tile.
-            keep: bytes of exponentials that may be kept; 0 rebuilds them for every product.
+            tiling: sizes of the tiles and what is kept of them; by default the one in force.
         """
-        q, k, v = q.detach(), k.detach(), v.detach()
+        q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
         (B, H, n, dk), (kv_heads, m) = q.shape, k.shape[1:3]
         layout = Layout(B, kv_heads, H // kv_heads)
-        strips = make_strips(rule, layout, (n, m), tile, q.device)
+        strips = make_strips(rule, layout, (n, m), tiling.tile, q.device)
         size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
         if rule.additive is not None:
             size += float(rule.additive.abs().amax())
@@ -92,11 +80,11 @@ class TiledLinearisation:
         core = cls(
             queries, k.reshape(layout.items, m, dk), v.reshape(layout.items, m, v.shape[-1]),
             queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
-            rule.softcap, rule.additive, size,
+            rule.softcap, rule.additive, size, tiling.tile_bytes,
         )  # fmt: skip
         core = core._normalised(rule.sinks)
         entries = sum(strip.area for strip in strips) * B * H * (1 if rule.softcap is None else 2)
-        if entries * q.element_size() <= keep:
+        if entries * q.element_size() <= tiling.keep:
             core = replace(core, kept=core._exponentials())
         return replace(core, outputs=core._outputs())
 
@@ -169,7 +157,7 @@ class TiledLinearisation:
         """DO (B, Hkv, G·n, dv) for perturbations of the scaled queries (B, Hkv, G·n, dk), keys and values."""
         dq, dk, dv = dq.reshape(self.queries.shape), dk.reshape(self.keys.shape), dv.reshape(self.values.shape)
         result = torch.empty_like(self.outputs)
-        for items in self._item_parts():
+        for items in self.item_parts():
             # dQ Kᵀ + Q dKᵀ as one product with a longer inner dimension.
             left = torch.cat([dq[items], self.queries[items]], dim=-1)
             right = torch.cat([self.keys[items], dk[items]], dim=-1).mT
@@ -192,7 +180,7 @@ class TiledLinearisation:
         scaled = g.reshape(self.outputs.shape) * self.scale
         inner = (scaled * self.outputs).sum(-1, keepdim=True)
         gq, gk, gv = torch.empty_like(self.queries), torch.zeros_like(self.keys), torch.zeros_like(self.values)
-        for items in self._item_parts():
+        for items in self.item_parts():
             transposed = self.values[items].mT
             for s, strip in enumerate(self.strips):
                 rows, q = _stacked(scaled[items], strip), _stacked(self.queries[items], strip)
@@ -217,11 +205,11 @@ class TiledLinearisation:
             peak = sinks.to(peak).reshape(1, self.layout.kv_heads, self.layout.groups, 1, 1)
             peak = peak.expand(self.layout.inputs, -1, -1, shape[2], 1).reshape(shape).clone()
             total = torch.ones_like(peak)
-        for items in self._item_parts():
+        for items in self.item_parts():
             for strip in self.strips:
                 top, mass = peak[items, :, strip.rows], total[items, :, strip.rows]
                 for tile in strip.tiles:
-                    scores, _ = self._scores(items, strip, tile)
+                    scores, _ = self.scores(items, strip, tile)
                     new = torch.maximum(top, scores.amax(-1, keepdim=True))
                     safe = new.masked_fill(new == float("-inf"), 0.0)
                     mass.mul_(torch.exp(top - safe)).add_(scores.sub_(safe).exp_().sum(-1, keepdim=True))
@@ -234,7 +222,7 @@ class TiledLinearisation:
 
     def _outputs(self) -> Tensor:
         outputs = torch.zeros_like(self.outputs)
-        for items in self._item_parts():
+        for items in self.item_parts():
             for s, strip in enumerate(self.strips):
                 target = outputs[items, :, strip.rows]
                 for t, tile in enumerate(strip.tiles):
@@ -264,11 +252,11 @@ class TiledLinearisation:
         return E[items], W[items]
 
     def _rebuilt(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor]:
-        scores, slope = self._scores(items, strip, tile)
+        scores, slope = self.scores(items, strip, tile)
         E = scores.sub_(self.peak[items, :, strip.rows]).exp_().flatten(1, 2)
         return E, E if slope is None else E * slope
 
-    def _scores(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    def scores(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """Scores (items, G, rows, columns) with −inf where hidden, and the slope of the soft-cap, stacked like E."""
         raw = torch.bmm(_stacked(self.queries[items], strip), self.keys[items, tile.columns].mT)
         slope = None
@@ -283,10 +271,10 @@ class TiledLinearisation:
             scores.masked_fill_(_of_items(tile.hidden, items), float("-inf"))
         return scores, slope
 
-    def _item_parts(self) -> Iterator[slice]:
+    def item_parts(self) -> Iterator[slice]:
         """Items worked on together: as many as keep one tile matrix within its bytes, at least one."""
         largest = max((strip.area // max(1, len(strip.tiles)) for strip in self.strips), default=1)
-        together = max(1, TILE_BYTES // max(1, largest * self.layout.groups * self.queries.element_size()))
+        together = max(1, self.tile_bytes // max(1, largest * self.layout.groups * self.queries.element_size()))
         for start in range(0, self.layout.items, together):
             yield slice(start, min(self.layout.items, start + together))
 
@@ -299,9 +287,9 @@ AnyLinearisation: TypeAlias = Linearisation | TiledLinearisation
 
 def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Tensor) -> bool:
     """Whether tiles beat n×n matrices of so many heads (over all inputs): these are large, or half of them is hidden."""
-    if heads * queries * keys * like.element_size() > DENSE_BYTES:
+    if heads * queries * keys * like.element_size() > current_tiling().dense:
         return True
-    if queries != keys or queries < SHORTEST_HALF:
+    if queries != keys or queries < current_tiling().shortest_half:
         return False
     corner = rule.visible(slice(0, queries // 4), slice(queries // 2, queries), queries, like.device)
     return corner is not None and not bool(corner.any())

@@ -16,7 +16,8 @@ since MMᵀ = W_V W_Vᵀ + gδᵀ + δgᵀ + ‖a‖²δδᵀ and the last three
 **Row Gram**: block norms with the directions of the blocks of a row kept, see ``row_gram``.
 **Factored** (several heads): heads enter by a maximum, not by a sum, see ``several_heads``.
 
-Computed in float64, one head at a time; proofs are in docs/theory.
+Computed in float64, one head at a time, for long sequences a strip of rows at a time (``strips``); proofs are in
+docs/theory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.bounds import strips
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.row_gram import row_gram
@@ -38,11 +40,10 @@ from lipscope.bounds.weights import HeadWeights, LayerWeights, layer_weights
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
 
-# Tokens beyond which no certificate is computed unasked: a dozen n×n matrices stay below 2 GiB.
-_LONGEST = 4096
 
-
-def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, gains: Tensor | None = None) -> Tensor:
+def certified_upper(
+    layer: Attention, X: Tensor, scope: str = "attention", *, gains: Tensor | None = None, height: int | None = None
+) -> Tensor:
     """A proven upper bound for σ at every input: the least of the certificates above.
 
     The value covers the rounding of its own float64 computation by four times ``head_core.rounding_margin``, relative; it
@@ -54,12 +55,14 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, ga
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
         gains: (B, n), when token j of X is itself a function of its own input with Jacobian of norm gains_j: the bound is
             then for the composition.
+        height: rows of the scores that are computed at a time. By default all of them up to 2,048 tokens, which takes a
+            dozen n×n matrices; beyond, as many as keep to a fixed memory.
 
     Returns:
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
 
-    Cost: about 6·H·n²·d_head² + 16·H·n·d_head³ flops (10 instead of 6 with rotary embeddings); memory a dozen n×n matrices
-    and a few H·n·d_head vectors.
+    Cost: about 6·H·n²·d_head² + 16·H·n·d_head³ flops (10 instead of 6 with rotary embeddings); beyond 2,048
+    tokens half of the first under a causal mask, up to 40 passes over the scores more, and memory that grows like n.
 
     Example:
         >>> import torch, lipscope
@@ -78,9 +81,11 @@ def certified_upper(layer: Attention, X: Tensor, scope: str = "attention", *, ga
             one = precise.for_input(b)
             gain = x.new_ones(x.shape[0]) if gains is None else gains[b].to(x)
             if scope == "head":
-                values.append([min(_one_head(one.head(h), x, w, gain).values()) for h, w in enumerate(weights.plain)])
+                values.append(
+                    [min(_one_head(one.head(h), x, w, gain, height).values()) for h, w in enumerate(weights.plain)]
+                )
             else:
-                values.append(min(_whole_layer(one, x, weights, gain).values()))
+                values.append(min(_whole_layer(one, x, weights, gain, height).values()))
     return torch.tensor(values, dtype=torch.float64, device=X.device)
 
 
@@ -90,11 +95,14 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     Small certificates (below about a tenth of a second) always are; an exact result needs none. Float64 counts twice, and
     small batched products run at half the speed of large ones.
     """
-    if "probabilistic" not in result.upper_kind or n > _LONGEST:
+    if "probabilistic" not in result.upper_kind:
         return False
     H, dk, d = layer.heads, layer.head_width, layer.width
     pairs = 10 if layer.rotary is not None else 6
     certificate = 4.0 * inputs * H * (pairs * n**2 * dk**2 + 16 * n * dk**3)
+    if n > strips.DENSE:
+        # The passes of power steps over the scores, each a handful of products of length dk and the exponentials.
+        certificate += 4.0 * inputs * H * 40 * n**2 * (8 * dk + 32)
     width = 3 * dk if scope == "head" else d
     pair = 4 * n * width * (layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]) + 16 * H * n**2 * dk
     if scope != "head" and layer.out is not None:
@@ -103,12 +111,12 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     return certificate <= max(steps * pair, 1e9)
 
 
-def local_bounds(layer: Attention, x: Tensor) -> list[Bound]:
-    """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``."""
+def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> list[Bound]:
+    """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``; ``height`` as in ``certified_upper``."""
     weights = layer_weights(layer)
     with torch.no_grad():
         x = x.detach().double()
-        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]))
+        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]), height)
     given = {"n": x.shape[0], "heads": layer.heads}
     return [
         Bound(f"certificates.{name}", value, "local", "this input; any mask and score rule", OURS, given)
@@ -116,7 +124,11 @@ def local_bounds(layer: Attention, x: Tensor) -> list[Bound]:
     ]
 
 
-def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor) -> dict[str, float]:
+def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, height: int | None = None) -> dict[str, float]:
+    height = _height(len(x), 1, height)
+    if height < len(x):
+        found, margin = strips.one_head_strips(single, x, w, gain, height)
+        return {name: _round_up(value, margin) for name, value in found.items()}
     core = HeadCore.at(single, x, w)
     B, c = core.covariance_norms(w)
     columns = float((core.rho(c, w).square() @ core.P * gain.square()).max())
@@ -128,12 +140,22 @@ def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor) -> dic
     }
 
 
-def _whole_layer(layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor) -> dict[str, float]:
+def _whole_layer(
+    layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor, height: int | None = None
+) -> dict[str, float]:
     """Every certificate of the layer."""
     if layer.heads == 1:
-        return _one_head(layer.head(0), x, weights.image[0], gain)
-    found, margin = several_heads(layer, x, weights, gain)
+        return _one_head(layer.head(0), x, weights.image[0], gain, height)
+    height = _height(len(x), layer.heads, height)
+    if height < len(x):
+        found, margin = strips.several_heads_strips(layer, x, weights, gain, height)
+    else:
+        found, margin = several_heads(layer, x, weights, gain)
     return {name: _round_up(value, margin) for name, value in found.items()}
+
+
+def _height(n: int, heads: int, asked: int | None) -> int:
+    return asked or (n if n <= strips.DENSE else strips.strip_height(n, heads))
 
 
 def _round_up(value: float, margin: float) -> float:

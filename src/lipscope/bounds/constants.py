@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Mask
 from lipscope.bounds.offsets import TurnedNorms, turned_norms
 from lipscope.bounds.weights import HeadWeights, layer_weights
 
@@ -151,7 +152,7 @@ def _of_head(layer: Attention, w: HeadWeights, span: float) -> HeadConstants:
 def score_range(layer: Attention) -> float:
     """Largest difference of the additive terms between two keys that one query sees."""
     n = additive_length(layer)
-    if n is None:
+    if n is None or (layer.bias is None and mask_of(layer).additive(n) is None):
         return 0.0
     rule = layer.score_rule(n, _batch(layer, n))
     if rule.additive is None:
@@ -166,22 +167,18 @@ def score_range(layer: Attention) -> float:
 
 def additive_length(layer: Attention) -> int | None:
     """The n that an additive bias, an explicit mask or rotary tables per input are made for; None for any n."""
-    from lipscope.attention.masks import Both, Explicit, Mask
-
-    def explicit(mask: Mask) -> int | None:
-        if isinstance(mask, Explicit):
-            return int(mask.tensor.shape[-1])
-        return explicit(mask.first) or explicit(mask.second) if isinstance(mask, Both) else None
-
-    assert isinstance(layer.mask, Mask)
     if layer.rotary is not None and layer.rotary.cos.ndim == 3:
         return int(layer.rotary.cos.shape[1])
-    return explicit(layer.mask) if layer.bias is None else int(layer.bias.shape[-1])
+    return mask_of(layer).length if layer.bias is None else int(layer.bias.shape[-1])
+
+
+def mask_of(layer: Attention) -> Mask:
+    """The layer's mask object."""
+    assert isinstance(layer.mask, Mask)
+    return layer.mask
 
 
 def _batch(layer: Attention, n: int) -> int:
-    from lipscope.attention.masks import Mask
-
-    assert isinstance(layer.mask, Mask)
-    sizes = [t.shape[0] for t in (layer.mask.allowed(n), layer.mask.additive(n)) if t is not None]
+    mask = mask_of(layer)
+    sizes = [t.shape[0] for t in (mask.allowed(n), mask.additive(n)) if t is not None]
     return max([1, *sizes, layer.bias.shape[0] if layer.bias is not None and layer.bias.ndim == 4 else 1])

@@ -1,6 +1,7 @@
 """One head at one input, in float64: the probabilities, block norms and covariances that certificates are made of.
 
-Every number here is an upper bound of what it stands for, its own rounding included; see ``rounding_margin``.
+A core holds all rows of the scores, or a strip of them with the columns that they see, so that long sequences need no n×n
+matrix. Every number here is an upper bound of what it stands for, its own rounding included; see ``rounding_margin``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.rotary import Turn
+from lipscope.attention.scores import ScoreRule
 from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights
 
-# Entries of scratch memory for the covariances of one block of rows.
-_SCRATCH = 1 << 23
+# Entries of scratch memory for the covariances of one block of rows, and columns whose products are formed at a time.
+_SCRATCH, _COLUMNS = 1 << 23, 2048
 # Multiplications up to which block norms are computed from the blocks themselves.
 _SMALL = 1 << 22
 _TINY = 1e-300
@@ -40,22 +42,83 @@ def rounding_margin(weights: HeadWeights, x: Tensor, gain: float = 1.0) -> float
 
 
 @dataclass(frozen=True, eq=False)
+class HeadRows:
+    """One head at one input: projections and rules, from which any strip of rows is evaluated.
+
+    Attributes are those of ``HeadCore``, for all n tokens.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    raw_k: Tensor
+    centre: Tensor
+    rule: ScoreRule
+    bent: bool
+    sinks: bool
+    margin: float
+    turn: Turn | None
+    weights: HeadWeights
+
+    @classmethod
+    def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadRows:
+        """Project tokens x (n, d) by a one-head layer in float64."""
+        q, k, v = (t[0, 0] for t in single.project(x[None]))
+        bent, sinks = single.softcap is not None, single.sinks is not None
+        centre = v.mean(0)
+        turn, gain = single.turn(x.shape[0], 1), 1.0
+        if turn is not None:
+            turn = Turn(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
+            gain = max(1.0, float((turn.cos.square() + turn.sin.square()).max().sqrt()))
+        return cls(
+            q, k if bent or sinks else k - k.mean(0), v - centre, k, centre, single.score_rule(x.shape[0], 1, tiled=True),
+            bent, sinks, rounding_margin(weights, x, gain), turn, weights,
+        )  # fmt: skip
+
+    def core(self, rows: slice) -> HeadCore:
+        """The strip of these rows, with the columns that they may see and those of the rows themselves."""
+        n = len(self.q)
+        first, last = self.rule.span(rows, n)
+        columns = slice(min(first, rows.start), max(last, rows.stop))
+        raw = self.q[rows] @ self.raw_k[columns].mT
+        P, W = (t[0, 0] for t in self.rule.probabilities(raw[None, None], rows, columns, n))
+        v = self.v[columns]
+        o, missing = P @ v, None
+        if self.sinks:
+            missing = (1 - P.sum(-1)).clamp_min(0)
+            o = o - missing[:, None] * self.centre
+        found = HeadCore(
+            self.q[rows], self.k[columns], v, o, P, W if self.bent else P, self.q[rows, :1], missing, self.centre,
+            self.bent, self.margin, _part(self.turn, columns), _part(self.turn, rows), rows, columns, n,
+        )  # fmt: skip
+        return replace(found, a=found._key_gradients(self.weights))
+
+
+def _part(turn: Turn | None, places: slice) -> Turn | None:
+    return None if turn is None else Turn(turn.cos[places], turn.sin[places], turn.interleaved)
+
+
+@dataclass(frozen=True, eq=False)
 class HeadCore:
-    """One head evaluated at one input.
+    """One head evaluated at one input: r rows of its scores and c columns, all n of both unless it is a strip.
 
     Attributes:
-        q: scaled queries (n, dk).
-        k: keys (n, dk), shifted by their mean where a shift does not matter.
-        v: values (n, dv), shifted by their mean.
+        q: scaled queries (r, dk).
+        k: keys (c, dk), shifted by their mean where a shift does not matter.
+        v: values (c, dv), shifted by their mean.
         o: outputs Σ_j P_ij v_j, shifted likewise.
-        P: probabilities (n, n).
+        P: probabilities (r, c).
         W: P times the slope of the soft-cap.
-        a: ‖a_ij‖, a_ij = W_KᵀR_jᵀq_i with τ inside q: (n, 1), or (n, n) with rotary embeddings.
-        missing: share of the sink in every row (n,), or None.
+        a: ‖a_ij‖, a_ij = W_KᵀR_jᵀq_i with τ inside q: (r, 1), or (r, c) with rotary embeddings.
+        missing: share of the sink in every row (r,), or None.
         centre: the mean that was taken from the values.
         bent: there is a soft-cap.
         margin: relative rounding margin.
-        turn: the rotations R_j of rotary embeddings, tables (n, r), or None; q and k are turned already.
+        turn: the rotations R_j of rotary embeddings at the columns, or None; q and k are turned already.
+        row_turn: those at the rows.
+        rows: which rows of the scores.
+        columns: which columns; the rows see nothing outside.
+        n: number of tokens.
     """
 
     q: Tensor
@@ -69,29 +132,16 @@ class HeadCore:
     centre: Tensor
     bent: bool
     margin: float
-    turn: Turn | None = None
+    turn: Turn | None
+    row_turn: Turn | None
+    rows: slice
+    columns: slice
+    n: int
 
     @classmethod
     def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadCore:
-        """Evaluate a one-head layer in float64 at tokens x (n, d)."""
-        core = single.linearise(x[None])
-        q, k, v, P, W = (t[0, 0] for t in (core.q, core.k, core.v, core.P, core.W))
-        bent, sinks = single.softcap is not None, single.sinks is not None
-        centre = v.mean(0)
-        v = v - centre
-        o, missing = P @ v, None
-        if sinks:
-            missing = (1 - P.sum(-1)).clamp_min(0)
-            o = o - missing[:, None] * centre
-        if not (bent or sinks):
-            k = k - k.mean(0)
-        turn, gain = single.turn(x.shape[0], 1), 1.0
-        if turn is not None:
-            turn = Turn(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
-            gain = max(1.0, float((turn.cos.square() + turn.sin.square()).max().sqrt()))
-        margin = rounding_margin(weights, x, gain)
-        found = cls(q, k, v, o, P, W if bent else P, q[:, :1], missing, centre, bent, margin, turn)
-        return replace(found, a=found._key_gradients(weights))
+        """Evaluate a one-head layer in float64 at tokens x (n, d), all rows."""
+        return HeadRows.at(single, x, weights).core(slice(0, len(x)))
 
     @property
     def orthogonal(self) -> bool:
@@ -105,13 +155,18 @@ class HeadCore:
         return torch.cat([torch.linalg.vector_norm(Y, dim=-1) for _, Y in self.pair_images(w.R_K, self.q)])
 
     def pair_images(self, M: Tensor, t: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """M R_jᵀ t_i for all pairs, (rows i, n, rows of M), a block of rows at a time."""
-        n = t.shape[0]
-        turned = self.turned(M).flatten(0, 1)
-        step = max(1, _SCRATCH // turned.shape[0])
+        """M R_jᵀ t_i for all pairs, (rows i, columns j, rows of M), a block of rows at a time."""
+        n, count = t.shape[0], self.k.shape[0]
+        step = max(1, _SCRATCH // (count * M.shape[0]))
+        pieces = _pieces(count)
+        turned = [self.turned(M, piece).flatten(0, 1).mT for piece in pieces] if len(pieces) == 1 else None
         for start in range(0, n, step):
             part = slice(start, min(n, start + step))
-            yield part, (t[part] @ turned.mT).reshape(-1, n, M.shape[0])
+            images = t.new_empty(part.stop - part.start, count, M.shape[0])
+            for which, piece in enumerate(pieces):
+                right = self.turned(M, piece).flatten(0, 1).mT if turned is None else turned[which]
+                images[:, piece] = (t[part] @ right).reshape(len(images), -1, M.shape[0])
+            yield part, images
 
     def query_gradients(self, w: HeadWeights, shift: Tensor) -> tuple[Tensor, Tensor]:
         """‖b_ij‖ and ‖b_ij − R_Q R_iᵀ shift_i‖, b_ij = τW_QᵀR_iᵀk_j, for all pairs, with rotary embeddings."""
@@ -127,11 +182,12 @@ class HeadCore:
         assert self.turn is not None
         return largest_interaction(w, self.turn)
 
-    def turned(self, M: Tensor) -> Tensor:
-        """M R_jᵀ for every token j, (n, rows of M, dk)."""
+    def turned(self, M: Tensor, piece: slice | None = None) -> Tensor:
+        """M R_jᵀ for every column j (of a piece), (columns, rows of M, dk)."""
         assert self.turn is not None
-        return Turn(self.turn.cos[:, None], self.turn.sin[:, None], self.turn.interleaved).apply(
-            M.expand(len(self.q), *M.shape)
+        piece = piece or slice(0, len(self.k))
+        return Turn(self.turn.cos[piece, None], self.turn.sin[piece, None], self.turn.interleaved).apply(
+            M.expand(piece.stop - piece.start, *M.shape)
         )
 
     def projected_norm(self, t: Tensor, M: Tensor) -> float:
@@ -143,9 +199,7 @@ class HeadCore:
 
     def query_images(self, M: Tensor, part: slice) -> Tensor:
         """M_i R_i for matrices M (rows i, ·, dk) that meet the queries."""
-        if self.turn is None:
-            return M
-        return Turn(self.turn.cos[part, None], self.turn.sin[part, None], self.turn.interleaved).transpose(M)
+        return turn_back(self.row_turn, M, part)
 
     def block_norms(self, w: HeadWeights) -> tuple[Tensor, Tensor]:
         """‖W_O(v_j − o_i)‖ and P_ij‖W_O W_V + s_ij W_O(v_j − o_i)a_iᵀ‖ for all pairs, s the slope of the soft-cap."""
@@ -172,7 +226,7 @@ class HeadCore:
         growth = (trace + (trace.square() + 4 * determinant).sqrt_()) / 2
         norms = (w.value**2 + growth.clamp_min_(0)).sqrt_()
         delta = delta2.sqrt_()
-        if P.numel() * w.V.numel() * w.V.shape[0] <= _SMALL:
+        if self.n**2 * w.V.numel() * w.V.shape[0] <= _SMALL:
             norms = torch.minimum(norms, self._exact_blocks(w, v, o, delta))
         return delta, P * norms
 
@@ -203,15 +257,19 @@ class HeadCore:
         slack_B, slack_c = self.moment_slack(w)
         return B + slack_B, c + slack_c
 
-    def moment_slack(self, w: HeadWeights | None) -> tuple[float, float]:
-        """What rounding may add to the norms of the two kinds of ``moments``."""
+    def moment_slack(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
+        """What rounding may add to the norms of the two kinds of ``moments``, per row, from what the row sees."""
         v, o = self.seen(w)
         k = self.k if w is None or self.turn is not None else self.k @ w.R_Q.mT
-        v_size, o_size, k_size = (float(torch.linalg.vector_norm(t, dim=-1).max()) for t in (v, o, k))
-        if self.turn is not None:
-            k_size *= max(1.0, float((self.turn.cos.square() + self.turn.sin.square()).max().sqrt()))
-            k_size *= 1.0 if w is None else w.query
-        v_size += o_size
+
+        def largest(t: Tensor) -> Tensor:
+            norms: Tensor = torch.linalg.vector_norm(t, dim=-1)
+            return norms.expand_as(self.P).masked_fill(self.P == 0, 0.0).amax(-1)
+
+        v_size, k_size = largest(v) + torch.linalg.vector_norm(o, dim=-1), largest(k)
+        if self.row_turn is not None:
+            k_size = k_size * (self.row_turn.cos.square() + self.row_turn.sin.square()).amax(-1).sqrt().clamp_min(1.0)
+            k_size = k_size * (1.0 if w is None else w.query)
         return self.margin * v_size * k_size, self.margin * v_size**2
 
     def moments(self, w: HeadWeights | None, U: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -221,26 +279,31 @@ class HeadCore:
         """
         v, o = self.seen(w)
         k = self.k if w is None or self.turn is not None else self.k @ w.R_Q.mT
-        n, r, m = v.shape[0], v.shape[1], k.shape[1]
-        vk, vv = (v[:, :, None] * k[:, None, :]).flatten(1), (v[:, :, None] * v[:, None, :]).flatten(1)
+        n, r, m = len(self.P), v.shape[1], k.shape[1]
         if U is None:
             U = self.W.square() / self.P.clamp_min(_TINY) if self.bent else self.W
         step = max(1, _SCRATCH // (r * max(r, m)))
         for start in range(0, n, step):
             part = slice(start, min(n, start + step))
             Wi, Ui, oi = self.W[part], U[part], o[part]
-            cross = torch.baddbmm((Wi @ vk).reshape(-1, r, m), oi[:, :, None], (Wi @ k)[:, None, :], alpha=-1)
+            crosses, squares = v.new_zeros(len(oi), r * m), v.new_zeros(len(oi), r * r)
+            for piece in _pieces(len(v)):
+                vj, kj = v[piece], k[piece]
+                crosses.addmm_(Wi[:, piece], (vj[:, :, None] * kj[:, None, :]).flatten(1))
+                squares.addmm_(Ui[:, piece], (vj[:, :, None] * vj[:, None, :]).flatten(1))
+            cross = torch.baddbmm(crosses.reshape(-1, r, m), oi[:, :, None], (Wi @ k)[:, None, :], alpha=-1)
             if self.turn is not None:
                 cross = self.query_images(cross, part)
                 cross = cross if w is None else cross @ w.R_Q.mT
             # Σ U(v−o)(v−o)ᵀ = Σ U v vᵀ − o(Uv − ½|U|o)ᵀ − (Uv − ½|U|o)oᵀ
             shift = Ui @ v - oi * Ui.sum(-1, keepdim=True) / 2
             left, right = torch.stack([oi, shift], dim=-1), torch.stack([shift, oi], dim=1)
-            yield part, cross, torch.baddbmm((Ui @ vv).reshape(-1, r, r), left, right, alpha=-1)
+            yield part, cross, torch.baddbmm(squares.reshape(-1, r, r), left, right, alpha=-1)
 
     def rho(self, c: Tensor, w: HeadWeights) -> Tensor:
         """ρ_i: √(‖V‖² + c_i‖a_i‖²), or ‖V‖ + √c_i max_j‖a_ij‖ when the gradients a_ij depend on j."""
-        a = self.a.amax(-1)
+        # What a row does not see has no share in its covariance.
+        a = self.a[:, 0] if self.turn is None else self.a.masked_fill(self.P == 0, 0.0).amax(-1)
         return (w.value**2 + c * a.square()).sqrt() if self.orthogonal else w.value + c.sqrt() * a
 
     def seen(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
@@ -248,3 +311,14 @@ class HeadCore:
         if w is None or w.R_O is None:
             return self.v, self.o
         return self.v @ w.R_O.mT, self.o @ w.R_O.mT
+
+
+def turn_back(turn: Turn | None, M: Tensor, part: slice) -> Tensor:
+    """M_i R_i for matrices M (places i of ``part``, ·, dk); M without rotations."""
+    if turn is None:
+        return M
+    return Turn(turn.cos[part, None], turn.sin[part, None], turn.interleaved).transpose(M)
+
+
+def _pieces(count: int) -> list[slice]:
+    return [slice(start, min(count, start + _COLUMNS)) for start in range(0, count, _COLUMNS)]

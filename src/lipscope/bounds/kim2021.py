@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lipscope.attention.variants.softmax import L2Attention
 from lipscope.bounds.bound import Bound
 
 _SOURCE = "Kim, Papamakarios, Mnih, The Lipschitz Constant of Self-Attention, ICML 2021, Theorem 3.2 (power 4 of ‖W_Q‖)"
@@ -48,3 +49,21 @@ def l2mha(q: Sequence[Tensor], v: Sequence[Tensor], out: Tensor, n: int) -> Boun
     weights = math.sqrt(sum(norm(Q) ** 4 * norm(V) ** 2 for Q, V in zip(q, v, strict=True)))
     value = math.sqrt(n) / math.sqrt(d / heads) * spread * weights * norm(out)
     return Bound("kim2021.l2mha", value, "set", f"L2 attention, all tokens, n = {n}, unmasked", _SOURCE, {"n": n})
+
+
+def of_layer(layer: L2Attention, n: int) -> Bound:
+    """``l2mha`` of a layer; without W_O the heads are joined as they are.
+
+    Args:
+        layer: the layer, unmasked.
+        n: number of tokens.
+
+    Returns:
+        A set bound valid on the whole space.
+    """
+    out = torch.eye(layer.output_width, dtype=torch.float64) if layer.out is None else layer.out
+    values, heads = layer.v.chunk(layer.heads), layer.q.chunk(layer.heads)
+    # The theorem's √(d/H) is the width of a head: t = 1/√dk inside the layer, whatever d is.
+    found = l2mha(heads, values, out, n)
+    factor = math.sqrt(layer.width / layer.heads) * layer.t
+    return Bound(found.name, found.value * factor, found.kind, found.holds_for, found.reference, found.inputs)

@@ -16,6 +16,7 @@ Causal, free of n: σ ≤ ‖V‖((1+2a)Π(a) + a) with ‖P‖₂ ≤ Π(a) = m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -89,18 +90,34 @@ def visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLi
         A set bound.
     """
     rule = layer.mask if isinstance(layer, Attention) and mask is None else mask
-    seen = as_mask(rule).allowed(n)
-    seen = torch.ones(1, 1, n, n, dtype=torch.bool) if seen is None else seen
-    counts = seen.sum(-1, keepdim=True).double()
+    constants = Constants.of(layer, _cut(n))
+    ranges = sorted({c.half_range(radius) for c in (*constants.image, *constants.plain)})
+    columns = dict(zip(ranges, _largest_columns(as_mask(rule), n, ranges), strict=True))
 
     def head(c: HeadConstants) -> float:
-        share = 1 / (1 + (counts - 1) * math.exp(-2 * c.half_range(radius)))
-        column = float((seen * share).sum(-2).max())
-        return c.mean_and_keys(radius) * math.sqrt(column) + c.queries(radius)
+        return c.mean_and_keys(radius) * math.sqrt(columns[c.half_range(radius)]) + c.queries(radius)
 
-    value = Constants.of(layer, _cut(n)).combine(head)
+    value = constants.combine(head)
     return Bound("refined.visibility", value, "set", f"tokens of norm ≤ {radius:g}, n = {n}, mask {as_mask(rule)}", OURS,
                  {"R": radius, "n": n, "mask": str(as_mask(rule))})  # fmt: skip
+
+
+# Rows of a mask looked at together.
+_ROWS = 512
+
+
+def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> list[float]:
+    """κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}) for every h of ``ranges``, a strip of rows at a time."""
+    everything = slice(0, n)
+    decay = torch.tensor([math.exp(-2 * h) for h in ranges], dtype=torch.float64)
+    sums = torch.zeros(1, 1, n, len(ranges), dtype=torch.float64)
+    for start in range(0, n, _ROWS):
+        rows = slice(start, min(n, start + _ROWS))
+        seen = mask.sees(rows, everything, n)
+        seen = torch.ones(1, 1, rows.stop - start, n) if seen is None else seen
+        counts = seen.sum(-1, keepdim=True).double().clamp_min(1)
+        sums = sums + seen.double().mT @ (1 / (1 + (counts - 1) * decay.to(counts)))
+    return [float(value) for value in sums.amax((0, 1, 2))]
 
 
 def causal_norm(a: float) -> float:
@@ -142,9 +159,3 @@ def _cut(n: float) -> int | None:
 
 def _length(n: float) -> str:
     return "any n" if math.isinf(n) else f"n = {n:g}"
-
-
-def mask_of(layer: Attention) -> Mask:
-    """The layer's mask object."""
-    assert isinstance(layer.mask, Mask)
-    return layer.mask

@@ -25,7 +25,7 @@ from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import matrix_norm_upper, perron_vector
 from lipscope.bounds.weights import HeadWeights
 
-_TINY = 1e-280
+TINY = 1e-280
 
 
 def row_gram(core: HeadCore, w: HeadWeights, block: Tensor, B: Tensor, gain: Tensor, rounds: int = 2) -> float:
@@ -48,9 +48,9 @@ def row_gram(core: HeadCore, w: HeadWeights, block: Tensor, B: Tensor, gain: Ten
     eps = (2 * len(x) + 8) * torch.finfo(x.dtype).eps
     for _ in range(rounds):
         x = (x / x.max()).clamp_min(1e-100)
-        weights = torch.where(block > 0, x * gain / block.clamp_min(_TINY), 0.0)
-        own = torch.where(B > 0, x * gain / B.clamp_min(_TINY), 0.0)
-        rows = torch.minimum(_row_norms(core, w, weights, own, B), total @ x)
+        weights = torch.where(block > 0, x * gain / block.clamp_min(TINY), 0.0)
+        own = torch.where(B > 0, x * gain / B.clamp_min(TINY), 0.0)
+        rows = torch.minimum(row_norms(core, w, weights, own, B), total @ x)
         columns = total.mT @ rows
         value = float((columns / x).max()) * (1 + eps)
         if not math.isfinite(value):
@@ -62,7 +62,7 @@ def row_gram(core: HeadCore, w: HeadWeights, block: Tensor, B: Tensor, gain: Ten
     return best
 
 
-def _row_norms(core: HeadCore, w: HeadWeights, weights: Tensor, own: Tensor, B: Tensor) -> Tensor:
+def row_norms(core: HeadCore, w: HeadWeights, weights: Tensor, own: Tensor, B: Tensor) -> Tensor:
     """λ_i for every row, its rounding included."""
     v, o = core.seen(w)
     P, W, a = core.P, core.W, core.a

@@ -15,6 +15,7 @@ the heads, so that no more than a fixed number of n×n matrices is ever held. Ou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,14 +27,14 @@ from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
 from lipscope.bounds.weights import HeadWeights, LayerWeights
 
 # heads·n·d_head³ up to which covariances are also taken through W_O.
-_CHEAP = 1 << 25
+CHEAP = 1 << 25
 # heads·n² up to which the heads are kept for the second pass instead of being evaluated again.
 _FEW = 1 << 21
 
 
 def several_heads(layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor) -> tuple[dict[str, float], float]:
     """Every certificate of a layer in float64 at tokens x (n, d), and the margin they are to be enlarged by."""
-    totals = _Totals(x, gain, images=layer.heads * x.shape[0] * layer.head_width**3 <= _CHEAP)
+    totals = _Totals(x, gain, images=layer.heads * x.shape[0] * layer.head_width**3 <= CHEAP)
     singles = [layer.head(h) for h in range(layer.heads)]
     cores: list[HeadCore] = []
     few = layer.heads * x.shape[0] ** 2 <= _FEW
@@ -76,20 +77,14 @@ class _Totals:
         torch.minimum(self.least, P, out=self.least)
         torch.maximum(self.most, P, out=self.most)
 
-        parts = [(*factor_pair(cross), *factor(own)) for _, cross, own in core.moments(None)]
-        U, Z, C_rest, F, F_rest = (torch.cat(each) for each in zip(*parts, strict=True))
-        C_slack, F_slack = core.moment_slack(None)
-        for into, tensor in ((self.U, U), (self.Z, Z), (self.C_rest, C_rest + C_slack),
-                             (self.F, F), (self.F_rest, F_rest + F_slack)):  # fmt: skip
+        factors = covariance_factors(core)
+        for into, tensor in zip((self.U, self.Z, self.C_rest, self.F, self.F_rest), factors, strict=True):
             into.append(tensor)
         if self.images:
             B, c = core.covariance_norms(w)
             self.B += B
         else:
-            c = matrix_norm_upper(F.mT @ F, symmetric=True) + F_rest + F_slack
-            if core.missing is not None and not core.bent:
-                c = c + core.missing * (core.o + core.centre).square().sum(-1)
-            c = w.out**2 * c
+            c = head_covariance(core, w, self.F[-1], self.F_rest[-1])
         rho = core.rho(c, w)
         self.row_column += math.sqrt(float((rho.square() @ P * self.gain.square()).max()))
         self.weighted.addcmul_(rho[:, None], P)
@@ -97,10 +92,8 @@ class _Totals:
 
     def certificates(self, weights: LayerWeights, keys: _Keys) -> dict[str, float]:
         gain = self.gain
-        # Σ_h P^h V_h entry by entry: by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖.
-        shared = self.means + self.least * (weights.total - sum(w.value for w in weights.image))
         both = weights.out * weights.values
-        mean = torch.minimum(torch.minimum(self.means, shared), both * self.most)
+        mean = _least_mean(self.means, self.least, self.most, weights)
         B = product_norms(
             weights.gram_out, weights.gram_query, (weights.out, weights.queries),
             torch.stack(self.U), torch.stack(self.Z), torch.stack(self.C_rest),
@@ -119,6 +112,36 @@ class _Totals:
             "row_column": min(self.row_column, together) + float(B.max()),
             "factored": means + keys.bound(weights) + float(B.max()),
         }
+
+
+def covariance_factors(core: HeadCore) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """U, Z with UZᵀ ≈ C_i and what is missing, F with FFᵀ ≈ Cov_i and what is missing, in the head's own coordinates."""
+    parts = [(*factor_pair(cross), *factor(own)) for _, cross, own in core.moments(None)]
+    U, Z, C_rest, F, F_rest = (torch.cat(each) for each in zip(*parts, strict=True))
+    C_slack, F_slack = core.moment_slack(None)
+    return U, Z, C_rest + C_slack, F, F_rest + F_slack
+
+
+def head_covariance(core: HeadCore, w: HeadWeights, F: Tensor, rest: Tensor) -> Tensor:
+    """c_i through W_O by way of ‖W_O‖, from the factors of the covariances."""
+    c = matrix_norm_upper(F.mT @ F, symmetric=True) + rest
+    if core.missing is not None and not core.bent:
+        c = c + core.missing * (core.o + core.centre).square().sum(-1)
+    return w.out**2 * c
+
+
+def mean_blocks(P: Sequence[Tensor], weights: LayerWeights) -> Tensor:
+    """≥ ‖Σ_h P_ij^h V_h‖: by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖."""
+    means = sum((p * w.value for p, w in zip(P[1:], weights.image[1:], strict=True)), P[0] * weights.image[0].value)
+    least, most = P[0], P[0]
+    for p in P[1:]:
+        least, most = torch.minimum(least, p), torch.maximum(most, p)
+    return _least_mean(means, least, most, weights)
+
+
+def _least_mean(means: Tensor, least: Tensor, most: Tensor, weights: LayerWeights) -> Tensor:
+    shared = means + least * (weights.total - sum(w.value for w in weights.image))
+    return torch.minimum(torch.minimum(means, shared), weights.out * weights.values * most)
 
 
 class _Keys:

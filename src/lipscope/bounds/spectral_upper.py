@@ -7,6 +7,8 @@ Any M (Schatten norms):                        ‖M‖₂ ≤ ‖(MᵀM)^p‖_F^
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,22 +55,45 @@ def collatz_wielandt(N: Tensor, x: Tensor) -> float:
 def _best_vector(N: Tensor, steps: int) -> tuple[float, Tensor]:
     size = _largest(N)
     N = N / size
-    x = best_x = N.new_ones(N.shape[1])
-    best = math.inf
+    start = {"N": N.new_ones(N.shape[1])}
+    best, x = best_vectors(lambda vectors: {"N": N.mT @ (N @ vectors["N"])}, start, steps, rows=N.shape[0])["N"]
+    return size * best, x
+
+
+# NᵀNx for several nonnegative matrices N, by name.
+Grams: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def best_vectors(
+    grams: Grams, start: dict[str, Tensor], steps: int = 40, *, rows: int | None = None
+) -> dict[str, tuple[float, Tensor]]:
+    """Collatz–Wielandt bounds for matrices known by their products alone, each with the x > 0 at which it was found.
+
+    Args:
+        grams: NᵀNx of the asked matrices.
+        start: a positive x for every matrix.
+        steps: power steps.
+        rows: rows of the matrices; as many as columns by default.
+    """
+    vectors, found = dict(start), {name: (math.inf, x) for name, x in start.items()}
     for step in range(steps):
-        y = N.mT @ (N @ x)
-        ratio = float((y / x).max())
-        if not math.isfinite(ratio):
-            break
-        improved = ratio < best * (1 - 1e-6)
-        if ratio < best:
-            best, best_x = ratio, x
-        top = float(y.max())
-        if top == 0.0 or (step > 4 and not improved):
-            break
-        # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
-        x = (y / top).clamp_min(_SMALLEST)
-    return size * math.sqrt(best) * _rounding(N), best_x
+        for name, y in (grams(vectors) if vectors else {}).items():
+            x, best = vectors.pop(name), found[name][0]
+            ratio = float((y / x).max())
+            if not math.isfinite(ratio):
+                continue
+            improved = ratio < best * (1 - 1e-6)
+            if ratio < best:
+                found[name] = ratio, x
+            top = float(y.max())
+            if top == 0.0 or (step > 4 and not improved):
+                continue
+            # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
+            vectors[name] = (y / top).clamp_min(_SMALLEST)
+    return {
+        name: (math.sqrt(ratio) * (1 + ((rows or len(x)) + len(x) + 8) * torch.finfo(x.dtype).eps), x)
+        for name, (ratio, x) in found.items()
+    }
 
 
 def _largest(N: Tensor) -> float:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lipscope.attention.layer import Attention
 
@@ -101,13 +102,29 @@ def triangle(M: Tensor) -> Tensor:
 
 
 def layer_weights(layer: Attention) -> LayerWeights:
-    """The weights of ``layer`` as the bounds see them; computed once per layer object."""
-    if layer not in _CACHE:
-        _CACHE[layer] = _compute(layer.to(torch.float64))
-    return _CACHE[layer]
+    """The weights of ``layer`` as the bounds see them; computed once for the same tensors, whatever mask goes with them."""
+    tensors = (layer.k, layer.v, layer.out, layer.q_bias, layer.k_bias, layer.v_bias)
+    state = (layer.heads, layer.kv_heads, layer.tau, *(_version(t) for t in (layer.q, *tensors)))
+    known: _Known = _CACHE.setdefault(layer.q, [])
+    for others, before, weights in known:
+        if state == before and all(a is b for a, b in zip(others, tensors, strict=True)):
+            return weights
+    weights = _compute(layer.to(torch.float64))
+    # The other tensors are held, so that no new one can take the place of one that is compared by identity. An older state
+    # of the same tensors will not come back.
+    known[:] = [entry for entry in known if entry[1][:3] != state[:3]]
+    known.append((tensors, state, weights))
+    return weights
 
 
-_CACHE: WeakKeyDictionary[Attention, LayerWeights] = WeakKeyDictionary()
+def _version(tensor: Tensor | None) -> int:
+    """How often a tensor was changed in place, as training does with parameters."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+_Known: TypeAlias = list[tuple[tuple[Tensor | None, ...], tuple[float, ...], LayerWeights]]
+# By the query weights, as long as these live; tensors have no equality that a plain dictionary could use.
+_CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _compute(layer: Attention) -> LayerWeights:

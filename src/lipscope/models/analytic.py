@@ -16,6 +16,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording
+from lipscope.models.symbolic_mask import same_mask
 
 
 def with_named_mask(attention: Attention, layer: Layer, recording: Recording) -> Attention:
@@ -23,7 +24,7 @@ def with_named_mask(attention: Attention, layer: Layer, recording: Recording) ->
     n = recording.hosts[layer.index].tokens.shape[1 if layer.batch_first else 0]
     mask = attention.mask
     assert isinstance(mask, Mask)
-    allowed, additive = mask.allowed(n), mask.additive(n)
+    additive = mask.additive(n)
     if additive is not None and bool(additive.any()):
         return attention
     candidates: list[Mask] = [Full(), Causal()]
@@ -32,7 +33,7 @@ def with_named_mask(attention: Attention, layer: Layer, recording: Recording) ->
     if recording.documents is not None:
         candidates.append(Packed(recording.documents, causal=layer.causal))
     for candidate in candidates:
-        if _equal(candidate.allowed(n), allowed):
+        if same_mask(candidate, mask, n):
             return attention.with_mask(candidate)
     return attention
 
@@ -44,13 +45,6 @@ def remembered(attention: Attention, known: dict[int, Attention], index: int) ->
         return before
     known[index] = attention
     return attention
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b or bool((a if b is None else b).all())  # type: ignore[union-attr]
-    a, b = torch.broadcast_tensors(a.to(b.device), b)
-    return torch.equal(a, b)
 
 
 def _same_value(a: Any, b: Any) -> bool:

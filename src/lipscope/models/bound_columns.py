@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
 from lipscope.bounds import registry
 from lipscope.bounds.constants import additive_length
@@ -60,6 +61,9 @@ def least(source: str, layer: Attention, radius: float, n: int) -> float | None:
     """The least set bound of a source that holds for a layer, n tokens of norm at most ``radius``; None without any."""
     values = []
     for name in registry.TABLE:
+        if name == "refined.visibility" and isinstance(layer.mask, Full | Causal):
+            # Counting who sees whom gives what the closed forms for these masks give, at the cost of the n×n matrix.
+            continue
         if name.startswith(f"{source}.") and registry.supports(name, layer):
             # This one counts who sees whom, so it takes the length of the mask; padding neither sees nor is seen.
             places = additive_length(layer) if name == "refined.visibility" else None

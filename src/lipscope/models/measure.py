@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, ungroup_queries
+from lipscope.attention.row_statistics import row_statistics
 from lipscope.models.bound_columns import NO_BOUNDS, bound_columns, norm_radius
 from lipscope.models.capture import Recording
 from lipscope.models.handle import Model
@@ -115,32 +115,23 @@ def attention_statistics(handle: Model, layer: int, recording: Recording) -> dic
     if where.through_seam:
         host = recording.hosts[where.index]
         call = core_call(handle.model, host, host.tokens, recording.documents)
-        core, rule, heads = Linearisation.at(call.q, call.k, call.v, call.rule), call.rule, call.q.shape[1]
+        q, k, v, rule = call.q, call.k, call.v, call.rule
     elif isinstance(where.out, nn.MultiheadAttention):
         plain = handle.attention(layer, recording)
         assert plain is not None
         X = scope_tokens(where, recording, "attention")
-        core, rule, heads = plain.linearise(X), plain.score_rule(X.shape[1], X.shape[0]), plain.heads
+        q, k, v = plain.project(X)
+        rule = plain.score_rule(X.shape[1], X.shape[0], tiled=True)
     else:
         return {}
-    P = ungroup_queries(core.P, heads)
-    scores = ungroup_queries(core.q @ core.k.transpose(-1, -2), heads)
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    if rule.additive is not None:
-        scores = scores + rule.additive
-    B, H, n, _ = P.shape
-    rows = torch.ones(B, n, dtype=torch.bool, device=P.device) if recording.real is None else recording.real
-    weight = (rows / rows.sum(-1, keepdim=True))[:, None].to(P)
-    entropy = -torch.special.xlogy(P, P).sum(-1)
-    first = rows.int().argmax(-1)
-    on_first = P.gather(-1, first[:, None, None, None].expand(B, H, n, 1))[..., 0]
-    on_sink = (1 - P.sum(-1)).clamp_min(0) if rule.sinks is not None else torch.zeros_like(on_first)
-    visible = (P > 0) & rows[:, None, :, None]
+    B, _, n, _ = q.shape
+    rows = torch.ones(B, n, dtype=torch.bool, device=q.device) if recording.real is None else recording.real
+    weight = (rows / rows.sum(-1, keepdim=True))[:, None].to(q)
+    found = row_statistics(q, k, v, rule, rows.int().argmax(-1))
     return {
-        "entropy": (entropy * weight).sum(-1),
-        "max_logit": scores.masked_fill(~visible, float("-inf")).amax((-1, -2)),
-        "sink_mass": ((on_first + on_sink) * weight).sum(-1),
+        "entropy": (found.entropy * weight).sum(-1),
+        "max_logit": found.max_logit.masked_fill(~rows[:, None], float("-inf")).amax(-1),
+        "sink_mass": ((found.on_token + found.on_sink) * weight).sum(-1),
     }
 
 

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import as_mask
+from lipscope.attention.masks import MaskLike, as_mask
 from lipscope.attention.rotary import Rotary
+from lipscope.attention.scores import ScoreRule
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording, replaying
 from lipscope.models.positions import Layout, find_layout
 from lipscope.models.seam import CoreCall, observing_core
+from lipscope.models.symbolic_mask import RealTokens
 
 
 class _CoreReachedError(Exception):
@@ -72,7 +74,7 @@ def plain_attention(
     attention = Attention(
         parts.q[0], parts.k[0], parts.v[0], out, heads=at_tokens.q.shape[1], kv_heads=at_tokens.k.shape[1],
         q_bias=parts.q[1], k_bias=parts.k[1], v_bias=parts.v[1], out_bias=out_bias, scale=1.0,
-        mask=_visible(rule.allowed, recording.real, call.tokens),
+        mask=_visible(rule, recording.real, call.tokens),
         softcap=rule.softcap, bias=rule.additive, sinks=rule.sinks, rotary=rotary,
     )  # fmt: skip
     recorded = recording.outputs[layer.index].reshape(*call.tokens.shape[:2], -1)
@@ -221,9 +223,12 @@ def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias.detach() if isinstance(bias, Tensor) else None
 
 
-def _visible(allowed: Tensor | None, real: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """The mask as a tensor (B, H, n, n); padding tokens see nothing, so their outputs are zero."""
-    n = tokens.shape[1]
+def _visible(rule: ScoreRule, real: Tensor | None, tokens: Tensor) -> MaskLike:
+    """The mask as a rule, or as a tensor (B, H, n, n); padding tokens see nothing, so their outputs are zero."""
+    n, allowed = tokens.shape[1], rule.allowed
+    if rule.mask is not None:
+        mask = rule.mask if allowed is None else rule.mask & allowed.expand(*allowed.shape[:-2], n, n)
+        return mask if real is None else mask & RealTokens(real.cpu())
     if real is not None:
         both = (real[:, :, None] & real[:, None, :])[:, None]
         allowed = both if allowed is None else allowed & both

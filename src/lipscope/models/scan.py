@@ -8,7 +8,8 @@ import io
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,18 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.attention.memory import MemoryPlan
 from lipscope.models.corpora import read_text
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.handle import Model
 from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
+from lipscope.models.memory import batch_size, plan_layers
 from lipscope.models.packing import measure_packed, packed_chunks
 from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
 from lipscope.models.tokens import TokenView
 from lipscope.models.worst_tokens import worst_views
 from lipscope.spectral.dense import Auto
-from lipscope.spectral.norm import Solver
+from lipscope.spectral.norm import Solver, within
 
 Progress = Callable[[int, int, str], None]
 
@@ -163,6 +166,7 @@ def scan(
     pack: bool = False,
     certificate: bool | None = None,
     batch_tokens: int = 4096,
+    memory: int | str | None = None,
     tokens: int = 0,
     progress: Progress | None = None,
     **load_options: Any,
@@ -183,6 +187,7 @@ def scan(
             None, rows of its documents their number. A text of one document is packed by paragraphs.
         certificate: also compute certified upper ends; None: where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
+        memory: most bytes above the weights, a number or a size such as ``"4GiB"``; see ``models.memory.plan_scan``.
         tokens: look at so many of the worst layers or heads token by token; not for packed inputs.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
@@ -193,6 +198,7 @@ def scan(
     Raises:
         ValueError: when the text is too short, a length exceeds the model's positions, or a layer, head or scope does not
             exist.
+        MemoryError: when ``memory`` is too small for one of the lengths.
 
     Example:
         >>> import lipscope
@@ -223,42 +229,46 @@ def scan(
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     done, total = 0, len(sizes) * inputs * len(chosen)
+    plans: dict[int, MemoryPlan] = {}
+    if memory is not None:
+        # All of them before the first measurement: what does not fit is refused at once.
+        plans = {
+            n: plan_layers(handle, n, chosen, inputs=batch_size(n, inputs, batch_tokens, pack), scope=scope, memory=memory)
+            for n in sizes
+        }
+    how: dict[str, Any] = {"scope": scope, "heads": chosen_heads, "certificate": certificate}
     if pack:
         for n, bundle in packed_chunks(documents, tokenizer, sizes, inputs, seed).items():
             for which, chunk in enumerate(bundle):
-                rows += measure_packed(
-                    handle,
-                    chunk,
-                    layers=chosen,
-                    scope=scope,
-                    heads=chosen_heads,
-                    solver=solver,
-                    certificate=certificate,
-                    which=which,
-                )
+                with _limited(plans.get(n), solver) as limited:
+                    rows += measure_packed(handle, chunk, layers=chosen, solver=limited, which=which, **how)
                 done += len(chosen)
                 if progress is not None:
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
         return Scan(tuple(rows), about)
     chunks = Chunker(documents, tokenizer).chunks(sizes, inputs, seed)
-    for n, first, ids in input_batches(chunks, batch_tokens):
-        recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
-        for layer in chosen:
-            rows += measure_recording(
-                handle,
-                recording,
-                layer=layer,
-                scope=scope,
-                heads=chosen_heads,
-                solver=solver,
-                certificate=certificate,
-                first_input=first,
-            )
-            done += len(ids)
-            if progress is not None:
-                progress(done, total, f"n = {n}, layer {layer}")
+    for n, texts in chunks.items():
+        together = n if n in plans and plans[n].alone else batch_tokens
+        for _, first, ids in input_batches({n: texts}, together):
+            with _limited(plans.get(n), solver) as limited:
+                recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
+                for layer in chosen:
+                    rows += measure_recording(handle, recording, layer=layer, solver=limited, first_input=first, **how)
+                    done += len(ids)
+                    if progress is not None:
+                        progress(done, total, f"n = {n}, layer {layer}")
     views = worst_views(handle, rows, lambda n, which: chunks[n][which], tokens) if tokens else []
     return Scan(tuple(rows), about, tuple(views))
+
+
+@contextmanager
+def _limited(plan: MemoryPlan | None, solver: Solver | None) -> Iterator[Solver | None]:
+    """The solver that keeps to a plan, with its tiling in force; without a plan the solver as it is."""
+    if plan is None:
+        yield solver
+        return
+    with plan.in_force():
+        yield within(solver or Auto(), plan.room)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

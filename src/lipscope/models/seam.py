@@ -8,6 +8,7 @@ and causality is silently lost. Models that do not go through this function keep
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-from lipscope.attention.masks import Causal, Packed, Window, hidden
+from lipscope.attention.masks import Causal, Mask, Packed, Window, hidden
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.core_function import attention_core
+from lipscope.models.symbolic_mask import LONG, SymbolicMask, symbolic_mask
 
 NAME = "lipscope"
 
@@ -52,7 +54,7 @@ def observing_core(observer: CoreObserver) -> Iterator[None]:
         _observers.remove(observer)
 
 
-_documents: list[Tensor] = []
+_documents: list[Packed] = []
 
 
 @contextmanager
@@ -61,8 +63,7 @@ def packed(lengths: Sequence[int] | None) -> Iterator[None]:
     if lengths is None:
         yield
         return
-    everything = slice(0, sum(lengths))
-    _documents.append(Packed(tuple(lengths), causal=False).sees(everything, everything, everything.stop))
+    _documents.append(Packed(tuple(lengths), causal=False))
     try:
         yield
     finally:
@@ -148,11 +149,13 @@ def seam_attention(
     working = dtype if dtype == torch.float64 else torch.float32
     tau = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
-    allowed = _allowed_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
-    rule = score_rule(attention_mask, position_bias, allowed, softcap, s_aux, working, key.shape[2])
-    if _documents:
-        same_document = _documents[-1].to(query.device)
-        rule = replace(rule, allowed=same_document if rule.allowed is None else rule.allowed & same_document)
+    seen = _seen_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
+    if isinstance(attention_mask, SymbolicMask) and attention_mask.shape[-1] == key.shape[2]:
+        seen, attention_mask = attention_mask.rule, None
+    rule = score_rule(attention_mask, position_bias, softcap, s_aux, working, key.shape[2])
+    for mask in (seen, _documents[-1] if _documents else None):
+        if mask is not None:
+            rule = _also(rule, mask, key.shape[2], query.device)
     call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule, sliding_window)
     for observer in list(_observers):
         observer(call)
@@ -160,8 +163,21 @@ def seam_attention(
 
 
 def seam_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask function registered with ``transformers``: always an explicit boolean mask, True where visible."""
+    """The mask function registered with ``transformers``: always an explicit boolean mask, True where visible.
+
+    Long sequences get a ``SymbolicMask``, which is one without its n×n matrix.
+    """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    given = inspect.signature(sdpa_mask).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    n = asked["kv_length"]
+    plain = asked["q_length"] == n and not asked["q_offset"] and not asked["kv_offset"] and not asked["use_vmap"]
+    if plain and n >= LONG:
+        padding = prepare_padding_mask(asked["attention_mask"], n, 0)
+        return symbolic_mask(
+            asked["batch_size"], n, n, asked["mask_function"], padding, asked["local_size"], asked["device"]
+        )
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
 
@@ -169,14 +185,13 @@ def seam_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def score_rule(
     mask: Tensor | None,
     bias: Tensor | None,
-    allowed: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
     dtype: torch.dtype,
     n_keys: int,
 ) -> ScoreRule:
     """Mask (boolean or additive), position bias, soft-cap and sinks in the core's own words."""
-    additive = None if bias is None else bias.detach().to(dtype)
+    additive, allowed = None if bias is None else bias.detach().to(dtype), None
     if mask is not None:
         mask = mask.detach()[..., :n_keys]
         if mask.dtype == torch.bool:
@@ -194,13 +209,22 @@ def score_rule(
     )
 
 
-def _allowed_without_mask(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
+def _seen_without_mask(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Mask | None:
     """What fused kernels do when they get no mask: follow ``is_causal`` and the window."""
-    n = key.shape[2]
-    if query.shape[2] != n or (not causal and not window):
+    if query.shape[2] != key.shape[2] or (not causal and not window):
         return None
-    mask = Window(window, causal) if window else Causal()
-    return mask.sees(slice(0, n), slice(0, n), n).to(query.device)
+    return Window(window, causal) if window else Causal()
+
+
+def _also(rule: ScoreRule, mask: Mask, n: int, device: torch.device) -> ScoreRule:
+    """The rule with one more mask: a rule for long sequences, a matrix for short ones."""
+    if n >= LONG:
+        return replace(rule, mask=mask if rule.mask is None else rule.mask & mask)
+    allowed = mask.allowed(n)
+    if allowed is None:
+        return rule
+    allowed = allowed.to(device)
+    return replace(rule, allowed=allowed if rule.allowed is None else rule.allowed & allowed)
 
 
 @contextmanager

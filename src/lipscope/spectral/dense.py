@@ -63,6 +63,7 @@ class Auto:
         interval: widest relative interval upper/lower − 1 to stop with, or None.
         seed: seed of the start vector.
         dense_below: largest min(M, N) solved densely.
+        memory: bytes for Krylov bases, see :class:`GolubKahan`.
     """
 
     rtol: float = 1e-4
@@ -73,12 +74,13 @@ class Auto:
     interval: float | None = 0.1
     seed: int = 0
     dense_below: int = 128
+    memory: int = 1 << 30
 
     def __post_init__(self) -> None:
         self._iterative()  # refuses bad options even when the dense solver would not need them
 
     def _iterative(self) -> GolubKahan:
-        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed)
+        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed, self.memory)
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``, by the cheaper method."""

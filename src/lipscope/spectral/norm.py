@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from lipscope.spectral.dense import Auto
+from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
@@ -16,6 +18,13 @@ class Solver(Protocol):
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every batch item."""
         ...
+
+
+def within(solver: Solver, memory: int) -> Solver:
+    """The same solver with at most ``memory`` bytes for its Krylov bases."""
+    if not isinstance(solver, Auto | GolubKahan):
+        raise ValueError(f"memory needs a solver that keeps to it, Auto or GolubKahan, got {type(solver).__name__}")
+    return replace(solver, memory=min(memory, solver.memory))
 
 
 def spectral_norm(operator: Operator, solver: Solver | None = None) -> SpectralNorm:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -159,6 +160,21 @@ def summarise(
         right=right,
         left=left,
     )
+
+
+def join_batches(results: Sequence[SpectralNorm]) -> SpectralNorm:
+    """Flat batches of the same kind of problem as one; the rounding allowance is the largest."""
+    first = results[0]
+    if len(results) == 1:
+        return first
+    joined: dict[str, Any] = {"rounding": max(result.rounding for result in results)}
+    for field in fields(first):
+        values = [getattr(result, field.name) for result in results]
+        if isinstance(values[0], Tensor):
+            joined[field.name] = torch.cat(values)
+        elif isinstance(values[0], tuple):
+            joined[field.name] = tuple(entry for value in values for entry in value)
+    return replace(first, **joined)
 
 
 def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:

@@ -6,8 +6,8 @@ pairs of products (J·u, Jᵀ·g) for each input. With P weights in the map, H h
     4·n·P + 16·n²·H·d_h        floating-point operations (twice that where autograd computes it: scopes around attention)
 
 Memory of one worker: Python and torch, the weights of the models it keeps, the recorded pass (3 tensors per layer), two
-Krylov bases of 32 vectors (never more than the solver's own limit of 1 GiB), and 8 score matrices per head; scopes that go
-through autograd keep the activations of their blocks as well.
+Krylov bases of 32 vectors (never more than the solver's own limit of 1 GiB), and 8 score matrices per head, or the tiles
+that stand for them; scopes that go through autograd keep the activations of their blocks as well.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lipscope.attention.cost import PAIRS, pair_flops
+from lipscope.attention.tiling import current_tiling
+
 if TYPE_CHECKING:
     from lipscope.models.handle import Model
     from lipscope.sweep.tasks import Job, Task
 
-PAIRS = 20
 BASE_BYTES = 400 << 20
 # Weights that a process keeps; the model in use stays whatever its size.
 KEEP_BYTES = 1 << 30
@@ -59,14 +61,21 @@ def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, ef
     size = handle.dtype.itemsize
     autograd = 2 if scope in _AUTOGRAD else 1
     parameters = sum(p.numel() for p in inside.parameters()) * layers
-    pair = autograd * (4 * n * parameters + 16 * n * n * width * layers)
-    scores = 8 * layer.heads * n * n
+    # With the probabilities at hand, every entry of a score matrix takes 8·(d_k + d_v) operations.
+    pair = autograd * pair_flops(n, parameters, n * n * layers, 16 * width)
+    scores = min(8 * layer.heads * n * n, _most_scores(inputs, size))
     activations = _BLOCK_ACTIVATIONS * n * width * layers if scope in _AUTOGRAD else 0
     memory = inputs * size * (3 * len(handle.layers) * n * width + scores * layers + activations)
     memory += min(_KRYLOV_BYTES, inputs * size * 64 * n * width)
     weights = sum(p.numel() * p.element_size() for p in handle.model.parameters())
     heads = setting.get("heads")
     return Work(effort * inputs * PAIRS * pair, memory, weights, inputs * (1 if heads is None else len(heads)))
+
+
+def _most_scores(inputs: int, element_size: int) -> float:
+    """Numbers per input beyond which tiles take the place of score matrices, with what is kept of them."""
+    tiling = current_tiling()
+    return (8 * tiling.dense + tiling.keep) / (inputs * element_size)
 
 
 def _width(handle: Model, layer: int) -> int:

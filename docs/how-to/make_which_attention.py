@@ -1,0 +1,97 @@
+"""Figures and tables of docs/how-to/which-attention.md: attention variants by the same ruler.
+
+    python docs/how-to/make_which_attention.py [--page docs/how-to/which-attention.md]
+
+Compares all kinds of attention twice: with random weights on random tokens of the sphere, unmasked, and with the weights of
+a layer of gpt2-mini on the tokens that this layer sees on a held-out book, causal. Draws which-attention.svg and
+which-attention-gpt2-mini.svg and writes the tables between the page's markers. A few minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import torch
+
+import lipscope
+from lipscope.adversarial.model_layer import layer_at_text
+from lipscope.compare.figures import draw
+from lipscope.compare.study import Comparison, compare, random_layer
+from lipscope.models.corpora import read_text
+from lipscope.models.text import Chunker
+
+WIDTH, HEADS, N, INPUTS, SEARCH, LAYER = 16, 2, 24, 4, 25, 2
+LENGTHS = (8, 16, 24, 48, 96)
+
+
+def on_random_weights() -> Comparison:
+    """D = 16, two heads, tokens of norm √d."""
+    return compare(random_layer(WIDTH, heads=HEADS), n=N, lengths=LENGTHS, inputs=INPUTS, search=SEARCH)
+
+
+def on_gpt2_mini() -> Comparison:
+    """One layer of gpt2-mini on the book that it was not trained on, with its own causal mask."""
+    handle = lipscope.load("gpt2-mini")
+    pieces = Chunker(read_text("alice"), handle.tokenizer).chunks([max(LENGTHS)], INPUTS, 0)[max(LENGTHS)]
+    seen = [layer_at_text(handle, LAYER, torch.tensor(piece)) for piece in pieces]
+    tokens = torch.stack([one.activations for one in seen])
+    return compare(seen[0].attention, n=N, tokens=tokens, lengths=LENGTHS, search=0)
+
+
+def table(found: Comparison) -> str:
+    """The comparison as Markdown."""
+    names = ["attention", "σ, median", "interval of all inputs", "exponent in n", "exponent in R"]
+    searched = found.kinds[0].worst is not None
+    names += [*(["worst σ found"] if searched else []), "least bound", "by"]
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for row in found.to_rows():
+        cells = [row["attention"], f"{row['sigma']:.3g}", f"[{row['lower']:.3g}, {row['upper']:.3g}]"]
+        for label in ("n", "radius"):
+            exponent, low, high = (row[f"growth_{label}{end}"] for end in ("", "_low", "_high"))
+            cells.append("–" if exponent is None else f"{exponent:.2f} [{low:.2f}, {high:.2f}]")
+        cells += [f"{row['worst_found']:.3g}"] if searched else []
+        cells += ["–", "none known"] if row["bound"] is None else [f"{row['bound']:.3g}", f"`{row['bound_name']}`"]
+        lines.append("| " + " | ".join(cells) + " |")
+    note = f"n = {found.n}, R = {found.radius:.3g}, mask {found.mask}, {found.tokens}."
+    note += f" Left out, since it does not take this mask: {', '.join(found.left_out)}." if found.left_out else ""
+    return "\n".join([*lines, "", note])
+
+
+def bounds_of(found: Comparison, names: tuple[str, ...]) -> str:
+    """All bounds of some kinds beside the worst σ found."""
+    lines = ["| attention | bound | value | bound / worst σ found |", "|---|---|---|---|"]
+    for name in names:
+        worst = found[name].worst
+        assert worst is not None
+        for bound in found[name].bounds:
+            lines.append(f"| {name} | `{bound.name}` | {bound.value:.3g} | {bound.value / float(worst.lower):.3g} |")
+    return "\n".join(lines)
+
+
+def fill(page: str, name: str, content: str) -> str:
+    """Put content between ``<!-- name -->`` and ``<!-- /name -->``."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    if not re.search(pattern, page, flags=re.DOTALL):
+        raise ValueError(f"the page has no markers <!-- {name} --> … <!-- /{name} -->")
+    return re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Refresh the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, default=Path(__file__).parent / "which-attention.md")
+    page: Path = parser.parse_args().page
+    random, trained = on_random_weights(), on_gpt2_mini()
+    draw(random, page.parent / "which-attention.svg", f"random weights, d = {WIDTH}, {HEADS} heads, mask {random.mask}")
+    draw(trained, page.parent / "which-attention-gpt2-mini.svg", f"gpt2-mini, layer {LAYER}, mask {trained.mask}")
+    text = page.read_text(encoding="utf-8")
+    text = fill(text, "random", table(random))
+    text = fill(text, "bounds", bounds_of(random, ("cosine", "qk-norm", "l2", "sigmoid", "sinkhorn")))
+    text = fill(text, "gpt2-mini", table(trained))
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What attention rows look like: entropy, largest logit, and the share of one token and of sinks, with or without tiles.
+
+With s the logits, ℓ_i = log(exp(sink) + Σ_j exp(s_ij)) and P_ij = exp(s_ij − ℓ_i), the entropy of row i is
+
+    −Σ_j P_ij log P_ij = Σ_j P_ij (ℓ_i − s_ij)
+
+so that one pass over the tiles gives it, without an n×n matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.core import Linearisation, ungroup_queries
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+
+
+@dataclass(frozen=True, eq=False)
+class RowStatistics:
+    """One number per input, head and row, each (B, H, n).
+
+    Attributes:
+        entropy: of the attention of the row, in nats.
+        max_logit: largest visible logit after scale, soft-cap and bias; −inf where nothing is visible.
+        on_token: attention on the token asked for.
+        on_sink: attention on sinks.
+    """
+
+    entropy: Tensor
+    max_logit: Tensor
+    on_token: Tensor
+    on_sink: Tensor
+
+
+def row_statistics(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor, *, tiled: bool | None = None
+) -> RowStatistics:
+    """The statistics of attention rows.
+
+    Args:
+        q: scaled queries (B, H, n, dk).
+        k: keys (B, Hkv, m, dk).
+        v: values (B, Hkv, m, dv); only their shape matters.
+        rule: mask, additive term, soft-cap and sinks.
+        token: index of the token whose share is asked for, per input (B,).
+        tiled: without n×n matrices; by default when these would be large.
+
+    Example:
+        >>> import torch
+        >>> q = torch.zeros(1, 1, 4, 2)
+        >>> found = row_statistics(q, q, q, ScoreRule(), torch.tensor([0]))
+        >>> [round(float(value), 4) for value in (found.entropy[0, 0, 0], found.on_token[0, 0, 0])]
+        [1.3863, 0.25]
+    """
+    if tiled is None:
+        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
+    return _from_tiles(q, k, v, rule, token) if tiled else _from_matrices(q, k, v, rule, token)
+
+
+def _from_matrices(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor) -> RowStatistics:
+    heads = q.shape[1]
+    core = Linearisation.at(q, k, v, rule)
+    P = ungroup_queries(core.P, heads)
+    B, H, n, _ = P.shape
+    scores = ungroup_queries(core.q @ core.k.transpose(-1, -2), heads)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.additive is not None:
+        scores = scores + rule.additive
+    visible = rule.visible(slice(0, n), slice(0, k.shape[2]), k.shape[2], q.device)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    on_token = P.gather(-1, token[:, None, None, None].expand(B, H, n, 1))[..., 0]
+    on_sink = (1 - P.sum(-1)).clamp_min(0) if rule.sinks is not None else torch.zeros_like(on_token)
+    return RowStatistics(-torch.special.xlogy(P, P).sum(-1), scores.amax(-1), on_token, on_sink)
+
+
+def _from_tiles(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor) -> RowStatistics:
+    core = TiledLinearisation.at(q, k, v[..., :1], rule)
+    layout, shape = core.layout, core.peak.shape
+    mass, energy, chosen = (core.peak.new_zeros(shape) for _ in range(3))
+    top = core.peak.new_full(shape, float("-inf"))
+    wanted = token.to(q.device).repeat_interleave(layout.kv_heads)
+    for items in core.item_parts():
+        for strip in core.strips:
+            rows = (items, slice(None), strip.rows)
+            for tile in strip.tiles:
+                scores, _ = core.scores(items, strip, tile)
+                top[rows] = torch.maximum(top[rows], scores.amax(-1, keepdim=True))
+                below = scores.sub_(core.peak[rows])
+                E = below.exp()
+                mass[rows] += E.sum(-1, keepdim=True)
+                energy[rows] += (E * below.masked_fill_(E == 0, 0.0)).sum(-1, keepdim=True)
+                places = torch.arange(tile.columns.start, tile.columns.stop, device=q.device)
+                here = (places == wanted[items, None]).to(E)
+                chosen[rows] += (E * here[:, None, None, :]).sum(-1, keepdim=True)
+    total = torch.where(core.scale > 0, 1 / core.scale, torch.ones_like(core.scale))
+    entropy = core.scale * (total.log() * mass - energy)
+    # Of rows that see nothing, and of sinks, the rest of the mass.
+    on_sink = (1 - core.scale * mass).clamp_min(0) if rule.sinks is not None else torch.zeros_like(mass)
+
+    def by_head(t: Tensor) -> Tensor:
+        return t.reshape(layout.inputs, -1, t.shape[2])
+
+    return RowStatistics(by_head(entropy), by_head(top), by_head(core.scale * chosen), by_head(on_sink))

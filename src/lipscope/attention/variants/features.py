@@ -1,0 +1,134 @@
+"""What a token becomes before it meets the others: features z = Wx, and what variants make of them, token by token.
+
+    linear       c·z                         derivative  c·dz
+    normalised   ẑ = c·z/s, s = √(|z|² + ε)              c·(dz − (z/s)(z/s · dz))/s
+    lifted keys  (z, −t|z|²)                             (dz, −2t z·dz)
+
+Scores of all softmax variants are inner products of such features: −t|q_i − q_j|² is, up to a term that is the same for a
+whole row, the product of (2t q_i, 1) with (q_j, −t|q_j|²).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Linear features c·Wx of tokens, at one batch of tokens, with their derivative.
+
+    Attributes:
+        weights: W, (heads·m, d).
+        heads: number of heads.
+        z: Wx by head, (B, heads, n, m).
+        scale: c.
+    """
+
+    weights: Tensor
+    heads: int
+    z: Tensor
+    scale: float = 1.0
+
+    @classmethod
+    def at(cls, X: Tensor, weights: Tensor, heads: int, scale: float = 1.0) -> Self:
+        """The features of tokens (B, n, d)."""
+        return cls(weights, heads, _by_head(X @ weights.mT, heads), scale)
+
+    @property
+    def value(self) -> Tensor:
+        """The features, (B, heads, n, ·)."""
+        return self.scale * self.z
+
+    def jvp(self, U: Tensor) -> Tensor:
+        """How the features move with the tokens, for U of shape (B, n, d)."""
+        return self._push(_by_head(U @ self.weights.mT, self.heads))
+
+    def vjp(self, G: Tensor) -> Tensor:
+        """The transpose of ``jvp``: (B, heads, n, ·) → (B, n, d)."""
+        return self._pull(G).transpose(1, 2).flatten(2) @ self.weights
+
+    def select(self, items: Tensor) -> Self:
+        """Keep the listed batch items."""
+        return replace(self, z=self.z[items])
+
+    def _push(self, dz: Tensor) -> Tensor:
+        return self.scale * dz
+
+    def _pull(self, G: Tensor) -> Tensor:
+        return self.scale * G
+
+
+@dataclass(frozen=True, eq=False)
+class Normalised(Feature):
+    """c·z/√(|z|² + ε), head by head.
+
+    Attributes:
+        eps: ε.
+    """
+
+    eps: float = 0.0
+
+    def scaled(self, scale: float, eps: float) -> Self:
+        """The same tokens with other c and ε."""
+        return replace(self, scale=scale, eps=eps)
+
+    @property
+    def size(self) -> Tensor:
+        """√(|z|² + ε), (B, heads, n, 1)."""
+        return (self.z.square().sum(-1, keepdim=True) + self.eps).sqrt()
+
+    @property
+    def value(self) -> Tensor:
+        """The features, of norm at most c."""
+        return self.scale * self.z / self.size
+
+    def _push(self, dz: Tensor) -> Tensor:
+        size = self.size
+        unit = self.z / size
+        return self.scale * (dz - unit * (unit * dz).sum(-1, keepdim=True)) / size
+
+    def _pull(self, G: Tensor) -> Tensor:
+        # The derivative of a normalisation is a symmetric matrix.
+        return self._push(G)
+
+
+@dataclass(frozen=True, eq=False)
+class LiftedKey(Feature):
+    """(z, −t|z|²), with t in place of the scale."""
+
+    @property
+    def value(self) -> Tensor:
+        """The features, one coordinate more than z."""
+        return torch.cat([self.z, -self.scale * self.z.square().sum(-1, keepdim=True)], dim=-1)
+
+    def _push(self, dz: Tensor) -> Tensor:
+        return torch.cat([dz, -2 * self.scale * (self.z * dz).sum(-1, keepdim=True)], dim=-1)
+
+    def _pull(self, G: Tensor) -> Tensor:
+        return G[..., :-1] - 2 * self.scale * self.z * G[..., -1:]
+
+
+@dataclass(frozen=True, eq=False)
+class LiftedQuery(Feature):
+    """(2t z, 1), with t in place of the scale."""
+
+    @property
+    def value(self) -> Tensor:
+        """The features, one coordinate more than z."""
+        return torch.cat([2 * self.scale * self.z, torch.ones_like(self.z[..., :1])], dim=-1)
+
+    def _push(self, dz: Tensor) -> Tensor:
+        return torch.cat([2 * self.scale * dz, torch.zeros_like(dz[..., :1])], dim=-1)
+
+    def _pull(self, G: Tensor) -> Tensor:
+        return 2 * self.scale * G[..., :-1]
+
+
+def _by_head(projected: Tensor, heads: int) -> Tensor:
+    """(B, n, heads·m) → (B, heads, n, m)."""
+    B, n, _ = projected.shape
+    return projected.reshape(B, n, heads, -1).transpose(1, 2).contiguous()

@@ -1,0 +1,180 @@
+"""Masks of long sequences as rules: what ``transformers`` hands to its attention function, without the n×n matrix.
+
+The mask function that the seam registers receives the rule itself, a function of (input, head, query, key). For long
+sequences it answers with a ``SymbolicMask``: a tensor for everybody who looks at its shape or passes it on, and the rule for
+our attention core, which evaluates it tile by tile. Whoever computes with it gets the true boolean matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.masks import Causal, Full, Mask, Window
+
+# Tokens from which masks stay rules.
+LONG = 512
+# Rows compared at a time.
+_ROWS = 512
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFunction(Mask):
+    """Who sees whom by a function of index tensors (input, head, query, key), which broadcast."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    inputs: int
+    tokens: int
+    device: torch.device | str = "cpu"
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens it was made for."""
+        return self.tokens
+
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
+        """The function at a tile."""
+        # What the function closes over lives where the model does; masks are handed on from the CPU.
+        batch = torch.arange(self.inputs, device=self.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
+        query = torch.arange(rows.start, rows.stop, device=self.device)[None, None, :, None]
+        key = torch.arange(columns.start, columns.stop, device=self.device)[None, None, None, :]
+        seen = self.function(batch, head, query, key)
+        return seen.expand(*seen.shape[:2], query.shape[2], key.shape[3]).cpu()
+
+    def for_input(self, index: int) -> Mask:
+        """The function at one input."""
+        function = self.function
+        return MaskFunction(lambda b, h, q, k: function(b + index, h, q, k), 1, self.tokens, self.device)
+
+    def __str__(self) -> str:
+        return "the model's own"
+
+
+@dataclass(frozen=True, eq=False)
+class RealTokens(Mask):
+    """Only tokens with ``real`` (B, n) are seen, and, unless ``keys_only``, only they see."""
+
+    real: Tensor
+    keys_only: bool = False
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens it was made for."""
+        return int(self.real.shape[1])
+
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
+        """Real keys, and real queries."""
+        key = self.real[:, None, None, columns]
+        if self.keys_only:
+            return key.expand(-1, -1, rows.stop - rows.start, -1)
+        return self.real[:, None, rows, None] & key
+
+    def for_input(self, index: int) -> Mask:
+        """The tokens of one input."""
+        return RealTokens(self.real[index : index + 1], self.keys_only) if len(self.real) > 1 else self
+
+    def __str__(self) -> str:
+        return "padding"
+
+
+class SymbolicMask(Tensor):
+    """A boolean mask (B, 1, n, n) that is a rule; the matrix is formed only for those who compute with it."""
+
+    rule: Mask
+
+    @staticmethod
+    def of(rule: Mask, inputs: int, n: int, device: torch.device | str = "cpu") -> SymbolicMask:
+        """The mask of ``inputs`` sequences of n tokens."""
+        made: SymbolicMask = Tensor._make_wrapper_subclass(
+            SymbolicMask, (inputs, 1, n, n), dtype=torch.bool, device=torch.device(device)
+        )
+        made.rule = rule
+        return made
+
+    def dense(self) -> Tensor:
+        """The matrix."""
+        B, _, n, _ = self.shape
+        allowed = self.rule.allowed(n)
+        allowed = torch.ones(1, 1, n, n, dtype=torch.bool) if allowed is None else allowed
+        return allowed.to(self.device).expand(B, 1, n, n)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SymbolicMask({self.rule}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Pass on what leaves the mask as it is; for everything else there is the matrix."""
+        first = args[0] if args else None
+        if isinstance(first, SymbolicMask) and _leaves_as_is(func, first, args[1:]):
+            B, _, n, _ = first.shape
+            return SymbolicMask.of(first.rule, B, n, first.device)
+
+        def unwrap(value: Any) -> Any:
+            if isinstance(value, SymbolicMask):
+                return value.dense()
+            if isinstance(value, (tuple, list)):
+                return type(value)(unwrap(entry) for entry in value)
+            return value
+
+        return func(*unwrap(args), **{name: unwrap(value) for name, value in (kwargs or {}).items()})
+
+
+def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:
+    aten = torch.ops.aten
+    if func in (aten.detach.default, aten.alias.default):
+        return True
+    if func is not aten.slice.Tensor:
+        return False
+    given: list[Any] = [*rest, *(0, None, None, 1)[len(rest) :]]
+    dim, start, end, step = given
+    return not start and (end is None or end >= mask.shape[dim]) and step == 1
+
+
+def symbolic_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    padding: Tensor | None = None,
+    window: int | None = None,
+    device: torch.device | str = "cpu",
+) -> SymbolicMask:
+    """The mask of ``batch_size`` sequences as a rule, called by name where it is the full, causal or windowed one.
+
+    Args:
+        batch_size: number of sequences.
+        q_length: number of queries, all tokens.
+        kv_length: number of keys, likewise.
+        mask_function: who sees whom, a function of index tensors.
+        padding: True at real tokens (B, n), or None.
+        window: width of a sliding window, if the layer has one.
+        device: where the model is.
+    """
+    rule: Mask = MaskFunction(mask_function, batch_size, q_length, device)
+    candidates: list[Mask] = [Causal(), Full()]
+    if window:
+        candidates += [Window(window), Window(window, causal=False)]
+    rule = next((named for named in candidates if same_mask(named, rule, q_length)), rule)
+    if padding is not None and not bool(padding.all()):
+        rule = rule & RealTokens(padding.bool().cpu(), keys_only=True)
+    return SymbolicMask.of(rule, batch_size, q_length, device)
+
+
+def same_mask(first: Mask, second: Mask, n: int) -> bool:
+    """Whether two masks hide the same entries of n tokens; compared a strip of rows at a time."""
+    everything = slice(0, n)
+    for start in range(0, n, _ROWS):
+        rows = slice(start, min(n, start + _ROWS))
+        a, b = first.sees(rows, everything, n), second.sees(rows, everything, n)
+        if a is None or b is None:
+            other = b if a is None else a
+            if other is not None and not bool(other.all()):
+                return False
+        elif not bool((a.to(b.device) == b).all()):
+            return False
+    return True

@@ -1,0 +1,146 @@
+"""Models on long inputs: masks stay rules, no scope forms an n×n float matrix, and the numbers are the dense ones."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import transformers as tf
+
+from largest_tensor import LargestTensor
+from lipscope.attention.masks import Causal, Window
+from lipscope.attention.tiling import Tiling, using_tiling
+from lipscope.models import seam, symbolic_mask
+from lipscope.models.handle import Model
+from lipscope.models.measure import attention_statistics, measure_recording
+from lipscope.models.scopes import MODEL_SCOPES
+from lipscope.models.symbolic_mask import MaskFunction, SymbolicMask
+from lipscope.spectral.golub_kahan import GolubKahan
+from model_families import enlarge
+
+LONG = 520
+_SHAPE = {
+    "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 4}
+MODELS = {
+    "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**_GROUPED)),
+    "gemma2": lambda: tf.Gemma2Model(
+        tf.Gemma2Config(**_GROUPED, sliding_window=70, attn_logit_softcapping=2.0, query_pre_attn_scalar=4)
+    ),
+    "qwen3": lambda: tf.Qwen3Model(tf.Qwen3Config(**_GROUPED)),
+    "bert": lambda: tf.BertModel(tf.BertConfig(**_SHAPE)),
+}
+SMALL = Tiling(tile=(128, 256), tile_bytes=1 << 20, keep=0, dense=1 << 18)
+DENSE = Tiling(dense=1 << 40, shortest_half=1 << 40)
+
+
+@cache
+def loaded(name: str) -> Model:
+    torch.manual_seed(0)
+    return Model(enlarge(MODELS[name]()).float(), name=name)
+
+
+def inputs(handle: Model, padded: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 50, (2, LONG), generator=torch.Generator().manual_seed(1))
+    if not padded:
+        return handle.token_inputs(input_ids=ids[:1])
+    real = torch.ones(2, LONG, dtype=torch.long)
+    real[1, : LONG // 3] = 0
+    return handle.token_inputs(input_ids=ids, attention_mask=real)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("llama", False), ("qwen3", False), ("bert", False), ("gemma2", True), ("bert", True)],
+)
+def test_every_scope_without_matrices_and_with_them(name: str, padded: bool, monkeypatch) -> None:
+    handle, given = loaded(name), inputs(loaded(name), padded)
+    with using_tiling(SMALL), LargestTensor(LONG) as seen:
+        tiled, statistics = products(handle, given)
+    assert not seen.matrices
+    monkeypatch.setattr(seam, "LONG", 1 << 40)
+    with using_tiling(DENSE), LargestTensor(LONG) as seen:
+        dense, expected = products(handle, given)
+    assert seen.matrices
+    for scope in tiled:
+        for one, other in zip(tiled[scope], dense[scope], strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-5, scope
+    for key, value in expected.items():
+        torch.testing.assert_close(statistics[key], value, rtol=1e-5, atol=1e-6)
+
+
+def products(handle: Model, given: dict[str, torch.Tensor]) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
+    """J·u and Jᵀ·g of the last layer at every scope, and what attention looks like."""
+    recording = handle.record(given)
+    found = {}
+    for scope in MODEL_SCOPES:
+        if scope == "norm+attention" and not handle.layers[1].normed:
+            continue
+        operator = handle.operator(1, recording, scope)
+        M, N = operator.shape
+        generator = torch.Generator().manual_seed(0)
+        u, g = (torch.randn(operator.batch, size, generator=generator) for size in (N, M))
+        found[scope] = [operator.matvec(u), operator.rmatvec(g)]
+    return found, attention_statistics(handle, 1, recording)
+
+
+def test_masks_are_called_by_name() -> None:
+    handle = loaded("gemma2")
+    recording = handle.record(inputs(handle, padded=False))
+    masks = [handle.attention(layer, recording).mask for layer in range(2)]
+    assert masks == [Window(70), Causal()]
+    assert isinstance(recording.hosts[0].kwargs["attention_mask"], SymbolicMask)
+
+
+def test_rows_of_a_long_input_need_no_matrix() -> None:
+    """All that a scan writes beside σ: bounds at the tokens' norms, and what attention looks like."""
+    handle = loaded("llama")
+    with using_tiling(SMALL), LargestTensor(LONG) as seen:
+        recording = handle.record(inputs(handle, padded=False))
+        (row,) = measure_recording(handle, recording, layer=1, certificate=False)
+    assert not seen.matrices
+    assert row["n"] == LONG
+    assert row["mask"] == "causal"
+    assert row["upper"] <= row["refined"]
+
+
+def test_a_symbolic_mask_is_a_matrix_for_those_who_compute_with_it() -> None:
+    rule = MaskFunction(lambda b, h, q, k: (k <= q) & (k + b > 1), 2, 6)
+    mask = SymbolicMask.of(rule, 2, 6)
+    expected = rule.allowed(6)
+    assert mask.shape == (2, 1, 6, 6)
+    assert mask.dtype == torch.bool
+    for passed in (mask.detach(), mask[:, :, :, :6], mask[:, :, :, : mask.shape[-1]]):
+        assert isinstance(passed, SymbolicMask)
+        assert passed.rule is rule
+    for computed, plainly in (
+        (mask[:, :, :3], expected[:, :, :3]), (~mask, ~expected), (mask.float(), expected.float()),
+        (torch.where(mask, 1.0, 2.0), torch.where(expected, 1.0, 2.0)), (mask & mask, expected),
+        (torch.zeros(6, 6).masked_fill(mask[0, 0], 3.0), torch.zeros(6, 6).masked_fill(expected[0, 0], 3.0)),
+        (mask.any(-1), expected.any(-1)),
+    ):  # fmt: skip
+        assert not isinstance(computed, SymbolicMask)
+        assert torch.equal(computed, plainly)
+    assert torch.equal(rule.for_input(1).allowed(6), expected[1:])
+
+
+def test_packed_documents_stay_apart_in_long_inputs() -> None:
+    """σ(packed) = max over documents, and the rule is the packed mask."""
+    handle = loaded("llama")
+    generator = torch.Generator().manual_seed(2)
+    documents = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in (350, 120, 50)]
+    given, lengths = handle.packed_inputs(documents)
+    solver = GolubKahan(rtol=1e-6)
+    together = handle.solve(0, handle.record(given, lengths), solver=solver, certificate=False).estimate
+    alone = [
+        handle.solve(0, handle.record(handle.token_inputs(input_ids=torch.tensor(d))), solver=solver, certificate=False)
+        for d in documents
+    ]
+    assert float(together) == pytest.approx(max(float(result.estimate) for result in alone), rel=1e-5)
+
+
+def test_the_threshold_is_where_masks_become_rules() -> None:
+    assert seam.LONG == symbolic_mask.LONG == 512

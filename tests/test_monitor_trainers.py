@@ -1,0 +1,193 @@
+"""The callbacks: σ in the frameworks' own logs, identical weights, thresholds that save and stop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from lipscope.monitor import LipschitzCallback, Threshold
+
+lightning = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("accelerate")
+
+from lipscope.monitor.lightning import LipschitzCallback as LightningCallback  # noqa: E402
+
+CONFIG = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.ids = torch.randint(3, 50, (24, 10), generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int):
+        return {"input_ids": self.ids[i], "labels": self.ids[i]}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return tf.GPT2LMHeadModel(tf.GPT2Config(**CONFIG))
+
+
+def trainer(path, callback=None, **settings) -> tf.Trainer:
+    arguments = tf.TrainingArguments(
+        output_dir=str(path), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+        logging_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+    return tf.Trainer(
+        gpt2(), arguments, train_dataset=Sentences(), eval_dataset=Sentences(),
+        callbacks=[] if callback is None else [callback],
+    )  # fmt: skip
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=["plain", "bf16"])
+def test_trainer_trains_the_same_weights_and_logs(tmp_path, settings):
+    callback = LipschitzCallback(every=2, heads=True)
+    plain = trainer(tmp_path / "a", **settings)
+    plain.train()
+    watched = trainer(tmp_path / "b", callback, **settings)
+    watched.train()
+    assert callback.monitor.reason is None
+    assert_same_weights(plain.model, watched.model)
+    logged = {row["step"]: row for row in watched.state.log_history if "lipscope/layer_0/sigma" in row}
+    assert list(logged) == [1, 2, 4, 6]
+    last = logged[6]
+    assert last["lipscope/layer_1/sigma_lower"] <= last["lipscope/layer_1/sigma"] <= last["lipscope/layer_1/sigma_upper"]
+    names = ("sigma_backward", "max_logit", "entropy", "sink_mass", "head_3/sigma")
+    assert all(f"lipscope/layer_1/{name}" in last for name in names)
+    # The Trainer's own rows are what they were.
+    own = [[row for row in t.state.log_history if "loss" in row] for t in (plain, watched)]
+    assert [row["loss"] for row in own[0]] == [row["loss"] for row in own[1]]
+    assert hooks(watched.model) == hooks(plain.model)
+
+
+def test_trainer_writes_to_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    callback = LipschitzCallback(every=3)
+    watched = trainer(tmp_path, callback)
+    watched.add_callback(tf.integrations.TensorBoardCallback())
+    watched.train()
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    scalars = events.Scalars("train/lipscope/layer_0/sigma")
+    assert [event.step for event in scalars] == [1, 3, 6]
+    assert scalars[-1].value == pytest.approx(callback.records[-1].readings[0].estimate, rel=1e-5)
+
+
+def test_trainer_saves_and_stops(tmp_path):
+    thresholds = [Threshold("sigma", above=0.0, action="save"), Threshold("entropy", below=100.0, action="stop", layers=[0])]
+    watched = trainer(tmp_path, LipschitzCallback(every=2, thresholds=thresholds))
+    with pytest.warns(UserWarning, match="σ is at least"):
+        watched.train()
+    assert watched.state.global_step == 1
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+def test_trainer_evaluates_only(tmp_path):
+    callback = LipschitzCallback()
+    watched = trainer(tmp_path, callback)
+    watched.evaluate()
+    assert [reading.layer for reading in callback.records[0].readings] == [0, 1]
+    assert "lipscope/sigma_max" in watched.state.log_history[-1]
+
+
+def test_trainer_goes_on_without_attention(tmp_path):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 4)
+
+        def forward(self, input_ids, labels=None):
+            return {"loss": self.embedding(input_ids).square().sum()}
+
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    callback = LipschitzCallback(every=1)
+    with pytest.warns(UserWarning, match="switched itself off"):
+        watched = tf.Trainer(Net(), arguments, train_dataset=Sentences(), callbacks=[callback])
+    watched.train()
+    assert watched.state.global_step == 2
+    assert callback.records == []
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = gpt2()
+
+    def training_step(self, batch, batch_idx):
+        return self.lm(**batch).loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.lm(**batch).loss)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(path, callback=None, logger=False, precision="32-true", validate=False) -> tuple[Module, object]:
+    lightning.seed_everything(3, verbose=False)
+    module = Module()
+    run = lightning.Trainer(
+        max_steps=4, accelerator="cpu", accumulate_grad_batches=2, logger=logger, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=path, precision=precision,
+        callbacks=[] if callback is None else [callback], num_sanity_val_steps=0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(4)
+    data = torch.utils.data.DataLoader(Sentences(), batch_size=3, shuffle=True, generator=generator)
+    if validate:
+        run.validate(module, data, verbose=False)
+    else:
+        run.fit(module, data)
+    return module, run
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_lightning_trains_the_same_weights_and_logs(tmp_path, precision):
+    from lightning.pytorch.loggers import CSVLogger
+
+    callback = LightningCallback(every=2)
+    plain, _ = fit(tmp_path, precision=precision)
+    watched, run = fit(tmp_path, callback, CSVLogger(tmp_path), precision)
+    assert callback.monitor.reason is None
+    assert_same_weights(plain, watched)
+    assert [record.step for record in callback.records] == [1, 2, 4]
+    assert float(run.callback_metrics["lipscope/sigma_max"]) == pytest.approx(
+        max(r.estimate for r in callback.records[-1].readings), rel=1e-5
+    )
+    text = next(tmp_path.rglob("metrics.csv")).read_text()
+    assert "lipscope/layer_1/sigma_backward" in text.splitlines()[0]
+    assert hooks(watched) == hooks(plain)
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+def test_lightning_saves_stops_and_validates(tmp_path):
+    thresholds = [Threshold("sigma", above=0.0, action="save"), Threshold("entropy", below=100.0, action="stop", layers=[0])]
+    with pytest.warns(UserWarning, match="σ is at least"):
+        _, run = fit(tmp_path, LightningCallback(every=2, thresholds=thresholds))
+    assert run.global_step == 1
+    assert (tmp_path / "lipscope-step=1.ckpt").exists()
+    callback = LightningCallback()
+    fit(tmp_path, callback, validate=True)
+    assert callback.monitor.reason is None
+    assert [reading.layer for reading in callback.records[0].readings] == [0, 1]

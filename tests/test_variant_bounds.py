@@ -1,0 +1,153 @@
+"""Bounds of attention variants: counter-examples are looked for at random and by ascent on σ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lipscope
+from lipscope.adversarial import maximise
+from lipscope.attention.variants import family
+from lipscope.bounds import bounded_scores, kim2021, ramapuram2024, registry
+from lipscope.compare.study import set_bounds
+
+EXACT = 1 + 1e-9
+OWN = ("qk-norm", "cosine", "l2", "sigmoid", "sinkhorn")
+
+
+def normal(G, *shape):
+    return torch.randn(*shape, generator=G, dtype=torch.float64)
+
+
+def problem(seed: int, mask="full"):
+    """A layer of every kind, tokens of several shapes in a ball, and its radius."""
+    G = torch.Generator().manual_seed(seed)
+    heads, d, dk = (int(torch.randint(1, m, (), generator=G)) for m in (3, 5, 4))
+    n = (2, 3, 5, 9, 17)[seed % 5]
+    sharp = 10 ** float(2 * torch.rand((), generator=G) - 1)
+    out = None if seed % 3 == 0 else normal(G, 3, heads * 2)
+    q, k, v = normal(G, heads * dk, d), normal(G, heads * dk, d), normal(G, heads * 2, d)
+    layer = lipscope.Attention(sharp * q, k, v, out, heads, mask=mask)
+    eps = 10 ** float(-3 * torch.rand((), generator=G))
+    tau = (0.5, 2.0, 12.0)[seed % 3]
+    options = {"cosine": {"tau": tau, "eps": eps, "nu": 0.7}, "qk-norm": {"eps": eps}, "soft-capped": {"softcap": 2.0}}
+    R = (0.3, 1.0, 3.0)[seed % 3]
+    X = torch.nn.functional.normalize(normal(G, 6, n, d), dim=-1) * R
+    X[1] *= 0.01  # where normalisations are steepest
+    X[2] = X[2, :1] + 1e-3 * R * normal(G, n, d)
+    X[3, 1:] = -X[3, :1]
+    X[4] *= torch.rand(n, 1, generator=G, dtype=torch.float64)
+    size = X.norm(dim=-1, keepdim=True)
+    return family(layer, options=options), X * (R / size).clamp(max=1.0), R
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_random_counter_example(seed):
+    look_at_random(seed, ("full", "causal", "full", "window:2:both")[seed % 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24, 600))
+def test_no_random_counter_example_in_a_long_search(seed):
+    look_at_random(seed, ("full", "causal", "full", "window:2:both")[seed % 4])
+
+
+def look_at_random(seed, mask):
+    members, X, R = problem(seed, mask)
+    for name, layer in members.items():
+        if name not in OWN:
+            continue
+        sigma = lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate
+        bounds = set_bounds(layer, R, X.shape[1])
+        assert bounds, name
+        for bound in bounds:
+            assert float(sigma.max()) <= bound.value * EXACT, bound
+        if name == "sigmoid":
+            for x, s in zip(X, sigma, strict=True):
+                assert float(s) <= ramapuram2024.local(layer, x).value * EXACT
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_no_counter_example_by_ascent(name):
+    ascend(name, 1, steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", OWN)
+def test_no_counter_example_by_long_ascent(name, seed):
+    ascend(name, seed, steps=60)
+
+
+def ascend(name, seed, steps):
+    """Ascent starts from random tokens, from those near the origin, and from the constructions for dot products."""
+    members, X, R = problem(seed)
+    layer, n = members[name], X.shape[1]
+    found = maximise(layer, n, radius=R, restarts=6, steps=steps, starts=X)
+    start = float(lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate.max())
+    assert float(found.sigma.estimate) >= start * (1 - 1e-9)
+    for bound in set_bounds(layer, R, n):
+        assert float(found.sigma.lower) <= bound.value * EXACT, bound
+
+
+def test_kim_with_power_two_is_false():
+    """With the square of ‖W_Q‖ under the root in place of its fourth power, which A = W_QᵀW_Q/√dk asks for."""
+    W = 10 * torch.eye(1, dtype=torch.float64)
+    layer = lipscope.L2Attention(q=W, v=torch.eye(1, dtype=torch.float64))
+    X = torch.tensor([[0.0], [0.01]], dtype=torch.float64)
+    sigma = float(lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate)
+    bound = kim2021.of_layer(layer, 2).value
+    assert sigma <= bound
+    assert sigma > bound / 10  # with ‖W_Q‖ in place of ‖W_Q‖²
+
+
+@pytest.mark.parametrize("a", [0.2, 1.0])
+def test_sinkhorn_is_bounded_in_n(a):
+    """At the same R dot-product attention grows like √n, Sinkhorn attention stays below 1 + 2a."""
+    W = torch.eye(2, dtype=torch.float64)
+    layer = lipscope.Attention(-W, W, W, scale=a)
+    members = family(layer)
+    for n in (4, 16, 64):
+        X = torch.zeros(n, 2, dtype=torch.float64)
+        X[:, 0] = 1.0
+        X[0, 0] = -1.0
+        sinkhorn = float(lipscope.local_lipschitz(members["sinkhorn"], X).estimate)
+        assert sinkhorn <= (1 + 2 * a) * EXACT
+    assert registry.evaluate("sinkhorn.doubly_stochastic", members["sinkhorn"], radius=1.0).value == pytest.approx(1 + 2 * a)
+
+
+def test_cosine_bounds_are_ordered():
+    """Ours is below both published ones, and does not grow with n for ever."""
+    members, _, _ = problem(1)
+    values = {n: {b.name: b.value for b in set_bounds(members["cosine"], 1.0, n)} for n in (2, 64, 10**6)}
+    for found in values.values():
+        assert found["bounded_scores.softmax"] <= found["nair2025.scsa"] * EXACT
+    assert values[64]["nair2025.scsa"] < values[64]["qi2023.scsa"]
+    tau = members["cosine"].tau
+    assert values[10**6]["bounded_scores.softmax"] <= math.exp(tau) * values[2]["bounded_scores.softmax"]
+
+
+def test_normaliser_is_as_steep_as_claimed():
+    """ε^{−½} is attained at the origin, so the factor cannot be less."""
+    W = torch.eye(1, dtype=torch.float64)
+    layer = lipscope.CosineAttention(q=0 * W, k=W, v=W, eps=1e-4, tau=1.0)
+    sigma = float(lipscope.local_lipschitz(layer, torch.zeros(4, 1, dtype=torch.float64)).estimate)
+    assert sigma == pytest.approx(100.0)
+    assert sigma <= bounded_scores.softmax(layer, 1.0, 4).value * EXACT
+
+
+def test_registry_knows_the_kinds():
+    members, X, R = problem(4)
+    assert not registry.supports("kim2021.l2mha", members["dot-product"])
+    assert not registry.supports("refined.unmasked", members["l2"])
+    with pytest.raises(ValueError, match=r"kim2021\.l2mha does not hold for mask causal"):
+        registry.require("kim2021.l2mha", members["l2"].with_mask("causal"))
+    with pytest.raises(ValueError, match="sinkhorn attention only"):
+        registry.require("sinkhorn.doubly_stochastic", members["sigmoid"])
+    with pytest.raises(ValueError, match=r"kim2021\.l2mha needs n"):
+        registry.evaluate("kim2021.l2mha", members["l2"])
+    assert registry.evaluate("ramapuram2024.local", members["sigmoid"], x=X[0]).kind == "local"
+    assert registry.evaluate("bounded_scores.softmax", members["qk-norm"], x=X[0]).inputs["n"] == X.shape[1]
+    assert R > 0

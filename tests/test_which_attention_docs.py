@@ -1,0 +1,50 @@
+"""What docs/how-to/which-attention.md and train-smoother.md say in words is what their tables have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / "docs" / "how-to"
+PAGE = (FOLDER / "which-attention.md").read_text(encoding="utf-8")
+
+
+def table(page: str, name: str) -> list[dict[str, str]]:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page, flags=re.DOTALL)
+    assert found is not None
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines() if line.startswith("|")]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def numbers(rows: list[dict[str, str]], column: str) -> dict[str, float]:
+    return {row["attention"]: float(row[column].split()[0]) for row in rows}
+
+
+def test_typical_tokens_and_growth():
+    rows = table(PAGE, "random")
+    sigma = numbers(rows, "σ, median")
+    assert sorted(sigma, key=sigma.__getitem__)[:3] in (["l2", "sinkhorn", "1/d-scaled"], ["l2", "1/d-scaled", "sinkhorn"])
+    assert all(value > sigma["dot-product"] / 2 for name, value in sigma.items() if name != "l2")
+    in_R, in_n = numbers(rows, "exponent in R"), numbers(rows, "exponent in n")
+    assert in_R["dot-product"] > 0.5
+    assert abs(in_R["qk-norm"]) < 0.05
+    assert abs(in_R["cosine"] + 1) < 0.1
+    assert all(abs(value) < 0.1 for name, value in in_n.items() if name != "sigmoid")
+    assert in_n["sigmoid"] > 0.1
+    trained = numbers(table(PAGE, "gpt2-mini"), "exponent in n")
+    assert max(trained.values()) > 0.3
+
+
+def test_worst_cases_and_bounds():
+    rows = table(PAGE, "random")
+    worst, bound = numbers(rows, "worst σ found"), numbers(rows, "least bound")
+    order = sorted(worst, key=worst.__getitem__)
+    assert set(order[:3]) == {"1/d-scaled", "sinkhorn", "l2"}
+    assert set(order[-2:]) == {"qk-norm", "cosine"}
+    assert all(worst[name] <= bound[name] for name in worst)
+    assert abs(numbers(rows, "σ, median")["soft-capped"] / numbers(rows, "σ, median")["dot-product"] - 1) < 0.01
+    ratios = {row["bound"].strip("`"): float(row["bound / worst σ found"]) for row in table(PAGE, "bounds")
+              if row["attention"] == "cosine"}  # fmt: skip
+    assert ratios["qi2023.scsa"] > 1000
+    assert ratios["nair2025.scsa"] > 1000
+    assert 10 < ratios["bounded_scores.softmax"] < 100
