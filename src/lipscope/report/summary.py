@@ -48,6 +48,16 @@ def _magnitude(value: float) -> int:
     return int(f"{value:.2e}".split("e")[1])
 
 
+def exponent(value: float) -> str:
+    """Two decimals, and no sign on what they show as zero.
+
+    Example:
+        >>> exponent(-0.0012), exponent(0.497)
+        ('0.00', '0.50')
+    """
+    return f"{value:.2f}".replace("-0.00", "0.00")
+
+
 def listed(values: list[int]) -> str:
     """Lengths in words, the middle left out when there are many."""
     if len(values) > 7:
@@ -103,13 +113,19 @@ def growth_sentence(cell: Cell) -> str:
             return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {count}."
         return "No growth with the length is fitted: some σ is 0."
     text = (
-        f"In {cell.where}, σ goes like n^{fit.alpha:.2f} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} "
-        f"interval of the exponent: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}): {_against_guides(fit)}"
+        f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} "
+        f"interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): {_against_guides(fit)}"
     )
     return f"{text} {_which_curve(fit)}"
 
 
+# Exponents below this are printed as 0.00.
+_FLAT = 0.005
+
+
 def _against_guides(fit: GrowthFit) -> str:
+    if max(abs(fit.alpha_low), abs(fit.alpha_high)) < _FLAT:
+        return "to two digits it does not change with the length."
     if fit.alpha_high < 0:
         return "it falls with the length."
     if fit.alpha_low <= 0:
@@ -184,8 +200,8 @@ def cards(setting: Setting) -> list[Card]:
         ),
     ]
     if cell.fit is not None:
-        detail = f"{cell.fit.level:.0%}: {cell.fit.alpha_low:.2f} to {cell.fit.alpha_high:.2f}; √n is 0.5"
-        found.append(Card("Growth exponent α", f"{cell.fit.alpha:.2f}", detail))
+        detail = f"{cell.fit.level:.0%}: {exponent(cell.fit.alpha_low)} to {exponent(cell.fit.alpha_high)}; √n is 0.5"
+        found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:
         found.append(
             Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}")
