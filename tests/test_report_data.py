@@ -129,7 +129,8 @@ def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (-0.4, -0.1, "falls"), (-0.004, -0.001, "does not change"), (-0.1, 0.2, "cannot be told from none"), (0.6, 0.7, "faster than √n"),
+        (-0.4, -0.1, "falls"), (-0.004, -0.001, "does not change"),
+        (-0.1, 0.2, "cannot be told from none"), (0.6, 0.7, "faster than √n"),
         (0.3, 0.6, "contains √n"), (0.1, 0.4, "slower than √n, and the interval contains n^¼"),
         (0.3, 0.4, "slower than √n and faster than n^¼"), (0.1, 0.2, "slower than √n and slower than n^¼"),
     ],
