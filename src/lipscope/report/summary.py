@@ -114,7 +114,8 @@ def growth_sentence(cell: Cell) -> str:
         return "No growth with the length is fitted: some σ is 0."
     text = (
         f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} "
-        f"({fit.level:.0%} interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): {_against_guides(fit)}"
+        f"({fit.level:.0%} interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): "
+        f"{_against_guides(fit)}"
     )
     return f"{text} {_which_curve(fit)}"
 
