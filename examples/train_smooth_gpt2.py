@@ -49,9 +49,9 @@ class Settings:
     positions: int = 96
     vocabulary: int = 1024
     windows: int = 8
-    steps: int = 300
-    peak_rate: float = 1e-3
-    warmup: int = 25
+    steps: int = 500
+    peak_rate: float = 2e-3
+    warmup: int = 50
     penalty_inputs: int = 2
     penalty_tokens: int = 48
     penalty_steps: int = 6

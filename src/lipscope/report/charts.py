@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from scipy.stats import spearmanr
 
 from lipscope.report.data import Cell, Point, Setting
-from lipscope.report.summary import number, places
+from lipscope.report.summary import exponent, number, places
 
 # Curves that bend are drawn through so many points.
 _STEPS = 17
@@ -91,7 +91,7 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     first = next((p for p in points if p.median > 0), None)
     fit, grid = cell.fit, _between(n[0], n[-1])
     if fit is not None:
-        label = f"fit n^{fit.alpha:.2f}"
+        label = f"fit n^{exponent(fit.alpha)}"
         series.append(Series(label, grid, [fit.c * x**fit.alpha for x in grid], "dashes", "power", group="fit"))
         limit = [fit.limit * x / (x + fit.half_length) for x in grid]
         series.append(Series("fit levelling off", grid, limit, "dots", "saturating", group="fit"))

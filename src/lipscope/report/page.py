@@ -23,7 +23,7 @@ from lipscope.report.figures_page import Looks, page_chart
 from lipscope.report.heat import heat_map
 from lipscope.report.palette import palette
 from lipscope.report.run import Row, Run
-from lipscope.report.summary import cards, listed, number, sentences
+from lipscope.report.summary import cards, exponent, listed, number, sentences, tells
 from lipscope.report.token_page import page_view, worst_tokens
 
 _RANKED = 20
@@ -182,11 +182,11 @@ def _run_words(run: Run) -> dict[str, Any]:
 
 def _facts(cell: Cell) -> list[list[str]]:
     point, fit = cell.last, cell.fit
-    facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {point.inputs} inputs"]]
+    inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
+    facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {inputs}"]]
     if fit is not None:
-        facts.append(
-            ["growth", f"n^{fit.alpha:.2f}, {fit.level:.0%}: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}; AIC: {fit.better}"]
-        )
+        growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}"
+        facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     for label, value in (
         ("certificate at these inputs", point.certified), ("refined bound, tokens of that norm", point.refined),
         ("paper's bound, tokens of that norm", point.paper), ("refined bound, any input", point.refined_global),

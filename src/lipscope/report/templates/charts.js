@@ -91,7 +91,11 @@ lipscope.logTicks = (axis, traces) => {
     const step = [1, 2, 5, 10].map((m) => m * unit).find((size) => size >= rough);
     ticks = Array.from({ length: 12 }, (_, k) => (Math.ceil(low / step) + k) * step).filter((value) => value <= high);
   }
-  const name = (value) => (value >= 1e6 || value < 1e-4 ? `10<sup>${Math.round(Math.log10(value))}</sup>` : String(Number(value.toPrecision(4))));
+  const name = (value) => {
+    if (value < 1e6 && value >= 1e-4) return String(Number(value.toPrecision(4)));
+    const [digits, power] = value.toExponential(3).split("e");
+    return `${Number(digits) === 1 ? "" : `${Number(digits)}·`}10<sup>${Number(power)}</sup>`;
+  };
   Object.assign(axis, { tickvals: ticks, ticktext: ticks.map(name) });
 };
 
