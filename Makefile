@@ -56,6 +56,7 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	$(BIN)/python benchmarks/model_scan.py --write docs/performance.md
 	$(BIN)/python benchmarks/cost_model.py --write docs/performance.md
 	$(BIN)/python benchmarks/experiments.py --write docs/performance.md
+	$(BIN)/python benchmarks/monitor.py --write docs/performance.md
 	$(BIN)/python benchmarks/goals.py --write docs/performance.md
 
 # What the certificate and the search for worst inputs cost; printed, not written.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sections import GOALS, Goal, machine, write_section
 
-ORDER = ("local_lipschitz", "long_context", "model_scan", "cost_model", "experiments")
+ORDER = ("local_lipschitz", "long_context", "model_scan", "cost_model", "experiments", "monitor")
 
 
 def main() -> None:

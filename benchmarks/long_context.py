@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -96,8 +96,11 @@ class FewRealProducts(lipscope.Operator):
 
 
 def resident() -> int:
-    """Peak resident bytes of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident bytes of this process so far; not ``ru_maxrss``, which a new process inherits from the one before."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("the peak resident size is read from /proc/self/status, which has no VmHWM here")
 
 
 def measure_memory(n: int, steps: int) -> None:
@@ -197,35 +200,45 @@ def main() -> None:
         f"Fitted exponent: {slopes[2]:.2f}.",
     ]  # fmt: skip
     print("\n".join(lines))
-    write_goals(__file__, judge(pairs, times, slopes, peaks))
+    write_goals(__file__, judge(pairs, times, banded, slopes, peaks))
     if given.write is not None:
         write_section(given.write, "benchmarks/long_context.py", lines)
 
 
 def judge(
-    pairs: dict[int, tuple[str, float, float]], times: dict[int, float], slopes: list[float], peaks: dict[int, int]
+    pairs: dict[int, tuple[str, float, float]],
+    times: dict[int, float],
+    banded: dict[int, float],
+    slopes: list[float],
+    peaks: dict[int, int],
 ) -> list[Goal]:
     """The goals against the measurements."""
     share = {n: found[2] for n, found in pairs.items()}
     worst = min(share, key=lambda n: share[n])
-    local = [exponent([a, b], [times[a], times[b]]) for a, b in zip(list(times), list(times)[1:], strict=False)]
+    above = sum(found >= 0.5 for found in share.values())
+
+    def between(found: dict[int, float]) -> str:
+        """The slopes between neighbours, which show where growth is faster."""
+        slopes = [f"{exponent([a, b], [found[a], found[b]]):.2f}" for a, b in pairwise(found)]
+        return f"between neighbouring lengths the slope is {', '.join(slopes)}"
+
     goals = [
         Goal("one J,Jᵀ pair vs one fused SDPA forward, n = 4,096, causal, 12 heads", "≤ 10×", f"{pairs[4096][1]:.1f}×",
              pairs[4096][1] <= 10, f"the pair runs at {share[4096]:.0%} of the speed of plain products"),
         Goal("one J,Jᵀ pair vs the same flops in plain products, n = 98 … 4,096", "≥ 50 %",
              f"{min(share.values()):.0%} … {max(share.values()):.0%}", min(share.values()) >= 0.5,
-             f"at n = {worst} the products of one head are too small for full speed"),
+             f"at n = {worst} the pair reaches {share[worst]:.0%}, and at least 50 % at {above} of {len(share)} lengths"),
         Goal(f"time against n, {min(times):,} → {max(times):,}, tiled causal", "exponent ≤ 2.1", f"{slopes[0]:.2f}",
-             slopes[0] <= 2.1, f"between neighbours the slope is {min(local):.2f} to {max(local):.2f}"),
-        Goal("memory against n", "exponent ≤ 1.1", f"{slopes[2]:.2f}", slopes[2] <= 1.1, "bases grow in whole blocks"),
+             slopes[0] <= 2.1, between(times)),
+        Goal("memory against n", "exponent ≤ 1.1", f"{slopes[2]:.2f}", slopes[2] <= 1.1, between(peaks)),
         Goal("sliding window 512, 2,048 → 32,768", "exponent ≤ 1.15", f"{slopes[1]:.2f}", slopes[1] <= 1.15,
-             "vectors that no longer fit the caches"),
+             between(banded)),
     ]  # fmt: skip
     for n, goal in MEMORY_GOALS.items():
         if n in peaks:
             goals.append(
                 Goal(f"memory of one σ, n = {n:,}, d = {WIDTH}, causal", f"< {show_bytes(goal)}", show_bytes(peaks[n]),
-                     peaks[n] < goal, "more than planned")
+                     peaks[n] < goal, f"{peaks[n] / goal:.2f} of what was allowed")
             )  # fmt: skip
     return goals
 

@@ -55,24 +55,29 @@ def power_loop(
     return squared**0.5, step
 
 
-def scipy_over_autograd(function, X: Tensor) -> float:
-    """SciPy's svds with products by autograd on one cached graph."""
+def scipy_over_autograd(function, X: Tensor) -> tuple[float, float]:
+    """SciPy's svds with products by autograd on one cached graph; returns σ and the pairs of products."""
     x = X.clone().requires_grad_()
     Y = function(x)
     g = torch.zeros_like(Y, requires_grad=True)
     (pullback,) = torch.autograd.grad(Y, x, g, create_graph=True)
 
+    products = []
+
     def matvec(u):
+        products.append("J")
         u = torch.as_tensor(u, dtype=X.dtype).reshape(X.shape)
         return torch.autograd.grad(pullback, g, u, retain_graph=True)[0].flatten().numpy()
 
     def rmatvec(w):
+        products.append("Jᵀ")
         w = torch.as_tensor(w, dtype=X.dtype).reshape(Y.shape)
         return torch.autograd.grad(Y, x, w, retain_graph=True)[0].flatten().numpy()
 
     dtype = torch.empty(0, dtype=X.dtype).numpy().dtype
     operator = LinearOperator((Y.numel(), X.numel()), matvec=matvec, rmatvec=rmatvec, dtype=dtype)
-    return float(svds(operator, k=1, return_singular_vectors=False, tol=1e-4, random_state=0)[0])
+    value = float(svds(operator, k=1, return_singular_vectors=False, tol=1e-4, random_state=0)[0])
+    return value, len(products) / 2
 
 
 def power_until(operator: Operator, reference: Tensor, accuracy: float, steps: int = 400) -> tuple[Tensor, int]:

@@ -207,13 +207,17 @@ TABLES = {
 }
 
 
+# The verbs that a newcomer meets first; others follow in the order of the alphabet.
+FIRST = " local_lipschitz load scan influence certify "
+
+
 def names() -> dict[str, str]:
     """The public names: one page for the package, one for each room."""
     import lipscope
 
     top = [name for name in lipscope.__all__ if name != "__version__"]
     groups = {
-        "Verbs": [n for n in top if n[0].islower() and n != "as_mask"],
+        "Verbs": sorted((n for n in top if n[0].islower() and n != "as_mask"), key=lambda n: (FIRST.find(f" {n} ") % 99, n)),
         "Layers": [n for n in ("Attention", "Rotary", "LayerNorm", "RMSNorm") if n in top],
         "Masks": ["as_mask", *(n for n in top if lipscope._HOME[n] == "attention.masks" and n != "as_mask")],
         "Results": [n for n in ("SpectralNorm", "Status", "Scan") if n in top],

@@ -1,16 +1,19 @@
 """Train gpt2-mini a little further, too fast, and watch σ of its attention: what a monitored training looks like.
 
-    python examples/watch_training.py [--steps 60] [--rate 3e-3] [--csv sigma.csv]
+    python examples/watch_training.py [--steps 60] [--rate 3e-3] [--csv sigma.csv] [--write docs/how-to/watch-training.md]
 
 The Hugging Face ``Trainer`` reads `alice` with a learning rate that is too high for a trained model. Every 20 steps σ of
-every layer is measured on the first batch, and a threshold on the largest logit warns. Everything is offline.
+every layer is measured on the first batch, and a threshold on the largest logit warns. Everything is offline. ``--write``
+replaces the output that a page shows below this command.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -35,9 +38,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--csv", help="also append the readings to this file")
+    parser.add_argument("--write", type=Path, help="page whose output below this command is replaced")
     options = parser.parse_args()
+    printed = []
     # Warnings are shown without the line of code that they come from.
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}")
+    warnings.showwarning = lambda message, *_: printed.append(f"warning: {message}")
     callback = LipschitzCallback(every=20, csv=options.csv, thresholds=[Threshold("max_logit", above=15.0)])
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
@@ -51,7 +56,12 @@ def main() -> None:
         trainer.train()
     losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     for record in callback.records:
-        print(record if record.step not in losses else f"{record}\n  loss {float(losses[record.step]):.3f}")
+        printed.append(str(record) if record.step not in losses else f"{record}\n  loss {float(losses[record.step]):.3f}")
+    print("\n".join(printed))
+    if options.write:
+        shown = re.compile(r"(    python examples/watch_training\.py[^\n]*\n\n```\n).*?```\n", flags=re.DOTALL)
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(shown.sub(lambda m: m[1] + "\n".join([*printed, "```\n"]), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lipscope.monitor import Monitor
 from lipscope.monitor.backward_bound import largest_gain
 from model_families import FAMILIES
 
-PLAIN = ["gpt2", "bert", "llama", "qwen3", "gemma2", "gpt_oss", "phi", "gpt_neox", "t5_encoder", "modernbert", "distilbert"]
+PLAIN = ["gpt2", "bert", "llama", "qwen3", "gemma2", "gpt_oss", "phi", "t5_encoder", "modernbert"]
 
 
 def backward(model, ids, seed):

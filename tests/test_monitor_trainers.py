@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import transformers as tf
@@ -73,6 +75,9 @@ def test_trainer_trains_the_same_weights_and_logs(tmp_path, settings):
     own = [[row for row in t.state.log_history if "loss" in row] for t in (plain, watched)]
     assert [row["loss"] for row in own[0]] == [row["loss"] for row in own[1]]
     assert hooks(watched.model) == hooks(plain.model)
+    # Training on begins with new hooks.
+    callback.on_train_begin(watched.args, watched.state, watched.control, model=watched.model)
+    assert hooks(watched.model) > hooks(plain.model)
 
 
 def test_trainer_writes_to_tensorboard(tmp_path):
@@ -124,7 +129,10 @@ def test_trainer_goes_on_without_attention(tmp_path):
     callback = LipschitzCallback(every=1)
     with pytest.warns(UserWarning, match="switched itself off"):
         watched = tf.Trainer(Net(), arguments, train_dataset=Sentences(), callbacks=[callback])
-    watched.train()
+    with warnings.catch_warnings():
+        # One warning, not two.
+        warnings.filterwarnings("error", message="lipscope")
+        watched.train()
     assert watched.state.global_step == 2
     assert callback.records == []
 

@@ -18,7 +18,15 @@ from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.data import ReportData, report_data
 from lipscope.report.heat import heat_map
 from lipscope.report.run import load_run
-from lipscope.report.summary import _against_guides, cards, closeness_sentence, growth_sentence, number, sentences
+from lipscope.report.summary import (
+    _against_guides,
+    _which_curve,
+    cards,
+    closeness_sentence,
+    growth_sentence,
+    number,
+    sentences,
+)
 from report_cases import make_rows, make_view, write_run
 
 
@@ -121,7 +129,8 @@ def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (-0.4, -0.1, "falls"), (-0.1, 0.2, "cannot be told from none"), (0.6, 0.7, "faster than √n"),
+        (-0.4, -0.1, "falls"), (-0.004, -0.001, "does not change"),
+        (-0.1, 0.2, "cannot be told from none"), (0.6, 0.7, "faster than √n"),
         (0.3, 0.6, "contains √n"), (0.1, 0.4, "slower than √n, and the interval contains n^¼"),
         (0.3, 0.4, "slower than √n and faster than n^¼"), (0.1, 0.2, "slower than √n and slower than n^¼"),
     ],
@@ -129,6 +138,15 @@ def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) 
 def test_growth_is_put_into_words_by_its_interval(low: float, high: float, said: str) -> None:
     fit = GrowthFit(1.0, (low + high) / 2, low, high, 0.95, 1.0, 1.0, 0.0, 0.0, 8)
     assert said in _against_guides(fit)
+
+
+def test_a_curve_is_only_preferred_when_the_points_tell() -> None:
+    for points, difference, said in (
+        (8, 5.0, "A power law describes"), (8, -5.0, "A curve that levels off, at σ ≈ 7.00"),
+        (8, 1.0, "do not tell"), (3, 50.0, "These 3 points do not tell"),
+    ):  # fmt: skip
+        fit = GrowthFit(1.0, 0.3, 0.2, 0.4, 0.95, 7.0, 1.0, 0.0, difference, points)
+        assert said in _which_curve(fit)
 
 
 def test_no_sentence_without_its_number() -> None:

@@ -72,7 +72,7 @@ def pair_of_products(shape: LayerShape, n: int, *, visible: float = 1.0, rebuilt
     Example:
         >>> bert = LayerShape(768, 12, 12, 64, 64, 768)
         >>> f"{pair_of_products(bert, 4096, visible=0.5):.3g}"
-        '1.67e+11'
+        '1.68e+11'
     """
     per_entry = (12 if rebuilt else 8) * shape.key_width + 8 * shape.value_width
     return pair_flops(n, shape.weights, visible * n * n * shape.heads, per_entry)

@@ -104,7 +104,7 @@ def plan_memory(
         >>> W = torch.eye(768)
         >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=12, mask="causal")
         >>> print(plan_memory(layer, 4096))
-        expected peak 580 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 288 MiB
+        expected peak 748 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 456 MiB
     """
     if limit is None:
         return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM)

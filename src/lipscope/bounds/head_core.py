@@ -263,7 +263,8 @@ class HeadCore:
         k = self.k if w is None or self.turn is not None else self.k @ w.R_Q.mT
 
         def largest(t: Tensor) -> Tensor:
-            return torch.linalg.vector_norm(t, dim=-1).expand_as(self.P).masked_fill(self.P == 0, 0.0).amax(-1)
+            norms: Tensor = torch.linalg.vector_norm(t, dim=-1)
+            return norms.expand_as(self.P).masked_fill(self.P == 0, 0.0).amax(-1)
 
         v_size, k_size = largest(v) + torch.linalg.vector_norm(o, dim=-1), largest(k)
         if self.row_turn is not None:

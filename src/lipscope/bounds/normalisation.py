@@ -1,7 +1,7 @@
 """Behind its own normalisation a layer's tokens have bounded norm, so set bounds become global constants.
 
-LayerNorm: ‖y‖ ≤ √d‖g‖_∞ + ‖β‖, RMSNorm: ‖y‖ ≤ √d‖g‖_∞; ``image_radius`` gives the exact radius. The map u ↦ Norm(u) itself
-has local norm at most ‖g‖_∞/s, which is exact at most once per token; see ``attention/norms.py``.
+LayerNorm: ``‖y‖ ≤ √d‖g‖_∞ + ‖β‖``, RMSNorm: ``‖y‖ ≤ √d‖g‖_∞``; ``image_radius`` gives the exact radius. The map u ↦ Norm(u)
+itself has local norm at most ``‖g‖_∞/s``, which is exact at most once per token; see ``attention/norms.py``.
 """
 
 from __future__ import annotations

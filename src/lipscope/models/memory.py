@@ -53,7 +53,7 @@ def plan_scan(
     Example:
         >>> import lipscope
         >>> print(plan_scan(lipscope.load("gpt2-mini"), 128))
-        expected peak 22.7 MiB above the weights: n×n matrices 1.5 MiB, tokens 8.81 MiB, Krylov bases 12.4 MiB
+        expected peak 10.6 MiB above the weights: n×n matrices 2 MiB, tokens 3.88 MiB, Krylov bases 4.75 MiB
     """
     where, width, size = handle.layer(layer), token_width(handle, layer), handle.dtype.itemsize
     recorded = RECORDED * len(handle.layers) * n * width * size

@@ -151,7 +151,7 @@ def seam_attention(
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
     seen = _seen_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
     if isinstance(attention_mask, SymbolicMask) and attention_mask.shape[-1] == key.shape[2]:
-        attention_mask, seen = None, attention_mask.rule
+        seen, attention_mask = attention_mask.rule, None
     rule = score_rule(attention_mask, position_bias, softcap, s_aux, working, key.shape[2])
     for mask in (seen, _documents[-1] if _documents else None):
         if mask is not None:

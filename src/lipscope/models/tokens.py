@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope.models.handle import Model
+from lipscope.models.inputs import TokenArguments
 from lipscope.models.scopes import HeadOfOperator, scope_tokens
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.operator import Operator
@@ -84,8 +85,8 @@ def token_view(
         raise ValueError(
             "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
         )
-    ids = torch.tensor([list(text)]) if not isinstance(text, str) else None
-    inputs = handle.token_inputs(text=text) if isinstance(text, str) else handle.token_inputs(input_ids=ids)
+    given: TokenArguments = {"text": text} if isinstance(text, str) else {"input_ids": torch.tensor([list(text)])}
+    inputs = handle.token_inputs(**given)
     recording = handle.record(inputs)
     where = handle.layer(layer)
     heads = None if head is None else handle.check_heads(layer, [head])

@@ -53,7 +53,7 @@ def worst_inputs(rows: Iterable[Row], count: int) -> list[Row]:
 
     def median(cell: list[Row]) -> float:
         longest = max(row["n"] for row in cell)
-        return statistics.median(row["estimate"] for row in cell if row["n"] == longest)
+        return statistics.median(float(row["estimate"]) for row in cell if row["n"] == longest)
 
     found = []
     for cell in sorted(cells.values(), key=median, reverse=True)[:count]:

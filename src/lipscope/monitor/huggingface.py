@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from lipscope.monitor.monitor import Monitor
 from lipscope.monitor.readings import Record
 from lipscope.monitor.thresholds import agreed
-from lipscope.monitor.watched_model import unwrapped
 
 
 class LipschitzCallback(TrainerCallback):
@@ -39,6 +38,7 @@ class LipschitzCallback(TrainerCallback):
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
         self._training = False
+        self._watched: nn.Module | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
@@ -81,9 +81,12 @@ class LipschitzCallback(TrainerCallback):
     def _watch(self, state: TrainerState, model: nn.Module | None) -> None:
         if model is None or not state.is_world_process_zero:
             return
-        if self.monitor is None or self.monitor.model is not _inner(model):
+        # A second call of train() begins with new hooks; one that switched itself off stays off.
+        again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
+        if self._watched is not model or again:
             if self.monitor is not None:
                 self.monitor.close()
+            self._watched = model
             self.monitor = Monitor(model, **self._options)
 
     def _log(self, record: Record, control: TrainerControl) -> None:
@@ -94,13 +97,6 @@ class LipschitzCallback(TrainerCallback):
             wanted = control.should_log
             trainer.log(record.scalars())
             control.should_log = wanted
-
-
-def _inner(model: nn.Module) -> nn.Module | None:
-    try:
-        return unwrapped(model)[0]
-    except ValueError:
-        return None
 
 
 def _calling_trainer() -> Trainer | None:

@@ -64,6 +64,7 @@ class Monitor:
     Attributes:
         reason: why the monitor has switched itself off, or None.
         notes: what it cannot do for this model.
+        closed: whether its hooks are off the model.
 
     Example:
         >>> import torch, lipscope
@@ -109,6 +110,7 @@ class Monitor:
         self.reason: str | None = None
         self.notes: list[str] = []
         self.steps = 0
+        self.closed = False
         self._guard = Guard(thresholds)
         self._batch: Any = probe
         self._handle: Model | None = None
@@ -155,6 +157,7 @@ class Monitor:
 
     def close(self) -> None:
         """Take all hooks off the model."""
+        self.closed = True
         for gain in self._gains:
             gain.remove()
         self._gains = []

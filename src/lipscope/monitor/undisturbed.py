@@ -29,7 +29,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         # The attention core gives NaN for a derivative nobody asks for; anomaly detection would take it for a mistake.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        for device in {"cpu", next(model.parameters()).device.type}:
+        for device in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         try:
             for module, _ in modes:

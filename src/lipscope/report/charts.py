@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from scipy.stats import spearmanr
 
 from lipscope.report.data import Cell, Point, Setting
-from lipscope.report.summary import number, places
+from lipscope.report.summary import exponent, number, places
 
 # Curves that bend are drawn through so many points.
 _STEPS = 17
@@ -91,7 +91,7 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     first = next((p for p in points if p.median > 0), None)
     fit, grid = cell.fit, _between(n[0], n[-1])
     if fit is not None:
-        label = f"fit n^{fit.alpha:.2f}"
+        label = f"fit n^{exponent(fit.alpha)}"
         series.append(Series(label, grid, [fit.c * x**fit.alpha for x in grid], "dashes", "power", group="fit"))
         limit = [fit.limit * x / (x + fit.half_length) for x in grid]
         series.append(Series("fit levelling off", grid, limit, "dots", "saturating", group="fit"))
@@ -247,6 +247,29 @@ def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
         "scopes", f"With and without normalisation and residual, n = {n}", "layer", "σ", series, words, y_log=True,
         x_ticks=layers, x_names=[str(layer) for layer in layers],
     )  # fmt: skip
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Where a logarithmic axis has numbers: powers of ten, or 1, 2, 5, or even steps, by how much is in view.
+
+    Example:
+        >>> log_ticks(3.0, 40.0), log_ticks(2.0, 20000.0), log_ticks(0.133, 0.152)
+        ([5.0, 10.0, 20.0], [10.0, 100.0, 1000.0, 10000.0], [0.135, 0.14, 0.145, 0.15])
+    """
+    first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+    powers = range(first, last + 1)
+    ticks = [tick for k in powers if low <= (tick := 10.0**k) <= high]
+    if len(ticks) > 7:
+        ticks = ticks[:: math.ceil(len(ticks) / 6)]
+    if len(ticks) < 4:
+        ticks = [tick for k in powers for m in (1, 2, 5) if low <= (tick := float(f"{m}e{k}")) <= high]
+    if len(ticks) < 3 and high > low:
+        rough = (high - low) / 4
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
+        count = math.floor(high / step) - math.ceil(low / step) + 1
+        ticks = [float(f"{(math.ceil(low / step) + k) * step:.6g}") for k in range(count)]
+    return ticks
 
 
 def _between(low: float, high: float) -> list[float]:

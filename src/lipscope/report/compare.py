@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lipscope.report.charts import Chart, Series
 from lipscope.report.data import Cell, Point, ReportData, Setting
-from lipscope.report.summary import number, places
+from lipscope.report.summary import exponent, number, places
 
 _SHOWN = 12
 
@@ -121,7 +121,11 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
     found.append(f"The least smooth place: {'; '.join(ends)}.")
     fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
     if all(fit is not None for _, fit in fits):
-        said = [f"{fit.alpha:.2f} ({fit.alpha_low:.2f} to {fit.alpha_high:.2f}) in {name}" for name, fit in fits if fit]
+        said = [
+            f"{exponent(fit.alpha)} ({exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}) in {name}"
+            for name, fit in fits
+            if fit
+        ]
         found.append(f"Growth exponent there: {'; '.join(said)}.")
     different = [
         f"{what}: {getattr(first, what)} and {getattr(second, what)}"

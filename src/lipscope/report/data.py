@@ -197,10 +197,9 @@ def report_data(runs: Sequence[Run]) -> ReportData:
             # Rows of single documents of a packed input are told apart from the input itself.
             if row["document"] is None:
                 groups.setdefault(tuple(row[name] for name in _SETTING), []).append(row)
-        settings += [
-            Setting(number, run.name, *key, cells=_cells(rows))
-            for key, rows in sorted(groups.items(), key=lambda item: tuple(_order(part) for part in item[0]))
-        ]
+        for key, rows in sorted(groups.items(), key=lambda item: tuple(_order(part) for part in item[0])):
+            named = dict(zip(_SETTING, key, strict=True))
+            settings.append(Setting(number, run.name, **named, cells=_cells(rows)))
     return ReportData(tuple(runs), tuple(settings))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lipscope.report.charts import Chart, Series
+from lipscope.report.charts import Chart, Series, log_ticks
 from lipscope.report.heat import VIRIDIS, HeatMap
 from lipscope.report.palette import palette
 
@@ -65,6 +65,7 @@ _FAR = 3.0
 def _scale(ax: Any, chart: Chart) -> None:
     if chart.x_log:
         ax.set_xscale("log")
+        _plain_numbers(ax.xaxis, ax.get_xlim())
     if chart.y_log:
         ax.set_yscale("log")
         _plain_numbers(ax.yaxis, ax.get_ylim())
@@ -144,17 +145,16 @@ def _draw(ax: Any, series: Series, colour: str, mark: str) -> None:
 
 
 def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
-    """20 and not 2·10¹ where few decades are in view."""
-    ticker = import_module("matplotlib.ticker")
+    """20 and not 2·10¹; powers only for what is very large or small."""
     low, high = limits
-    if low > 0 and high / low < 1e5:
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    few = low > 0 and high / low < 50
-    axis.set_minor_formatter(
-        ticker.FuncFormatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
-        if few
-        else ticker.NullFormatter()
-    )
+    if low <= 0:
+        return
+    ticks = log_ticks(low, high)
+    ticker = import_module("matplotlib.ticker")
+    axis.set_major_locator(ticker.FixedLocator(ticks))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def _figure(width: float, height: float) -> Any:

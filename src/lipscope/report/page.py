@@ -23,7 +23,7 @@ from lipscope.report.figures_page import Looks, page_chart
 from lipscope.report.heat import heat_map
 from lipscope.report.palette import palette
 from lipscope.report.run import Row, Run
-from lipscope.report.summary import cards, listed, number, sentences
+from lipscope.report.summary import cards, exponent, listed, number, sentences, tells
 from lipscope.report.token_page import page_view, worst_tokens
 
 _RANKED = 20
@@ -96,7 +96,7 @@ class Page:
             "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)),
                        "scopes": scopes if scopes in self.charts else None},
             "why": [name for name in why if name is not None], "views": rendered,
-            "no_views": f"No token views were measured. {_how_to_view(setting, run)}",
+            "views_command": _views_command(run),
             "scopes_command": _scopes_command(setting),
         }  # fmt: skip
         worst = numbers[setting.worst.layer, setting.worst.head]
@@ -129,15 +129,22 @@ class Page:
         }  # fmt: skip
 
 
+_NAMED = 3
+
+
 def _title(data: ReportData) -> tuple[str, str]:
     if len(data.runs) > 1:
         return " and ".join(
             run.name for run in data.runs
         ), "Two runs side by side: how smooth is attention, and what changed?"
     models = list(dict.fromkeys(str(setting.model or "this model") for setting in data.settings))
-    title = f"How smooth is {models[0]}?" if len(models) == 1 else f"How smooth are {len(models)} models?"
     if not models:
         title = "Nothing measured yet"
+    elif len(models) <= _NAMED:
+        several = f"{', '.join(models[:-1])} and {models[-1]}" if len(models) > 1 else models[0]
+        title = f"How smooth {'are' if len(models) > 1 else 'is'} {several}?"
+    else:
+        title = f"How smooth are {len(models)} models?"
     return title, "How far the output of attention can move when its input moves a little: σ, its local Lipschitz constant."
 
 
@@ -175,11 +182,11 @@ def _run_words(run: Run) -> dict[str, Any]:
 
 def _facts(cell: Cell) -> list[list[str]]:
     point, fit = cell.last, cell.fit
-    facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {point.inputs} inputs"]]
+    inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
+    facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {inputs}"]]
     if fit is not None:
-        facts.append(
-            ["growth", f"n^{fit.alpha:.2f}, {fit.level:.0%}: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}; AIC: {fit.better}"]
-        )
+        growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}"
+        facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     for label, value in (
         ("certificate at these inputs", point.certified), ("refined bound, tokens of that norm", point.refined),
         ("paper's bound, tokens of that norm", point.paper), ("refined bound, any input", point.refined_global),
@@ -225,10 +232,11 @@ def _tokens_command(setting: Setting, cell: Cell) -> str | None:
     return shlex.join(["lipscope", "tokens", setting.model, *place, "--text", "…"])
 
 
-def _how_to_view(setting: Setting, run: Run) -> str:
+def _views_command(run: Run) -> str:
+    """What measures the token views of the six worst places."""
     if run.path is not None and run.tasks is not None:
-        return f"`lipscope report {shlex.quote(run.path.name)} --tokens 6` measures them where the model is at hand."
-    return "`lipscope scan … --out DIR --tokens 6` measures those of the six worst places."
+        return f"lipscope report {shlex.quote(run.path.name)} --tokens 6"
+    return f"{run.story.command or 'lipscope scan … --out DIR'} --tokens 6"
 
 
 def _scopes_command(setting: Setting) -> str:

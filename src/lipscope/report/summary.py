@@ -19,6 +19,8 @@ SCOPES = {
 }
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
+# With three parameters the AIC says nothing for fewer: its small-sample correction has points − 4 in the denominator.
+_FEWEST_POINTS = 6
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ def number(value: float) -> str:
 
 def _magnitude(value: float) -> int:
     return int(f"{value:.2e}".split("e")[1])
+
+
+def exponent(value: float) -> str:
+    """Two decimals, and no sign on what they show as zero.
+
+    Example:
+        >>> exponent(-0.0012), exponent(0.497)
+        ('0.00', '0.50')
+    """
+    return f"{value:.2f}".replace("-0.00", "0.00")
 
 
 def listed(values: list[int]) -> str:
@@ -101,13 +113,20 @@ def growth_sentence(cell: Cell) -> str:
             return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {count}."
         return "No growth with the length is fitted: some σ is 0."
     text = (
-        f"In {cell.where}, σ goes like n^{fit.alpha:.2f} from n = {cell.points[0].n} to {cell.last.n} ({fit.level:.0%} "
-        f"interval of the exponent: {fit.alpha_low:.2f} to {fit.alpha_high:.2f}): {_against_guides(fit)}"
+        f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} "
+        f"({fit.level:.0%} interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): "
+        f"{_against_guides(fit)}"
     )
     return f"{text} {_which_curve(fit)}"
 
 
+# Exponents below this are printed as 0.00.
+_FLAT = 0.005
+
+
 def _against_guides(fit: GrowthFit) -> str:
+    if max(abs(fit.alpha_low), abs(fit.alpha_high)) < _FLAT:
+        return "to two digits it does not change with the length."
     if fit.alpha_high < 0:
         return "it falls with the length."
     if fit.alpha_low <= 0:
@@ -121,9 +140,14 @@ def _against_guides(fit: GrowthFit) -> str:
     return "it grows, slower than √n and " + ("faster than n^¼." if fit.alpha_low > 0.25 else "slower than n^¼.")
 
 
+def tells(fit: GrowthFit) -> bool:
+    """Whether the points tell the two curves apart: enough of them, and a difference of AIC that means something."""
+    return fit.points >= _FEWEST_POINTS and abs(fit.aic_power - fit.aic_saturating) >= _AIC_TELLS
+
+
 def _which_curve(fit: GrowthFit) -> str:
-    if abs(fit.aic_power - fit.aic_saturating) < _AIC_TELLS:
-        return "These lengths do not tell a power law from a curve that levels off."
+    if not tells(fit):
+        return f"These {fit.points} points do not tell a power law from a curve that levels off."
     if fit.better == "saturating":
         return f"A curve that levels off, at σ ≈ {number(fit.limit)}, describes the points better than a power law (by AIC)."
     return "A power law describes the points better than a curve that levels off (by AIC)."
@@ -177,8 +201,8 @@ def cards(setting: Setting) -> list[Card]:
         ),
     ]
     if cell.fit is not None:
-        detail = f"{cell.fit.level:.0%}: {cell.fit.alpha_low:.2f} to {cell.fit.alpha_high:.2f}; √n is 0.5"
-        found.append(Card("Growth exponent α", f"{cell.fit.alpha:.2f}", detail))
+        detail = f"{cell.fit.level:.0%}: {exponent(cell.fit.alpha_low)} to {exponent(cell.fit.alpha_high)}; √n is 0.5"
+        found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:
         found.append(
             Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}")

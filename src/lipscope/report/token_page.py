@@ -17,7 +17,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     tokens, energy = list(view["tokens"]), [float(share) for share in view["energy"]]
     most = max(energy, default=0.0) or 1.0
     title = place_of(view)
-    words = {
+    words: dict[str, Any] = {
         "title": title,
         "sigma": f"{number(view['estimate'])} in [{number(view['lower'])}, {number(view['upper'])}]",
         "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "

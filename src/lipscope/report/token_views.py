@@ -8,13 +8,13 @@ that the rows were measured with.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lipscope.models.worst_tokens import worst_inputs
 from lipscope.report.data import report_data
-from lipscope.report.run import Row, Run
+from lipscope.report.run import Run
 from lipscope.sweep.plan import Block, ModelChoice
 
 # For other maps every column of the Jacobian takes a pass through the model.
@@ -54,7 +54,7 @@ def measure_views(
     return views
 
 
-def _views(blocks: Sequence[Block], wanted: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _views(blocks: Sequence[Block], wanted: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     from lipscope.models.tokens import token_view
 
     for row in wanted:
@@ -63,7 +63,7 @@ def _views(blocks: Sequence[Block], wanted: Sequence[Row]) -> Iterator[dict[str,
         yield view | {"model": row["model"], "text": row["text"], "input": row["input"]}
 
 
-def _find(blocks: Sequence[Block], row: Row) -> tuple[Any, list[int]]:
+def _find(blocks: Sequence[Block], row: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The model that a row was measured on, and its token ids."""
     from lipscope.sweep.fingerprints import digest
     from lipscope.sweep.kinds import Text

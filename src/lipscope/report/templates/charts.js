@@ -61,11 +61,12 @@ lipscope.spec = (chart, options) => {
   const layout = lipscope.layout(paper);
   layout.xaxis = lipscope.axis(paper, chart.x, chart.x.log && !linear);
   layout.yaxis = lipscope.axis(paper, chart.y, chart.y.log && !linear);
+  if (chart.x.log && !linear && !chart.x.ticks.length) lipscope.logTicks(layout.xaxis, traces.map((trace) => ({ y: trace.x })));
   if (chart.x.ticks.length && chart.x.ticks.length <= 16) {
     Object.assign(layout.xaxis, { tickvals: chart.x.ticks, ticktext: chart.x.names.map(lipscope.plain) });
   }
   if (chart.y.log && !linear) {
-    lipscope.decades(layout.yaxis, traces);
+    lipscope.logTicks(layout.yaxis, traces);
     lipscope.breakAxis(traces, layout);
   } else layout.yaxis.rangemode = "tozero";
   layout.showlegend = traces.filter((trace) => trace.showlegend !== false).length > 1;
@@ -73,13 +74,29 @@ lipscope.spec = (chart, options) => {
   return { traces, layout };
 };
 
-// Numbers on a logarithmic axis: 1, 2, 5 where few decades are in view.
-lipscope.decades = (axis, traces) => {
-  const heights = traces.flatMap((trace) => trace.y).filter((y) => y > 0);
-  if (!heights.length) return;
-  const decades = Math.log10(Math.max(...heights) / Math.min(...heights));
-  if (decades <= 6) axis.dtick = decades > 2.2 ? 1 : "D2";
-  axis.exponentformat = decades > 4 ? "power" : "none";
+// Numbers on a logarithmic axis: powers of ten, or 1, 2, 5, or even steps, by how much is in view (charts.log_ticks).
+lipscope.logTicks = (axis, traces) => {
+  const heights = traces.flatMap((trace) => trace.y.concat(trace.error_y?.array ? trace.y.map((y, k) => y + trace.error_y.array[k]) : []));
+  const seen = heights.filter((y) => y > 0);
+  if (!seen.length) return;
+  const [low, high] = [Math.min(...seen) / 1.05, Math.max(...seen) * 1.05];
+  const inView = (values) => values.filter((value) => low <= value && value <= high);
+  const powers = Array.from({ length: 640 }, (_, k) => k - 320).filter((k) => k >= Math.floor(Math.log10(low)) && k <= Math.log10(high));
+  let ticks = inView(powers.map((k) => 10 ** k));
+  if (ticks.length > 7) ticks = ticks.filter((_, k) => k % Math.ceil(ticks.length / 6) === 0);
+  if (ticks.length < 4) ticks = inView(powers.flatMap((k) => [1, 2, 5].map((m) => m * 10 ** k)));
+  if (ticks.length < 3) {
+    const rough = (high - low) / 4;
+    const unit = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((m) => m * unit).find((size) => size >= rough);
+    ticks = Array.from({ length: 12 }, (_, k) => (Math.ceil(low / step) + k) * step).filter((value) => value <= high);
+  }
+  const name = (value) => {
+    if (value < 1e6 && value >= 1e-4) return String(Number(value.toPrecision(4)));
+    const [digits, power] = value.toExponential(3).split("e");
+    return `${Number(digits) === 1 ? "" : `${Number(digits)}·`}10<sup>${Number(power)}</sup>`;
+  };
+  Object.assign(axis, { tickvals: ticks, ticktext: ticks.map(name) });
 };
 
 // Bounds for all inputs lie far above what is measured at some: they get a part of the axis of their own.
@@ -90,10 +107,10 @@ lipscope.breakAxis = (traces, layout) => {
   const far = bounds.filter((trace) => Math.min(...trace.y) > 3 * top);
   if (!far.length || !near.length) return;
   for (const trace of far) trace.yaxis = "y2";
-  layout.yaxis2 = { ...layout.yaxis, title: { ...layout.yaxis.title, text: "bounds" }, domain: [0.72, 1], dtick: undefined, nticks: 4 };
-  lipscope.decades(layout.yaxis2, far);
+  layout.yaxis2 = { ...layout.yaxis, title: { ...layout.yaxis.title, text: "bounds" }, domain: [0.72, 1] };
+  lipscope.logTicks(layout.yaxis2, far);
   layout.yaxis.domain = [0, 0.66];
-  lipscope.decades(layout.yaxis, traces.filter((trace) => !far.includes(trace)));
+  lipscope.logTicks(layout.yaxis, traces.filter((trace) => !far.includes(trace)));
 };
 
 lipscope.matrix = (chart) => {
