@@ -94,9 +94,9 @@ def test_strips_are_above_sigma():
 
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
     monkeypatch.setattr(strips, "_STRIP", 1 << 13)
-    monkeypatch.setattr(strips, "_COLUMNS", 64)
+    monkeypatch.setattr(strips, "_COLUMNS", 32)
     monkeypatch.setattr(strips, "DENSE", 64)
-    monkeypatch.setattr("lipscope.bounds.head_core._COLUMNS", 64)
+    monkeypatch.setattr("lipscope.bounds.head_core._COLUMNS", 32)
     # Few small blocks are computed from the blocks themselves; long inputs never have few.
     monkeypatch.setattr("lipscope.bounds.head_core._SMALL", 0)
     for n in (80, 120):

@@ -70,6 +70,18 @@ def until(browser: Any, condition: str) -> None:
     WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda window: window.execute_script(condition))
 
 
+def draw_all(browser: Any) -> None:
+    """Charts are drawn when they come near the screen: scroll to one after the other until all of them are."""
+    until(
+        browser,
+        """
+        const left = [...document.querySelectorAll('[data-chart]')].filter((place) => !place.querySelector('svg.main-svg'));
+        left[0]?.scrollIntoView();
+        return left.length === 0;
+    """,
+    )
+
+
 def complaints(browser: Any) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser")]
 
@@ -90,9 +102,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_opens_from_disk_without_a_complaint_and_draws_every_chart(browser: Any, page: Path) -> None:
     show(browser, page)
-    for place in browser.find_elements("css selector", "[data-chart]"):
-        browser.execute_script("arguments[0].scrollIntoView()", place)
-    until(browser, "return [...document.querySelectorAll('[data-chart]')].every((p) => p.querySelector('svg.main-svg'))")
+    draw_all(browser)
     assert complaints(browser) == []
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert "How smooth is toy?" in browser.find_element("css selector", "h1").text
@@ -162,9 +172,7 @@ def test_hostile_text_is_shown_and_not_executed(browser: Any, tmp_path: Path) ->
         show(browser, write_report(run, tmp_path / "report.html"), width=width)
         browser.find_element("css selector", '.heat button[aria-label^="layer 0, head 1"]').click()
         browser.find_element("css selector", '.heat button[aria-label^="layer 1, head 1"]').click()
-        for place in browser.find_elements("css selector", "[data-chart]"):
-            browser.execute_script("arguments[0].scrollIntoView()", place)
-        until(browser, "return [...document.querySelectorAll('[data-chart]')].every((p) => p.querySelector('svg.main-svg'))")
+        draw_all(browser)
         tokens = browser.execute_script("return [...document.querySelectorAll('.view .token')].map((t) => t.textContent)")
         assert tokens == list(HOSTILE)
         assert name in browser.find_element("css selector", "h1").text

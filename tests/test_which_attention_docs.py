@@ -48,3 +48,23 @@ def test_worst_cases_and_bounds():
     assert ratios["qi2023.scsa"] > 1000
     assert ratios["nair2025.scsa"] > 1000
     assert 10 < ratios["bounded_scores.softmax"] < 100
+
+
+def test_what_the_penalty_did():
+    page = (FOLDER / "train-smoother.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- tables -->\n(.*?)<!-- /tables -->", page, flags=re.DOTALL)
+    assert found is not None
+    losses, layers = found[1].strip().split("\n\n")
+
+    def cells(text: str) -> list[list[str]]:
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+    plain, smooth = cells(losses)
+    assert all(abs(float(plain[k]) - float(smooth[k])) < 0.01 for k in (2, 3))
+    assert 2.5 < float(smooth[4]) < 3.5
+    rows = cells(layers)
+    factors = [float(row[3]) for row in rows if row[0] == "spectral"]
+    assert min(factors) == factors[0] > 1
+    assert all(factor > 3 for factor in factors[1:])
+    exponents = {(row[0], row[1]): float(row[4].split()[0]) for row in rows}
+    assert all(exponents["spectral", layer] < exponents["none", layer] for layer in ("1", "2"))
