@@ -56,7 +56,7 @@ def test_every_figure_names_the_script_that_draws_it() -> None:
         for image in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (page.parent / image).is_file(), f"{page}: {image}"
         if "](" in text and re.search(r"!\[[^\]]+\]\(", text):
-            assert re.search(r"make_\w+\.py|lipscope paper", text), f"{page} does not say which script draws its figures"
+            assert re.search(r"\w+\.py|lipscope paper", text), f"{page} does not say which script draws its figures"
         assert "![](" not in text, f"{page}: a figure without a text alternative"
 
 
