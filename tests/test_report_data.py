@@ -240,6 +240,29 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     assert comparisons(report_data([runs[0], other])) == []
 
 
+@pytest.mark.parametrize("name", ["kind", "options", "dtype", "text", "model"])
+def test_a_setting_is_compared_with_its_like_and_any_difference_is_said(name: str) -> None:
+    rows = [row | {"text": "book", "kind": "text", "options": "{}"} for row in make_rows(heads=None)]
+    # Sorted before and after the plain setting: neither order may decide.
+    for other in ("a", "z"):
+        strange = [
+            row | {name: other} | {end: 3 * row[end] for end in ("lower", "estimate", "upper")} for row in rows
+        ]  # fmt: skip
+        both, plain, odd = (load_run(Scan(tuple(some))) for some in (rows + strange, rows, strange))
+        matched = comparisons(report_data([both, both]))
+        assert len(matched) == 2
+        for one in matched:
+            assert getattr(one.first, name) == getattr(one.second, name)
+            assert [change.ratio for change in one.changes] == [1.0, 1.0, 1.0]
+            assert "differ" not in " ".join(comparison_sentences(one))
+        (unlike,) = comparisons(report_data([plain, odd]))
+        assert f"The runs differ in {name}: {rows[0][name]} and {other}." in comparison_sentences(unlike)
+    # Rows of a scan have no column kind.
+    scan = load_run(Scan(tuple(row | {"kind": None} for row in rows)))
+    (alike,) = comparisons(report_data([scan, load_run(Scan(tuple(rows)))]))
+    assert "differ" not in " ".join(comparison_sentences(alike))
+
+
 def test_settings_are_told_apart_and_carry_their_views(tmp_path: Path) -> None:
     rows = make_rows() + make_rows(model="other") + make_rows(dtype="float64")
     data = report_data([load_run(write_run(tmp_path / "run", rows, views=[make_view(["a", "b"])]))])

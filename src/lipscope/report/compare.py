@@ -16,6 +16,8 @@ from lipscope.report.data import Cell, Point, ReportData, Setting
 from lipscope.report.summary import exponent, number, places
 
 _SHOWN = 12
+# What makes two measurements the same but for the run, in the order in which a partner should share it.
+_MATCHED = ("kind", "options", "dtype", "text", "model")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def comparisons(data: ReportData) -> list[Comparison]:
     seconds = [setting for setting in data.settings if setting.run == 1]
     for first in (setting for setting in data.settings if setting.run == 0):
         partners = [setting for setting in seconds if setting.scope == first.scope]
-        partners.sort(key=lambda s: (s.text != first.text, s.model != first.model))
+        partners.sort(key=lambda s: [_value(s, name) != _value(first, name) for name in _MATCHED])
         for partner in partners[:1]:
             shared = set(first.lengths) & set(partner.lengths)
             if shared and (changes := _changes(first, partner, max(shared))):
@@ -92,6 +94,11 @@ def _changes(first: Setting, second: Setting, n: int) -> list[Change]:
         if a is not None and b is not None and a.median > 0 and b.median > 0:
             changes.append(Change(cell, a, b))
     return changes
+
+
+def _value(setting: Setting, name: str) -> str:
+    # A scan measures text and has no options, and its rows say neither; those of a sweep do.
+    return str(getattr(setting, name) or {"kind": "text", "options": "none"}.get(name, "not recorded"))
 
 
 def comparison_sentences(comparison: Comparison) -> list[str]:
@@ -128,8 +135,8 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
         ]
         found.append(f"Growth exponent there: {'; '.join(said)}.")
     different = [
-        f"{what}: {getattr(first, what)} and {getattr(second, what)}"
-        for what in ("model", "text", "dtype") if getattr(first, what) != getattr(second, what)
+        f"{name}: {_value(first, name)} and {_value(second, name)}"
+        for name in reversed(_MATCHED) if _value(first, name) != _value(second, name)
     ]  # fmt: skip
     if different:
         found.append(f"The runs differ in {'; '.join(different)}.")
