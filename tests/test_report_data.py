@@ -17,6 +17,7 @@ from lipscope.report.charts import growth_chart, layers_chart, rank_sentence, sc
 from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.data import ReportData, report_data
 from lipscope.report.heat import heat_map
+from lipscope.report.page import _facts
 from lipscope.report.run import load_run
 from lipscope.report.summary import (
     _against_guides,
@@ -173,10 +174,25 @@ def test_the_summary_says_what_the_rows_say() -> None:
     assert "fails with probability at most 1e-06" in text
     assert worst.fit is not None
     assert f"n^{worst.fit.alpha:.2f}" in text
-    ratio = worst.last.certified / worst.last.median  # type: ignore[operator]
-    assert f"certificate at the same inputs is {number(ratio)} times" in text
+    assert "certificate at the same inputs is 2.50 times" in text
     rows = make_rows(converged=False)
     assert "96 of 96 estimates did not converge" in " ".join(sentences(data_of(rows).settings[0], data.runs[0]))
+
+
+def test_a_bound_is_divided_by_sigma_of_its_own_input() -> None:
+    rows = make_rows(layers=1, heads=None, inputs=3)
+    for row in rows:
+        sigma, factor = ((1.0, 1.1), (10.0, 1.2), (100.0, 1.3))[row["input"]]
+        bounds = dict.fromkeys(("certified", "refined", "castin2024", "refined_global"), factor * sigma)
+        row |= {"lower": sigma, "estimate": sigma, "upper": sigma} | bounds
+    (setting,) = data_of(rows).settings
+    assert "median of 3): the certificate at the same inputs is 1.20 times" in str(closeness_sentence(setting.worst))
+    assert {card.title: card.value for card in cards(setting)}["Bound over σ"] == "1.20×"
+    facts = dict(_facts(setting.worst))
+    assert facts["certificate at these inputs"] == "≤ 130, 1.20 × σ (median)"
+    assert facts["refined bound, any input"] == "≤ 130, 1.20 × σ (median)"
+    rows[-1]["certified"] = None
+    assert data_of(rows).settings[0].worst.over_sigma("certified") is None
 
 
 def test_heat_maps_of_heads_of_layers_and_with_holes() -> None:

@@ -82,6 +82,13 @@ class Cell:
             return None
         return _fit(tuple(row["n"] for row in self.rows), tuple(row["estimate"] for row in self.rows))
 
+    def over_sigma(self, bound: str) -> float | None:
+        """Median over the inputs of the longest length of a bound over σ of the same input; None unless all have one."""
+        rows = [row for row in self.rows if row["n"] == self.last.n]
+        if _all_max(rows, bound) is None or any(row["estimate"] <= 0 for row in rows):
+            return None
+        return statistics.median(row[bound] / row["estimate"] for row in rows)
+
     def at(self, n: int) -> Point | None:
         """The point at a length."""
         return next((point for point in self.points if point.n == n), None)

@@ -187,13 +187,16 @@ def _facts(cell: Cell) -> list[list[str]]:
     if fit is not None:
         growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
-    for label, value in (
-        ("certificate at these inputs", point.certified), ("refined bound, tokens of that norm", point.refined),
-        ("paper's bound, tokens of that norm", point.paper), ("refined bound, any input", point.refined_global),
-        ("paper's bound, any input", point.paper_global),
-    ):  # fmt: skip
-        if value is not None and point.median > 0:
-            facts.append([label, f"≤ {number(value)}, {number(value / point.median)} × σ"])
+    median = "" if point.inputs == 1 else " (median)"
+    for label, value, bound in (
+        ("certificate at these inputs", point.certified, "certified"),
+        ("refined bound, tokens of that norm", point.refined, "refined"),
+        ("paper's bound, tokens of that norm", point.paper, "castin2024"),
+        ("refined bound, any input", point.refined_global, "refined_global"),
+        ("paper's bound, any input", point.paper_global, "castin2024_global"),
+    ):
+        if value is not None and (ratio := cell.over_sigma(bound)) is not None:
+            facts.append([label, f"≤ {number(value)}, {number(ratio)} × σ{median}"])
     for label, value in (
         ("token norm |x|", point.radius),
         ("attention entropy", point.entropy),

@@ -158,18 +158,17 @@ def closeness_sentence(cell: Cell) -> str | None:
     parts = [f"{name} is {ratio} times the measured σ" for name, ratio in _ratios(cell)]
     if not parts:
         return None
-    first = parts[0][0].upper() + parts[0][1:]
-    return f"How close to the bounds, there: {'; '.join([first[0].lower() + first[1:], *parts[1:]])}."
+    which = "" if cell.last.inputs == 1 else f" (of each input, median of {cell.last.inputs})"
+    return f"How close to the bounds, there{which}: {'; '.join(parts)}."
 
 
 def _ratios(cell: Cell) -> list[tuple[str, str]]:
-    point = cell.last
     named = (
-        ("the certificate at the same inputs", point.certified),
-        ("the refined bound for all tokens of that norm", point.refined),
-        ("the paper's bound for them", point.paper),
+        ("the certificate at the same inputs", "certified"),
+        ("the refined bound for all tokens of that norm", "refined"),
+        ("the paper's bound for them", "castin2024"),
     )
-    return [(name, number(value / point.median)) for name, value in named if value is not None and point.median > 0]
+    return [(name, number(ratio)) for name, bound in named if (ratio := cell.over_sigma(bound)) is not None]
 
 
 def warnings(setting: Setting, run: Run) -> list[str]:
