@@ -150,6 +150,38 @@ def test_a_curve_is_only_preferred_when_the_points_tell() -> None:
         assert said in _which_curve(fit)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_no_curve_is_preferred_by_rounding(noise: float) -> None:
+    lengths = (8, 16, 32, 64, 128, 256)
+    rows = make_rows(layers=1, heads=None, inputs=1, lengths=lengths)
+    for row, wiggle in zip(rows, (0.3, 1.0, -0.7, -0.2, 0.9, 0.1), strict=True):
+        row |= dict.fromkeys(("lower", "estimate", "upper"), 2.0 * (1 + noise * wiggle))
+    cell = data_of(rows).settings[0].worst
+    assert "does not change with the length." in growth_sentence(cell)
+    assert "curve" not in growth_sentence(cell)
+    assert "AIC" not in dict(_facts(cell))["growth"]
+    # One curve through all points is news, as the other is not.
+    for row in rows:
+        row |= dict.fromkeys(("lower", "estimate", "upper"), 2.0 * row["n"] ** 0.5)
+    assert "A power law describes the points better" in growth_sentence(data_of(rows).settings[0].worst)
+
+
+def test_what_is_largest_at_the_longest_length_is_not_called_the_largest() -> None:
+    rows = make_rows(layers=2, heads=None)
+    (setting,) = data_of(rows).settings
+    assert cards(setting)[0].title == "Median σ of the least smooth"
+    assert cards(setting)[0].detail.startswith("at n = 64, in [")
+    assert "shorter length" not in " ".join(sentences(setting, data_of(rows).runs[0]))
+    for row in rows:
+        if (row["layer"], row["n"]) == (0, 16):
+            row |= dict.fromkeys(("lower", "estimate", "upper"), 500.0)
+    data = data_of(rows)
+    text = " ".join(sentences(data.settings[0], data.runs[0]))
+    assert "The least smooth at n = 64 is layer 1" in text
+    assert "At a shorter length σ was larger: about 500 in layer 0 at n = 16." in text
+    assert not any("argest" in card.title for card in cards(data.settings[0]))
+
+
 def test_no_sentence_without_its_number() -> None:
     rows = make_rows(lengths=(8, 16), certified=None, refined=None, castin2024=None)
     data = data_of(rows)

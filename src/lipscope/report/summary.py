@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ SCOPES = {
 _AIC_TELLS = 2.0
 # With three parameters the AIC says nothing for fewer: its small-sample correction has points − 4 in the denominator.
 _FEWEST_POINTS = 6
+# Relative residuals below this are rounding: a few units of float32, in which most models compute.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,11 @@ def sentences(setting: Setting, run: Run) -> list[str]:
         + (f", for the map “{setting.scope}”: {what}" if what else f", scope {setting.scope}")
         + f". {len(setting.rows)} measurements, at n = {listed(setting.lengths)} tokens, {each} of each length."
     ]
-    at = f"n = {point.n}, " + ("one input" if point.inputs == 1 else f"median of {point.inputs} inputs")
+    at = "one input" if point.inputs == 1 else f"median of {point.inputs} inputs"
     found.append(
-        f"The least smooth is {cell.where}: a small change of its tokens can come out about {number(point.median)} times as "
-        f"large ({at}; σ {'' if point.inputs == 1 else 'of each '}lies in [{number(point.lower)}, {number(point.upper)}]"
+        f"The least smooth at n = {point.n} is {cell.where}: a small change of its tokens can come out about "
+        f"{number(point.median)} times as large ({at}; σ {'' if point.inputs == 1 else 'of each '}lies in "
+        f"[{number(point.lower)}, {number(point.upper)}]"
         f"{_sure(cell)})."
     )
     ranked = setting.ranked()
@@ -98,6 +102,9 @@ def sentences(setting: Setting, run: Run) -> list[str]:
             f"The smoothest at that length is {last.where} with σ ≈ {number(last.last.median)}: a factor of "
             f"{number(point.median / last.last.median)} between the two."
         )
+    top, high = max(((c, p) for c in setting.cells for p in c.points), key=lambda pair: pair[1].median)
+    if high.median > point.median and number(high.median) != number(point.median):
+        found.append(f"At a shorter length σ was larger: about {number(high.median)} in {top.where} at n = {high.n}.")
     found.append(growth_sentence(cell))
     if close := closeness_sentence(cell):
         found.append(close)
@@ -117,7 +124,7 @@ def growth_sentence(cell: Cell) -> str:
         f"({fit.level:.0%} interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): "
         f"{_against_guides(fit)}"
     )
-    return f"{text} {_which_curve(fit)}"
+    return f"{text} {_which_curve(fit)}".rstrip()
 
 
 # Exponents below this are printed as 0.00.
@@ -142,10 +149,19 @@ def _against_guides(fit: GrowthFit) -> str:
 
 def tells(fit: GrowthFit) -> bool:
     """Whether the points tell the two curves apart: enough of them, and a difference of AIC that means something."""
-    return fit.points >= _FEWEST_POINTS and abs(fit.aic_power - fit.aic_saturating) >= _AIC_TELLS
+    apart = abs(fit.aic_power - fit.aic_saturating) >= _AIC_TELLS
+    return fit.points >= _FEWEST_POINTS and apart and not _both_exact(fit)
+
+
+def _both_exact(fit: GrowthFit) -> bool:
+    """Whether both curves go through all points up to rounding, from AIC = N·log(RSS/N) + 6."""
+    worse = max(fit.aic_power, fit.aic_saturating)
+    return math.exp((worse - 6) / fit.points / 2) < _ROUNDING
 
 
 def _which_curve(fit: GrowthFit) -> str:
+    if _both_exact(fit):
+        return ""
     if not tells(fit):
         return f"These {fit.points} points do not tell a power law from a curve that levels off."
     if fit.better == "saturating":
@@ -192,7 +208,11 @@ def cards(setting: Setting) -> list[Card]:
     """The four numbers at the top."""
     cell, point = setting.worst, setting.worst.last
     found = [
-        Card("Largest σ", number(point.median), f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}"),
+        Card(
+            f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth",
+            number(point.median),
+            f"at n = {point.n}, in [{number(point.lower)}, {number(point.upper)}]",
+        ),
         Card(
             "Where",
             f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}"),
@@ -204,7 +224,7 @@ def cards(setting: Setting) -> list[Card]:
         found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:
         found.append(
-            Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"of {places(setting)}")
+            Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"over {places(setting)}")
         )
     if ratios := _ratios(cell):
         found.append(Card("Bound over σ", f"{ratios[0][1]}×", ratios[0][0]))
