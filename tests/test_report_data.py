@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.scan import Scan
@@ -17,7 +19,7 @@ from lipscope.report.charts import growth_chart, layers_chart, rank_sentence, sc
 from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.data import ReportData, report_data
 from lipscope.report.heat import heat_map
-from lipscope.report.page import _facts
+from lipscope.report.page import _facts, _table
 from lipscope.report.run import load_run
 from lipscope.report.summary import (
     _against_guides,
@@ -25,9 +27,11 @@ from lipscope.report.summary import (
     cards,
     closeness_sentence,
     growth_sentence,
+    interval,
     number,
     sentences,
 )
+from lipscope.report.token_page import page_view
 from report_cases import make_rows, make_view, write_run
 
 
@@ -202,7 +206,7 @@ def test_the_summary_says_what_the_rows_say() -> None:
     worst = setting.worst
     assert (worst.layer, worst.head) == (2, 3)
     assert f"layer 2, head 3: a small change of its tokens can come out about {number(worst.last.median)} times" in text
-    assert f"[{number(worst.last.lower)}, {number(worst.last.upper)}]" in text
+    assert f"{interval(worst.last.lower, worst.last.upper)}" in text
     assert "fails with probability at most 1e-06" in text
     assert worst.fit is not None
     assert f"n^{worst.fit.alpha:.2f}" in text
@@ -225,6 +229,32 @@ def test_a_bound_is_divided_by_sigma_of_its_own_input() -> None:
     assert facts["refined bound, any input"] == "≤ 130, 1.20 × σ (median)"
     rows[-1]["certified"] = None
     assert data_of(rows).settings[0].worst.over_sigma("certified") is None
+
+
+@given(st.floats(1e-12, 1e12), st.floats(0, 1))
+def test_a_printed_interval_contains_the_interval(lower: float, width: float) -> None:
+    upper = lower * (1 + width)
+    low, high = map(float, interval(lower, upper)[1:-1].split(", "))
+    assert low <= lower <= upper <= high
+    # Three digits, so at most one unit of the third is given away at each end.
+    assert low >= lower * (1 - 0.0101)
+    assert high <= upper * (1 + 0.0101)
+
+
+def test_every_printed_end_is_rounded_outwards() -> None:
+    ends = {"lower": 1.00620, "estimate": 1.006205, "upper": 1.00621, "certified": 1.1234}
+    rows = [row | ends for row in make_rows(heads=None)]
+    data = data_of(rows)
+    (setting,) = data.settings
+    assert "σ of each lies in [1.00, 1.01]" in " ".join(sentences(setting, data.runs[0]))
+    assert "in [1.00, 1.01]" in cards(setting)[0].detail
+    assert "in [1.00, 1.01]" in growth_chart(setting, setting.worst).words
+    assert all("in [1.00, 1.01]" in cell.words for line in heat_map(setting).cells for cell in line if cell)
+    assert dict(_facts(setting.worst))["certificate at these inputs"].startswith("≤ 1.13,")
+    assert _table(setting.worst)[1][2:6] == ["1.00", "1.01", "1.01", "1.13"]
+    assert page_view(make_view(["a", "b"]) | ends)[0]["sigma"] == "1.01 in [1.00, 1.01]"
+    (comparison,) = comparisons(report_data([data.runs[0], data.runs[0]]))
+    assert "1.01 in [1.00, 1.01] to 1.01 in [1.00, 1.01]" in " ".join(comparison_sentences(comparison))
 
 
 def test_heat_maps_of_heads_of_layers_and_with_holes() -> None:

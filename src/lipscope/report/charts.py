@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from scipy.stats import spearmanr
 
 from lipscope.report.data import Cell, Point, Setting
-from lipscope.report.summary import exponent, number, places
+from lipscope.report.summary import exponent, interval, number, places
 
 # Curves that bend are drawn through so many points.
 _STEPS = 17
@@ -105,7 +105,7 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
             look = "dashes" if field_name.endswith("global") else "line"
             series.append(Series(label, [v[0] for v in values], [v[1] for v in values], look, colour, group="bound"))
     words = f"σ of {cell.where} against the number of tokens: " + "; ".join(
-        f"n = {p.n}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}]" for p in points
+        f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}" for p in points
     )
     return Chart(
         f"growth-{_place(cell)}", f"Growth of σ with the length: {cell.where}", "tokens n", f"σ, scope {setting.scope}",
@@ -279,9 +279,7 @@ def _between(low: float, high: float) -> list[float]:
 
 
 def _point_words(p: Point) -> str:
-    return (
-        f"n = {p.n}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}], {p.inputs} input{'s' * (p.inputs != 1)}"
-    )
+    return f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
 
 
 def _row_words(row: dict[str, object]) -> str:

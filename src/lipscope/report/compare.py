@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lipscope.report.charts import Chart, Series
 from lipscope.report.data import Cell, Point, ReportData, Setting
-from lipscope.report.summary import exponent, number, places
+from lipscope.report.summary import exponent, interval, number, places
 
 _SHOWN = 12
 # What makes two measurements the same but for the run, in the order in which a partner should share it.
@@ -118,8 +118,7 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
     top = comparison.largest()[0]
     found.append(
         f"The largest factor is {number(top.ratio)}, in {top.before.where}: from {number(top.a.median)} in "
-        f"[{number(top.a.lower)}, {number(top.a.upper)}] to {number(top.b.median)} in "
-        f"[{number(top.b.lower)}, {number(top.b.upper)}]."
+        f"{interval(top.a.lower, top.a.upper)} to {number(top.b.median)} in {interval(top.b.lower, top.b.upper)}."
     )
     ends = [
         f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}"
@@ -156,7 +155,7 @@ def comparison_chart(comparison: Comparison) -> Chart:
             Series(
                 name, [layer + shift for layer in layers], [p.median for p in points], "points", colour,
                 low=[p.lower for p in points], high=[p.upper for p in points],
-                hover=[f"{name}, layer {layer}: {number(p.median)} in [{number(p.lower)}, {number(p.upper)}]"
+                hover=[f"{name}, layer {layer}: {number(p.median)} in {interval(p.lower, p.upper)}"
                        for layer, p in zip(layers, points, strict=True)],
             )
             for name, points, colour, shift in (

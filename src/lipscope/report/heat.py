@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lipscope.report.data import Setting
-from lipscope.report.summary import number
+from lipscope.report.summary import interval, number
 
 # Stops of the colour map viridis (van der Walt and Smith 2015): even steps look even, also in grey and to the colour-blind.
 VIRIDIS = (
@@ -77,7 +77,7 @@ def heat_map(setting: Setting) -> HeatMap:
         for p in cell.points:
             if setting.by_head and (p.n != longest or cell.head is None):
                 continue
-            words = f"{cell.where}, n = {p.n}: σ ≈ {number(p.median)}, in [{number(p.lower)}, {number(p.upper)}]"
+            words = f"{cell.where}, n = {p.n}: σ ≈ {number(p.median)}, in {interval(p.lower, p.upper)}"
             found[cell.layer, p.n if cell.head is None else cell.head] = (index, p.n, p.median, words)
     values = [value for _, _, value, _ in found.values() if value > 0]
     low, high = min(values, default=0.0), max(values, default=0.0)

@@ -23,7 +23,7 @@ from lipscope.report.figures_page import Looks, page_chart
 from lipscope.report.heat import heat_map
 from lipscope.report.palette import palette
 from lipscope.report.run import Row, Run
-from lipscope.report.summary import cards, exponent, listed, number, sentences, tells
+from lipscope.report.summary import above, below, cards, exponent, interval, listed, number, sentences, tells
 from lipscope.report.token_page import page_view, worst_tokens
 
 _RANKED = 20
@@ -183,7 +183,7 @@ def _run_words(run: Run) -> dict[str, Any]:
 def _facts(cell: Cell) -> list[list[str]]:
     point, fit = cell.last, cell.fit
     inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
-    facts = [["σ of all inputs", f"in [{number(point.lower)}, {number(point.upper)}], n = {point.n}, {inputs}"]]
+    facts = [["σ of all inputs", f"in {interval(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
     if fit is not None:
         growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
@@ -196,7 +196,7 @@ def _facts(cell: Cell) -> list[list[str]]:
         ("paper's bound, any input", point.paper_global, "castin2024_global"),
     ):
         if value is not None and (ratio := cell.over_sigma(bound)) is not None:
-            facts.append([label, f"≤ {number(value)}, {number(ratio)} × σ{median}"])
+            facts.append([label, f"≤ {above(value)}, {number(ratio)} × σ{median}"])
     for label, value in (
         ("token norm |x|", point.radius),
         ("attention entropy", point.entropy),
@@ -210,17 +210,14 @@ def _facts(cell: Cell) -> list[list[str]]:
 def _table(cell: Cell) -> list[list[str]]:
     names = ["n", "inputs", "lower", "median", "upper", "certificate", "refined", "paper"]
     return [names] + [
-        [str(p.n), str(p.inputs)]
-        + [
-            "–" if value is None else number(value)
-            for value in (p.lower, p.median, p.upper, p.certified, p.refined, p.paper)
-        ]
+        [str(p.n), str(p.inputs), below(p.lower), number(p.median), above(p.upper)]
+        + ["–" if value is None else above(value) for value in (p.certified, p.refined, p.paper)]
         for p in cell.points
     ]
 
 
 def _interval(point: Point) -> str:
-    return f"{number(point.median)} in [{number(point.lower)}, {number(point.upper)}]"
+    return f"{number(point.median)} in {interval(point.lower, point.upper)}"
 
 
 def _rank_words(cell: Cell) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
 from lipscope.models.fit import GrowthFit
 from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
@@ -45,6 +46,34 @@ def number(value: float) -> str:
     if value != 0 and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.2e}"
     return f"{float(f'{value:.3g}'):.{max(0, 2 - _magnitude(value))}f}"
+
+
+def below(value: float) -> str:
+    """As ``number``, rounded down: a printed lower end is a lower end."""
+    return number(_rounded(value, ROUND_FLOOR))
+
+
+def above(value: float) -> str:
+    """As ``number``, rounded up: a printed upper end or bound is one."""
+    return number(_rounded(value, ROUND_CEILING))
+
+
+def interval(lower: float, upper: float) -> str:
+    """An interval that contains the given one.
+
+    Example:
+        >>> interval(1.00620, 1.00621), interval(0.1, 2.0)
+        ('[1.00, 1.01]', '[0.100, 2.00]')
+    """
+    return f"[{below(lower)}, {above(upper)}]"
+
+
+def _rounded(value: float, rounding: str) -> float:
+    if value == 0 or not math.isfinite(value):
+        return value
+    # The decimal number that stands for the float, not the float's last bit, which would turn 0.1 into 0.101.
+    exact = Decimal(repr(float(value)))
+    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), rounding))
 
 
 def _magnitude(value: float) -> int:
@@ -92,8 +121,7 @@ def sentences(setting: Setting, run: Run) -> list[str]:
     found.append(
         f"The least smooth at n = {point.n} is {cell.where}: a small change of its tokens can come out about "
         f"{number(point.median)} times as large ({at}; σ {'' if point.inputs == 1 else 'of each '}lies in "
-        f"[{number(point.lower)}, {number(point.upper)}]"
-        f"{_sure(cell)})."
+        f"{interval(point.lower, point.upper)}{_sure(cell)})."
     )
     ranked = setting.ranked()
     if len(ranked) > 1 and ranked[-1].last.median > 0:
@@ -211,7 +239,7 @@ def cards(setting: Setting) -> list[Card]:
         Card(
             f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth",
             number(point.median),
-            f"at n = {point.n}, in [{number(point.lower)}, {number(point.upper)}]",
+            f"at n = {point.n}, in {interval(point.lower, point.upper)}",
         ),
         Card(
             "Where",

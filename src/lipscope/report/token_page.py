@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lipscope.report.run import Row
-from lipscope.report.summary import number
+from lipscope.report.summary import interval, number
 
 _PAIRS = 8
 _LONGEST_LABEL = 14
@@ -19,7 +19,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     title = place_of(view)
     words: dict[str, Any] = {
         "title": title,
-        "sigma": f"{number(view['estimate'])} in [{number(view['lower'])}, {number(view['upper'])}]",
+        "sigma": f"{number(view['estimate'])} in {interval(view['lower'], view['upper'])}",
         "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "
         f"{len(tokens)} tokens" + (f", input {view['input']} of its length." if view.get("input") is not None else "."),
         "tokens": [
