@@ -163,7 +163,7 @@ def test_an_unsupported_combination_names_the_supported_ones():
     W = torch.eye(2)
     with pytest.raises(ValueError, match=r"refined\.unmasked does not hold for mask causal.*refined\.masked"):
         registry.evaluate("refined.unmasked", lipscope.Attention(W, W, W, mask="causal"), radius=1.0, n=3)
-    with pytest.raises(ValueError, match="L2 attention only"):
+    with pytest.raises(ValueError, match="l2 attention only"):
         registry.require("kim2021.l2mha", lipscope.Attention(W, W, W))
     with pytest.raises(ValueError, match="unknown bound"):
         registry.require("nonsense", lipscope.Attention(W, W, W))

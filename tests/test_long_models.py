@@ -124,7 +124,19 @@ def test_a_symbolic_mask_is_a_matrix_for_those_who_compute_with_it() -> None:
     ):  # fmt: skip
         assert not isinstance(computed, SymbolicMask)
         assert torch.equal(computed, plainly)
+    assert torch.equal(torch.zeros(2, 1, 6, 6).masked_fill_(mask, 3.0), 3.0 * expected)
     assert torch.equal(rule.for_input(1).allowed(6), expected[1:])
+
+    def cut(changed: torch.Tensor) -> None:
+        changed[:, :, 2:, :1] = False
+
+    def with_itself(changed: torch.Tensor) -> None:
+        changed &= expected
+
+    # A change would be made to a matrix that nobody keeps: the model that is measured would be another one.
+    for change in (cut, with_itself, lambda m: m.logical_not_(), lambda m: m.masked_fill_(expected, False)):
+        with pytest.raises(NotImplementedError, match="changes its attention mask in place"):
+            change(mask)
 
 
 def test_packed_documents_stay_apart_in_long_inputs() -> None:

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,27 +107,9 @@ def test_the_worst_cell_is_the_largest_median_at_the_longest_length() -> None:
     assert (worst.layer, worst.head) == (1, 1)
 
 
-def test_fits_are_those_of_the_library_and_their_bootstrap_is_a_plain_loop() -> None:
+def test_fits_are_those_of_the_library() -> None:
     cell = data_of(make_rows(inputs=4)).settings[0].cells[5]
-    fit = cell.fit
-    assert fit == fit_growth([r["n"] for r in cell.rows], [r["estimate"] for r in cell.rows])
-    generator = np.random.default_rng(0)
-    for lengths in ([8, 16, 32, 64], [8] * 3 + [16] * 3 + [32] * 3, [8, 8, 16, 16, 16, 32]):
-        n, sigma = np.array(lengths, float), np.exp(generator.normal(size=len(lengths))) * np.sqrt(lengths)
-        ours = fit_growth(n, sigma, resamples=200, seed=3)
-        low, high = np.quantile(_slopes_one_by_one(np.log(n), np.log(sigma), 200, 3), [0.025, 0.975])
-        assert (ours.alpha_low, ours.alpha_high) == pytest.approx((low, high), rel=1e-9)
-
-
-def _slopes_one_by_one(x: np.ndarray, y: np.ndarray, resamples: int, seed: int) -> list[float]:
-    generator = np.random.default_rng(seed)
-    slope, start = np.polyfit(x, y, 1)
-    groups = [np.flatnonzero(x == value) for value in np.unique(x)]
-    if len(groups) == len(x):
-        drawn = slope * x + start + generator.choice(y - slope * x - start, (resamples, len(x)))
-        return [float(np.polyfit(x, one, 1)[0]) for one in drawn]
-    rows = np.hstack([generator.choice(group, (resamples, len(group))) for group in groups])
-    return [float(np.polyfit(x[one], y[one], 1)[0]) for one in rows]
+    assert cell.fit == fit_growth([r["n"] for r in cell.rows], [r["estimate"] for r in cell.rows])
 
 
 @pytest.mark.parametrize(
@@ -316,6 +297,12 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     assert comparisons(report_data(runs[:1])) == []
     other = load_run(write_run(tmp_path / "other", make_rows(heads=None, scope="block")))
     assert comparisons(report_data([runs[0], other])) == []
+    # Another model is compared layer by layer only when it has the same layers.
+    stranger = [row | {"model": "another"} for row in rows]
+    same, fewer = (load_run(write_run(tmp_path / name, some)) for name, some in (
+        ("same", stranger), ("fewer", [row for row in stranger if row["layer"] < 2])))  # fmt: skip
+    assert len(comparisons(report_data([runs[0], same]))) == 1
+    assert comparisons(report_data([runs[0], fewer])) == []
 
 
 @pytest.mark.parametrize("name", ["kind", "options", "dtype", "text", "model"])

@@ -181,6 +181,17 @@ def test_fits_find_the_exponent_and_the_limit() -> None:
         fit_growth([8, 8, 16], [1, 1, 2])
 
 
+@pytest.mark.parametrize("lengths", [[8, 16, 32], [8, 16, 32, 64, 64], 2 * [8, 16, 32, 64, 128], 4 * [8, 16, 32, 64, 128]])
+def test_the_interval_of_an_exponent_covers_it_as_often_as_it_says(lengths: list[int]) -> None:
+    noise = np.random.default_rng(1)
+    n, hits, repeats = np.array(lengths), 0, 300
+    for seed in range(repeats):
+        fit = fit_growth(n, n**0.4 * np.exp(0.1 * noise.standard_normal(len(n))), resamples=300, seed=seed)
+        hits += fit.alpha_low <= 0.4 <= fit.alpha_high
+    # 95 % of 300 is 285; three standard deviations are 11.
+    assert 274 <= hits <= 296
+
+
 def test_directories_and_pickles(tmp_path: Path) -> None:
     model = FAMILIES["gpt2"]().float()
     model.save_pretrained(tmp_path / "good")

@@ -352,3 +352,15 @@ def test_one_basis_serves_a_large_problem(decay, dtype):
     assert result.lower <= exact * (1 + allowed)
     assert result.upper >= exact * (1 - allowed)
     assert result.estimate == pytest.approx(exact, rel=1e-4 if decay == 0.0 else max(2e-6, allowed))
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 10 * 1100 * 8])
+@pytest.mark.parametrize("seed", [3, 18, 54])
+def test_one_basis_ends_where_the_space_is_exhausted(seed, memory):
+    """An interval narrower than rounding is asked of a map with two singular values: no noise is taken for a value."""
+    size, few = 1100, torch.cat([torch.ones(15), torch.full((15,), 0.999)])
+    left, right = (torch.linalg.qr(cases.random(size, 30, seed=seed + s)).Q for s in (0, 1))
+    operator = lipscope.DenseOperator(((left * few.double()) @ right.mT).float())
+    result = lipscope.spectral_norm(operator, lipscope.GolubKahan(seed=seed, interval=1e-9, memory=memory))
+    assert 0.9999 <= result.lower <= 1 + 1e-6
+    assert 1 - 1e-6 <= result.upper <= 1.001

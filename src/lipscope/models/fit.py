@@ -4,8 +4,8 @@
     saturating   log σ = log s + log(n/(n + m))      σ → s for n ≫ m
 
 Both have two coefficients and a residual variance; the smaller AIC = N·log(RSS/N) + 2·3 says which describes the data
-better. The interval on α is a percentile bootstrap over the measurements within each length (over the residuals when every
-length was measured once).
+better. The interval on α is a percentile bootstrap of the residuals, each over √(1 − its leverage), which has the scatter of
+an error and not the smaller one of a residual; with N points it is widened by t_{N−2}/z, the price of few of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 Floats = NDArray[np.float64]
 
@@ -80,29 +82,28 @@ def fit_growth(
         raise ValueError("a fit in log–log needs σ > 0")
     log_n, log_y = np.log(x), np.log(y)
     alpha, log_c = _line(log_n, log_y)
-    generator = np.random.default_rng(seed)
-    groups = [np.flatnonzero(x == value) for value in np.unique(x)]
-    if len(groups) == len(x):
-        # One measurement per length says nothing about the scatter within it: resample the residuals instead.
-        groups = []
-    fitted, left = alpha * log_n + log_c, log_y - alpha * log_n - log_c
-    # All resamples at once, one per row. Lengths stay where they are, so the slope is linear in the resampled log σ.
-    if groups:
-        drawn = np.empty((resamples, len(x)))
-        for group in groups:
-            drawn[:, group] = generator.choice(log_y[group], (resamples, len(group)))
-    else:
-        drawn = fitted + generator.choice(left, (resamples, len(x)))
-    centred = log_n - log_n.mean()
-    slopes = drawn @ centred / np.square(centred).sum()
-    low, high = np.quantile(slopes, [(1 - level) / 2, (1 + level) / 2])
+    low, high = _slope_interval(log_n, log_y - alpha * log_n - log_c, level, resamples, np.random.default_rng(seed))
     log_m, log_limit, saturating_rss = _saturating(x, log_y)
     return GrowthFit(
-        c=float(np.exp(log_c)), alpha=alpha, alpha_low=float(low), alpha_high=float(high), level=level,
+        c=float(np.exp(log_c)), alpha=alpha, alpha_low=alpha + low, alpha_high=alpha + high, level=level,
         limit=float(np.exp(log_limit)), half_length=float(np.exp(log_m)),
         aic_power=_aic(float(np.square(log_y - alpha * log_n - log_c).sum()), len(x)),
         aic_saturating=_aic(saturating_rss, len(x)), points=len(x),
     )  # fmt: skip
+
+
+def _slope_interval(
+    x: Floats, residuals: Floats, level: float, resamples: int, generator: np.random.Generator
+) -> tuple[float, float]:
+    """How far below and above a least-squares slope its true value may lie."""
+    centred = x - x.mean()
+    spread, points = np.square(centred).sum(), len(x)
+    errors = residuals / np.sqrt(1 - 1 / points - np.square(centred) / spread)
+    # Lengths stay where they are, so the slope is linear in the resampled errors.
+    drawn = generator.choice(errors - errors.mean(), (resamples, points)) @ centred / spread
+    ends = np.array([(1 - level) / 2, (1 + level) / 2])
+    low, high = student.ppf(ends[1], points - 2) / normal.ppf(ends[1]) * np.quantile(drawn, ends)
+    return float(low), float(high)
 
 
 def _line(x: Floats, y: Floats) -> tuple[float, float]:

@@ -107,6 +107,19 @@ class SymbolicMask(Tensor):
         return f"SymbolicMask({self.rule}, shape={tuple(self.shape)})"
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be changed in place: the change would be made to a matrix that nobody keeps."""
+        name = getattr(func, "__name__", "")
+        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+        if changes and args and isinstance(args[0], SymbolicMask):
+            raise NotImplementedError(
+                f"the model changes its attention mask in place ({name}), and from {LONG} tokens on masks are kept as rules "
+                f"that cannot be changed: measure it with fewer tokens, or let its code make a new mask"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Pass on what leaves the mask as it is; for everything else there is the matrix."""
         first = args[0] if args else None
@@ -122,6 +135,9 @@ class SymbolicMask(Tensor):
             return value
 
         return func(*unwrap(args), **{name: unwrap(value) for name, value in (kwargs or {}).items()})
+
+
+_CHANGES = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:

@@ -1,8 +1,9 @@
 """Two runs side by side: before and after fine-tuning, random and pretrained, two texts.
 
 Settings with the same scope are paired, those of the same text and model first; cells by layer and head, at the longest
-length that both runs have. A change is called clear when the ranges of the two do not overlap: then every input of the one
-has a larger σ than every input of the other.
+length that both runs have. Two models are compared cell by cell only when they have the same cells: layer 3 of six and
+layer 3 of thirty have nothing but a number in common. A change is called clear when the ranges of the two do not overlap:
+then every input of the one has a larger σ than every input of the other.
 """
 
 from __future__ import annotations
@@ -79,10 +80,16 @@ def comparisons(data: ReportData) -> list[Comparison]:
         partners = [setting for setting in seconds if setting.scope == first.scope]
         partners.sort(key=lambda s: [_value(s, name) != _value(first, name) for name in _MATCHED])
         for partner in partners[:1]:
+            if first.model != partner.model and _places(first) != _places(partner):
+                continue
             shared = set(first.lengths) & set(partner.lengths)
             if shared and (changes := _changes(first, partner, max(shared))):
                 found.append(Comparison(first, partner, max(shared), changes))
     return found
+
+
+def _places(setting: Setting) -> set[tuple[int, int | None]]:
+    return {(cell.layer, cell.head) for cell in setting.cells}
 
 
 def _changes(first: Setting, second: Setting, n: int) -> list[Change]:

@@ -48,12 +48,12 @@ class Page:
         self._looks = Looks()
         self.charts: dict[str, dict[str, Any]] = {}
         matched = comparisons(data)
-        title, lead = _title(data)
+        title, lead = _title(data, changes=bool(matched))
         settings = [self._setting(index, setting) for index, setting in enumerate(data.settings)]
         self.words: dict[str, Any] = {
             "title": title, "lead": lead, "settings": [words for words, _ in settings],
             "comparisons": [self._comparison(index, one) for index, one in enumerate(matched)],
-            "unmatched": "The two runs share no scope, length and layer, so nothing can be compared."
+            "unmatched": "The two runs have no layers, scope and length in common, so nothing is compared layer by layer."
             if len(data.runs) > 1 and not matched else "",
             "runs": [_run_words(run) for run in data.runs], "count": sum(len(run.rows) for run in data.runs),
             "columns": list(COLUMNS.items()),
@@ -132,11 +132,10 @@ class Page:
 _NAMED = 3
 
 
-def _title(data: ReportData) -> tuple[str, str]:
-    if len(data.runs) > 1:
-        return " and ".join(
-            run.name for run in data.runs
-        ), "Two runs side by side: how smooth is attention, and what changed?"
+def _title(data: ReportData, *, changes: bool) -> tuple[str, str]:
+    if changes:
+        names = " and ".join(run.name for run in data.runs)
+        return names, "Two runs side by side: how smooth is attention, and what changed?"
     models = list(dict.fromkeys(str(setting.model or "this model") for setting in data.settings))
     if not models:
         title = "Nothing measured yet"

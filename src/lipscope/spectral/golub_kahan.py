@@ -17,7 +17,8 @@ the failure probability left, and σ is at most the larger of that bound and the
 
 **One side.** Large problems keep the right basis only: with orthonormal V_k the left vectors lose orthogonality in
 proportion to the condition of B_k alone, in directions that do not touch its largest values (Simon and Zha, SIAM J. Sci.
-Comput. 21, 2000).
+Comput. 21, 2000). Norms below the rounding of the products count as zero then, and an exhausted space whose bound is as
+narrow as that rounding ends the iteration: what came next would be orthogonal to nothing.
 
 **Memory.** Of the right basis no more vectors are kept than ``memory`` allows; later vectors follow the recurrence,
 re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no value beyond σ
@@ -120,6 +121,7 @@ class _Run:
         first, self.mixing = self._start(start, pure)
         # Copies that rounding brings would pass for further singular values.
         left, right = (None, None) if config.vectors or config.k > 1 else self._capacities()
+        self.one_sided = left == 0
         self.V = Basis(operator.batch, N, first, right)
         self.U = Basis(operator.batch, M, first, left)
         self.V.append(first)
@@ -159,7 +161,8 @@ class _Run:
         for step in range(1, self.steps + 1):
             self._extend(step)
             # Every other step: small SVDs of many items cost as much as the products.
-            if step == self.steps or (step >= self.config.k and step % 2 == 0):
+            due = step == self.steps or (step >= self.config.k and step % 2 == 0)
+            if due or (self.one_sided and bool(self.restarts.any())):
                 self._retire_converged(step)
                 if self.active.numel() == 0:
                     break
@@ -194,7 +197,11 @@ class _Run:
         return norm.masked_fill(norm <= self._negligible(x.dtype), 0.0)
 
     def _negligible(self, dtype: torch.dtype) -> Tensor:
-        return 8 * torch.finfo(dtype).eps * torch.maximum(self.alpha.amax(1), self.beta.amax(1))
+        level = 8 * torch.finfo(dtype).eps
+        if self.one_sided:
+            # Left vectors that are rounding errors of the products would not be orthogonal to the earlier ones.
+            level = max(level, self.operator.rounding)
+        return level * torch.maximum(self.alpha.amax(1), self.beta.amax(1))
 
     def _fresh_direction(self, step: int) -> Tensor:
         """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
@@ -215,6 +222,10 @@ class _Run:
             done[candidates] = self._upper(ritz, candidates, step) <= widest
         if self._exhaustive(step):
             done = torch.ones_like(done)
+        if self.one_sided and bool((fresh := self.restarts > 0).any()):
+            # An interval as narrow as the rounding of the products is all that an exhausted space can give.
+            narrow = (1 + 4 * self.operator.rounding) * ritz.values[:, 0]
+            done |= fresh & (self._upper(ritz, torch.arange(len(fresh), device=fresh.device), step) <= narrow)
         recorded = self.output.iterations[self.active] > 0
         leaving = torch.ones_like(done) if step == self.steps else done
         self._record(step, ritz, (leaving & ~recorded).nonzero()[:, 0], done)
