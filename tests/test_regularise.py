@@ -200,12 +200,17 @@ def test_the_penalty_leaves_training_as_it_was():
         torch.testing.assert_close(p.grad, both)
 
 
-@pytest.mark.parametrize("kind", ["spectral", "jasmin", "max-logit", "weights"])
-def test_training_a_model_lowers_sigma(kind):
+# JaSMin descends by small steps, many of them: the way down is then the same whatever the order of sums.
+@pytest.mark.parametrize(
+    ("kind", "steps", "rate"),
+    [("spectral", 12, 0.02), ("jasmin", 40, 0.01), ("max-logit", 12, 0.02), ("weights", 12, 0.02)],
+    ids=["spectral", "jasmin", "max-logit", "weights"],
+)
+def test_training_a_model_lowers_sigma(kind, steps, rate):
     model = gpt2()
     before = [r["estimate"] for r in lipscope.load(gpt2().eval()).measure(input_ids=IDS).rows]
     penalty = ModelPenalty(model, kind)
-    descend(list(model.parameters()), lambda: penalty(input_ids=IDS), steps=12, rate=0.02)
+    descend(list(model.parameters()), lambda: penalty(input_ids=IDS), steps=steps, rate=rate)
     after = [r["estimate"] for r in lipscope.load(model.eval()).measure(input_ids=IDS).rows]
     assert sum(after) < 0.9 * sum(before)
 
