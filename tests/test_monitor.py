@@ -398,3 +398,21 @@ def test_csv_and_summary_writer(tmp_path):
     with pytest.raises(ValueError, match="no file of this monitor"):
         Monitor(model, csv=tmp_path / "other.csv")
     assert "σ ∈ [" in str(records[1])
+
+
+@pytest.mark.parametrize("scope", ["norm+attention", "attention+residual", "block"])
+def test_the_backward_bound_is_not_attached_to_other_scopes(scope):
+    """It bounds σ of attention from below, which may lie above σ of a block that ends with a normalisation."""
+    model = gpt2()
+    ids = batches(1)[0]
+    monitor = Monitor(model, scope=scope, probe={"input_ids": ids})
+    model(input_ids=ids, labels=ids).loss.backward()
+    record = monitor.step()
+    assert record.readings
+    assert not record.backward
+    assert "in training" not in str(record)
+    assert all(row["backward"] is None for row in record.rows())
+    assert monitor.notes == [f"no backward bound: it is for scope attention, and σ is measured for scope {scope}"]
+    monitor.close()
+    with pytest.raises(ValueError, match="a threshold on backward needs scope attention"):
+        Monitor(model, scope=scope, thresholds=[Threshold("backward", above=1.0)])

@@ -54,7 +54,7 @@ class Monitor:
         scope: attention, norm+attention, attention+residual or block.
         inputs: inputs of the probe batch to keep.
         tokens: tokens of each to keep.
-        backward: read the free lower bound from every backward pass.
+        backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
         thresholds: lines that must not be crossed, each with an action.
         csv: a file that every measurement is appended to.
         writer: a ``SummaryWriter`` that every measurement is written to.
@@ -102,6 +102,8 @@ class Monitor:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
+        if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
+            raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
         self.every, self.heads, self.layers, self.scope, self.inputs, self.tokens = (
             every, heads, layers, scope, inputs, tokens)  # fmt: skip
         self.part, self.writer, self.backward = part, writer, backward
@@ -134,6 +136,9 @@ class Monitor:
             chosen = self._handle.check_layers(self.layers, self.scope)
             if self.backward and self._compiled:
                 self.notes.append("no backward bound: the model is compiled, and compiled code does not call hooks")
+            elif self.backward and self.scope != "attention":
+                # ‖Jᵀg‖/‖g‖ is read at attention itself, and says nothing about maps with a norm or a residual path.
+                self.notes.append(f"no backward bound: it is for scope attention, and σ is measured for scope {self.scope}")
             elif self.backward:
                 self._watch_backward(self._handle, chosen)
 

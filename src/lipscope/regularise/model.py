@@ -115,9 +115,17 @@ class ModelPenalty:
             return self._weights(layer, recording, x)
         call = self._core(layer, recording, x)
         raw = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).mT
+        # Padded tokens are no queries of anybody.
+        real = None if recording.real is None else recording.real[:, None, :, None].to(raw.device)
         if self.kind == "max-logit":
-            return max_logit(raw, call.rule.allowed, limit=self.limit)
-        return jasmin(call.rule.probabilities(raw)[0], self.k)
+            n, m = raw.shape[-2:]
+            # Masks of long inputs are rules: there is no matrix of them to look into.
+            visible = call.rule.visible(slice(0, n), slice(0, m), m, raw.device)
+            if real is not None:
+                visible = real if visible is None else visible & real
+            return max_logit(raw, visible, limit=self.limit)
+        P = call.rule.probabilities(raw)[0]
+        return jasmin(P if real is None else P.masked_fill(~real, 0.0), self.k)
 
     def _weights(self, layer: Layer, recording: Recording, x: Tensor) -> Tensor:
         """Norms of x ↦ τq, k, v. All inputs share the same matrices, so one is as good as all of them."""
