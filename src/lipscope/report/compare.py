@@ -1,9 +1,10 @@
 """Two runs side by side: before and after fine-tuning, random and pretrained, two texts.
 
-Settings with the same scope are paired, those of the same text and model first; cells by layer and head, at the longest
-length that both runs have. Two models are compared cell by cell only when they have the same cells: layer 3 of six and
-layer 3 of thirty have nothing but a number in common. A change is called clear when the ranges of the two do not overlap:
-then every input of the one has a larger σ than every input of the other.
+Settings with the same scope are paired, those of the same kind, options, dtype, text and model first, and what a pair does
+not share is said; cells by layer and head, at the longest length that both runs have. Two models are compared cell by cell
+only when they have the same cells: layer 3 of six and layer 3 of thirty have nothing but a number in common. A change is
+called clear when the ranges of the two do not overlap: then every input of the one has a larger σ than every input of the
+other.
 """
 
 from __future__ import annotations

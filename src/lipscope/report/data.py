@@ -87,7 +87,7 @@ class Cell:
         rows = [row for row in self.rows if row["n"] == self.last.n]
         if _all_max(rows, bound) is None or any(row["estimate"] <= 0 for row in rows):
             return None
-        return statistics.median(row[bound] / row["estimate"] for row in rows)
+        return float(statistics.median(row[bound] / row["estimate"] for row in rows))
 
     def at(self, n: int) -> Point | None:
         """The point at a length."""
