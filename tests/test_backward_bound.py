@@ -113,3 +113,12 @@ def test_torch_modules(family):
     record = monitor.step()
     assert monitor.reason is None
     assert 0 < record.backward[0] <= record.readings[0].upper
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-19, 1e-22, 1e-30])
+def test_the_gain_of_tiny_gradients(size):
+    """Squares below 1e-38 are lost in float32: the ratio would be 0, or too large."""
+    generator = torch.Generator().manual_seed(0)
+    gy, gx = torch.randn(2, 1, 8, 4, generator=generator)
+    expected = float(gx.double().norm() / gy.double().norm())
+    assert float(largest_gain(size * gx, size * gy)) == pytest.approx(expected, rel=1e-6)

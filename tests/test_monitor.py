@@ -416,3 +416,15 @@ def test_the_backward_bound_is_not_attached_to_other_scopes(scope):
     monitor.close()
     with pytest.raises(ValueError, match="a threshold on backward needs scope attention"):
         Monitor(model, scope=scope, thresholds=[Threshold("backward", above=1.0)])
+
+
+@pytest.mark.parametrize("shape", ["tensor", "dictionary"])
+def test_a_mask_that_is_no_padding_switches_the_monitor_off(shape):
+    """Without its mask the probe would run through another map than training does."""
+    ids = batches(1)[0]
+    mask = torch.zeros(3, 1, 12, 12).masked_fill(~torch.eye(12, dtype=torch.bool), torch.finfo(torch.float32).min)
+    monitor = Monitor(gpt2(), probe={"input_ids": ids, "attention_mask": mask if shape == "tensor" else {"full": mask}})
+    with pytest.warns(UserWarning, match="the attention_mask of the probe batch"):
+        record = monitor.step()
+    assert not record.readings
+    assert ("(3, 1, 12, 12)" if shape == "tensor" else "got dict") in monitor.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,3 +200,49 @@ def test_lightning_saves_stops_and_validates(tmp_path):
     fit(tmp_path, callback, validate=True)
     assert callback.monitor.reason is None
     assert [reading.layer for reading in callback.records[0].readings] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:lipscope.monitor, step 1")
+def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
+    """The first measurement is at step 1, where the other processes do not wait for a decision."""
+    asked = []
+    monkeypatch.setattr("lipscope.monitor.huggingface.agreed", lambda *wish: asked.append(wish) or wish)
+    thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
+    callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
+    state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
+    arguments = SimpleNamespace(world_size=2)
+    callback.on_train_begin(arguments, state, control, model=model)
+    ids = Sentences().ids[:2]
+    wishes = []
+    for step in range(1, 7):
+        control.should_save = control.should_training_stop = False
+        model(input_ids=ids, labels=ids).loss.backward()
+        state.global_step = step
+        callback.on_step_end(arguments, state, control)
+        wishes.append((control.should_save, control.should_training_stop))
+    callback.on_train_end(arguments, state, control)
+    assert wishes == [(step == 3, step == 3) for step in range(1, 7)]
+    assert asked == [(True, True), (False, False)]
+
+
+@pytest.mark.filterwarnings("ignore:lipscope.monitor, step 1")
+def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_path, monkeypatch):
+    monkeypatch.setattr("lipscope.monitor.lightning.agreed", lambda *wish: wish)
+    saved = []
+    run = SimpleNamespace(
+        world_size=2, is_global_zero=True, global_step=0, default_root_dir=tmp_path, loggers=[], should_stop=False,
+        save_checkpoint=lambda path: saved.append(path.name),
+    )  # fmt: skip
+    thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
+    callback, module = LightningCallback(every=3, thresholds=thresholds), Module()
+    module.log_dict = lambda *args, **options: None
+    callback.setup(run, module, "fit")
+    callback.on_train_start(run, module)
+    ids = Sentences().ids[:2]
+    for step in range(1, 7):
+        module.lm(input_ids=ids, labels=ids).loss.backward()
+        run.global_step = step
+        callback.on_train_batch_end(run, module, None, {"input_ids": ids}, step)
+        assert run.should_stop == (step >= 3)
+    callback.teardown(run, module, "fit")
+    assert saved == ["lipscope-step=3.ckpt"]

@@ -30,13 +30,14 @@ class LipschitzCallback(TrainerCallback):
         records: what was measured so far.
 
     A threshold with action ``save`` asks the Trainer for a checkpoint, one with ``stop`` for the end of training. In a
-    distributed run the first process measures and decides for all.
+    distributed run the first process measures and decides for all, at multiples of ``every``.
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
         self._options = {"every": every, **options}
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
+        self._pending = False, False
         self._training = False
         self._watched: nn.Module | None = None
 
@@ -55,10 +56,14 @@ class LipschitzCallback(TrainerCallback):
         record = None if self.monitor is None else self.monitor.step(step=state.global_step)
         if record is not None and record.readings:
             self._log(record, control)
-        save, stop = (False, False) if record is None else (record.save, record.stop)
+        save, stop = self._pending
+        if record is not None:
+            save, stop = save or record.save, stop or record.stop
         if args.world_size > 1 and state.global_step % every:
-            # Joint decisions are taken where all processes know that there may be one.
+            # Joint decisions are taken where all processes know that there may be one; until then this one waits.
+            self._pending = save, stop
             return
+        self._pending = False, False
         if args.world_size > 1:
             save, stop = agreed(save, stop)
         control.should_save = control.should_save or save

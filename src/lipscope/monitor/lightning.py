@@ -38,7 +38,7 @@ class LipschitzCallback(Callback):
         records: what was measured so far.
 
     A threshold with action ``save`` writes ``lipscope-step=N.ckpt`` below the Trainer's ``default_root_dir``, one with
-    ``stop`` ends training. In a distributed run the first process measures and decides for all.
+    ``stop`` ends training. In a distributed run the first process measures and decides for all, at multiples of ``every``.
     """
 
     def __init__(self, every: int = 100, *, model: nn.Module | None = None, **options: Any) -> None:
@@ -46,6 +46,7 @@ class LipschitzCallback(Callback):
         self._model = model
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
+        self._pending = False, False
         self._last = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,10 +69,14 @@ class LipschitzCallback(Callback):
         record = None if self.monitor is None else self.monitor.step(batch, step=step)
         if record is not None and record.readings:
             self._log(trainer, pl_module, record)
-        save, stop = (False, False) if record is None else (record.save, record.stop)
+        save, stop = self._pending
+        if record is not None:
+            save, stop = save or record.save, stop or record.stop
         if trainer.world_size > 1 and step % int(self._options["every"]):
-            # Joint decisions are taken where all processes know that there may be one.
+            # Joint decisions are taken where all processes know that there may be one; until then this one waits.
+            self._pending = save, stop
             return
+        self._pending = False, False
         if trainer.world_size > 1:
             save, stop = agreed(save, stop)
         if save:

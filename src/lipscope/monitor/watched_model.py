@@ -73,7 +73,7 @@ def probe_inputs(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[st
         tokens: how many tokens of each to keep.
 
     Raises:
-        ValueError: when there is nothing to probe with, or it holds NaN.
+        ValueError: when there is nothing to probe with, it holds NaN, or its mask is more than one of padding.
     """
     given = _as_arguments(handle, batch)
     for key, value in given.items():
@@ -89,7 +89,13 @@ def probe_inputs(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[st
         check_ids(given["input_ids"], handle.model)
     B, n = given[name].shape[:2]
     real = given.pop("attention_mask", None)
-    real = torch.ones(B, n, dtype=torch.bool) if real is None or real.shape != (B, n) else real.bool().cpu()
+    if real is not None and real.shape != (B, n):
+        # Dropping it would measure another map than the one that is trained.
+        raise ValueError(
+            f"the attention_mask of the probe batch has shape {tuple(real.shape)}; the probe takes masks of padding only, "
+            f"of shape ({B}, {n}): give probe=… with such a mask or without one"
+        )
+    real = torch.ones(B, n, dtype=torch.bool) if real is None else real.bool().cpu()
     lengths = real.sum(-1)
     if int(lengths.max()) == 0:
         raise ValueError("the probe batch is padding only: attention_mask has no 1")
@@ -109,6 +115,9 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
         if hasattr(handle.model, "config"):
             batch = {k: v for k, v in batch.items() if k not in _NOT_INPUTS and accepts(handle.model, k)}
         given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        if batch.get("attention_mask") is not None and "attention_mask" not in given:
+            kind = type(batch["attention_mask"]).__name__
+            raise ValueError(f"the attention_mask of the probe batch must be a tensor (B, n), got {kind}")
         if not hasattr(handle.model, "config"):
             tokens = [value for value in given.values() if value.is_floating_point()]
             given = {"tokens": tokens[0]} if tokens else {}
