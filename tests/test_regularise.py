@@ -14,6 +14,7 @@ from lipscope import regularise
 from lipscope.attention.variants import VARIANTS, variant
 from lipscope.bounds import softmax_jacobian
 from lipscope.regularise.model import ModelPenalty
+from model_families import FAMILIES
 
 NAMES = ("q", "k", "v", "out", "q_bias", "k_bias", "v_bias")
 EXACT = lipscope.GolubKahan(rtol=1e-12, interval=None, max_steps=200)
@@ -243,6 +244,57 @@ def test_padding_is_not_penalised(kind):
     padded = torch.cat([ids, torch.zeros(1, 6, dtype=torch.long)], 1)
     mask = torch.tensor([[1] * 6 + [0] * 6])
     assert ModelPenalty(model, kind)(input_ids=padded, attention_mask=mask).item() == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["spectral", "jasmin", "max-logit", "weights"])
+def test_penalties_are_not_rounded_by_autocast(kind):
+    model = gpt2()
+    penalty = ModelPenalty(model, kind)
+
+    def value_and_gradient(enabled):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value = penalty(input_ids=IDS)
+        value.backward()
+        return value.detach(), model.transformer.h[0].attn.c_attn.weight.grad.clone()
+
+    for plain, inside in zip(value_and_gradient(False), value_and_gradient(True), strict=True):
+        torch.testing.assert_close(inside, plain)
+
+
+@pytest.mark.parametrize("kind", ["layer", "module"])
+def test_sigma_is_not_rounded_by_autocast(kind):
+    layer = cases.layer(sharp=2.0).to(torch.float32)
+    X = cases.random(1, 5, 6, seed=3).float()
+    if kind == "layer":
+        attention = dataclasses.replace(layer, q=layer.q.clone().requires_grad_())
+    else:
+        attention = torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    expected = regularise.spectral_penalty(attention, X).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert regularise.spectral_penalty(attention, X).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_gradcheck_in_sinks_and_additive_bias(mask):
+    layer = cases.layer(heads=2, extras="sinks").with_mask(mask)
+    X = cases.random(5, 6, seed=3)
+    tensors = [layer.sinks.clone().requires_grad_(), cases.random(2, 5, 5, seed=4).requires_grad_()]
+
+    def penalty(sinks, bias):
+        return regularise.spectral_penalty(dataclasses.replace(layer, sinks=sinks, bias=bias), X, solver=EXACT)
+
+    assert torch.autograd.gradcheck(penalty, tensors, fast_mode=True)
+    assert penalty(*tensors).item() == pytest.approx(
+        sigma(dataclasses.replace(layer, sinks=tensors[0].detach(), bias=tensors[1].detach()), X), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(("family", "what"), [("t5_encoder", "position bias"), ("gpt_oss", "sink")])
+@pytest.mark.parametrize("kind", ["spectral", "weights"])
+def test_models_with_trained_score_terms_are_refused_at_once(family, what, kind):
+    with pytest.raises(ValueError, match=f"which a penalty cannot differentiate: the {what}"):
+        ModelPenalty(FAMILIES[family]().train().requires_grad_(True), kind)
 
 
 def test_refusals():

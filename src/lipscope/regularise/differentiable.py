@@ -7,11 +7,16 @@ which at fixed X, u, v is a plain torch expression of W_Q, W_K, W_V, W_O and the
 
 from __future__ import annotations
 
+import dataclasses
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from lipscope.attention.core import Triple
 from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Mask
+from lipscope.attention.scores import ScoreRule
 
 
 def projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
@@ -34,7 +39,7 @@ def projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
 def scores_and_weights(layer: Attention, X: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j."""
     q, k, _ = projections(layer, X)
-    rule = layer.score_rule(X.shape[1], X.shape[0])
+    rule = _score_rule(layer, X.shape[1], X.shape[0])
     raw = q @ k.mT
     return raw, rule.probabilities(raw)[0], rule.allowed
 
@@ -44,9 +49,20 @@ def bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor
     with torch.enable_grad():
         q, k, v = projections(layer, X)
         dq, dk, dv = projections(layer, right, biases=False)
-        P, W = layer.score_rule(X.shape[1], X.shape[0]).probabilities(q @ k.mT)
+        P, W = _score_rule(layer, X.shape[1], X.shape[0]).probabilities(q @ k.mT)
         T = W * (dq @ k.mT + q @ dk.mT)
         moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
         joined = moved.transpose(1, 2).flatten(2)
         outputs = joined if layer.out is None else joined @ layer.out.mT
         return (outputs * left).flatten(1).sum(-1)
+
+
+def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:
+    """The rule of the scores with the layer's own sinks and additive bias, not copies without a graph."""
+    rule = layer.score_rule(n, batch)
+    additive = rule.additive
+    if layer.bias is not None:
+        masked = cast(Mask, layer.mask).additive(n)
+        additive = layer.bias if masked is None else layer.bias + masked.to(layer.bias)
+        additive = additive.to(dtype=layer.dtype, device=layer.device)
+    return dataclasses.replace(rule, additive=additive, sinks=layer.sinks)

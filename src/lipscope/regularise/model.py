@@ -22,7 +22,7 @@ from lipscope.models.handle import Model
 from lipscope.models.precision import double_throughout
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.seam import CoreCall, observing_core, using_seam
-from lipscope.regularise.modes import evaluating
+from lipscope.regularise.modes import evaluating, full_precision
 from lipscope.regularise.rows import jasmin, max_logit
 from lipscope.regularise.spectral import SOLVER, sigma_of_map
 from lipscope.spectral.autodiff import differentiable_attention
@@ -39,7 +39,8 @@ class ModelPenalty:
     """A penalty over the attention layers of a model, differentiable in its weights.
 
     ``penalty(input_ids=ids)`` returns a scalar to be added to the loss. A few short inputs are enough: cost grows with
-    inputs × n² × layers. Training mode, gradients in flight and the random state are left as they were.
+    inputs × n² × layers. It is computed in full precision,
+    also inside autocast. Training mode, gradients in flight and the random state are left as they were.
 
     Args:
         model: a Hugging Face model in float32 or float64 whose attention goes through the ``transformers`` interface.
@@ -54,8 +55,8 @@ class ModelPenalty:
         values: the penalty of every layer at the last call, as plain numbers.
 
     Raises:
-        ValueError: when the kind is unknown, the model is in half precision or keeps its own attention, or none of its
-            parameters requires gradients.
+        ValueError: when the kind is unknown, the model is in half precision, keeps its own attention or has trained
+            position biases or sinks (T5, gpt-oss), or none of its parameters requires gradients.
 
     Example:
         >>> import torch
@@ -97,15 +98,29 @@ class ModelPenalty:
         if missing:
             raise ValueError(f"{missing[0]} keeps its own attention: a penalty needs the transformers attention interface")
         self.layers = [self.handle.layer(i) for i in (range(len(self.handle.layers)) if layers is None else layers)]
+        with evaluating(model), full_precision(self.handle.device), torch.enable_grad():
+            self._try_layers()
 
     def __call__(self, **inputs: Any) -> Tensor:
         """The mean penalty over layers at these inputs (``input_ids``, ``attention_mask``, … as for the model)."""
-        with evaluating(self.handle.model):
+        with evaluating(self.handle.model), full_precision(self.handle.device):
             with torch.no_grad():
                 recording = self.handle.record(inputs)
             values = torch.stack([self._layer(layer, recording) for layer in self.layers])
         self.values = values.detach().tolist()
         return values.mean()
+
+    def _try_layers(self) -> None:
+        """Refuse now what every call would refuse: cores whose score terms are parameters."""
+        recording = self.handle.probe_recording
+        for layer in self.layers:
+            try:
+                self._core(layer, recording, scope_tokens(layer, recording, "attention").detach())
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"{layer.name} has trained position biases or sinks in its scores, which a penalty cannot "
+                    f"differentiate: {error}"
+                ) from error
 
     def _layer(self, layer: Layer, recording: Recording) -> Tensor:
         x = scope_tokens(layer, recording, "attention").detach()

@@ -1,10 +1,11 @@
-"""Eval mode for a moment: every module comes back to exactly the mode it was in, random numbers are not touched."""
+"""Eval mode and full precision for a moment: modules come back to the mode they were in, random numbers are not touched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 
 
@@ -21,3 +22,12 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Inside, autocast is off: σ and its singular pair do not survive bfloat16."""
+    with ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

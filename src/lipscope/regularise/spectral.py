@@ -17,7 +17,7 @@ from lipscope.attention.variants.layer import Variant
 from lipscope.facade import check_tokens
 from lipscope.regularise.differentiable import bilinear
 from lipscope.regularise.graph import GraphOperator
-from lipscope.regularise.modes import evaluating
+from lipscope.regularise.modes import evaluating, full_precision
 from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -29,7 +29,7 @@ SOLVER = GolubKahan(rtol=1e-3, interval=None, max_steps=100, vectors=True)
 def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, solver: GolubKahan | None = None) -> Tensor:
     """σ(X) = ‖J(X)‖₂ as a scalar with a gradient in the weights, the mean over inputs for a batch.
 
-    The tokens count as data: no gradient flows into X.
+    The tokens count as data: no gradient flows into X. Inside autocast, too, everything is computed in full precision.
 
     Args:
         attention: an ``Attention`` or ``Variant`` whose tensors require gradients, or any torch callable with parameters
@@ -55,6 +55,15 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
     """
     batched = check_tokens(X)
     solver = dataclasses.replace(solver or SOLVER, vectors=True)
+    with full_precision(X.device):
+        values = _sigma(attention, X, batched, solver)
+    if not values.requires_grad:
+        raise ValueError("nothing in attention requires gradients, so there is nothing to regularise: set requires_grad")
+    return values.mean()
+
+
+def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tensor, solver: GolubKahan) -> Tensor:
+    """σ of every input, with its graph."""
     if isinstance(attention, Attention):
         if batched.shape[-1] != attention.width:
             raise ValueError(f"X has tokens of width {batched.shape[-1]}, but the layer takes width {attention.width}")
@@ -62,13 +71,9 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
         layer = dataclasses.replace(attention)
         batched = batched.to(layer.q)
         left, right = top_pair(AttentionOperator(layer, batched), solver)
-        values = bilinear(layer, batched, left, right)
-    else:
-        with evaluating(attention if isinstance(attention, nn.Module) else None):
-            values = sigma_of_map(_batched(attention, X), batched, solver)
-    if not values.requires_grad:
-        raise ValueError("nothing in attention requires gradients, so there is nothing to regularise: set requires_grad")
-    return values.mean()
+        return bilinear(layer, batched, left, right)
+    with evaluating(attention if isinstance(attention, nn.Module) else None):
+        return sigma_of_map(_batched(attention, X), batched, solver)
 
 
 def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
