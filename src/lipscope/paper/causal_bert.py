@@ -9,6 +9,7 @@ import copy
 from typing import Any
 
 import torch
+from transformers.initialization import no_init_weights
 
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.handle import Model
@@ -42,8 +43,8 @@ def masked(found: Loaded) -> Loaded:
         raise ValueError(f"{found.name} is no bidirectional model of BERT's kind, so it has no causal form")
     causal = copy.deepcopy(config)
     causal.is_decoder = True
-    # Random weights drawn here are replaced at once; the generator is left as it was.
-    with torch.random.fork_rng(devices=[]):
+    # No weights are drawn: they would be replaced at once. What draws all the same leaves the generator as it was.
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         # In the dtype of the weights before they are copied: half of their digits would be lost otherwise.
         model = type(found.model)(causal).to(next(found.model.parameters()).dtype)
     model.load_state_dict(found.model.state_dict())

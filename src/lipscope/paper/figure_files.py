@@ -48,8 +48,12 @@ def _draw(figure: Figure, png: Path, pdf: Path) -> None:
         for ax in list(axes)[len(figure.panels) :]:
             ax.set_axis_off()
         canvas.suptitle(figure.title + (f"\n{figure.note}" if figure.note else ""), fontsize=10)
+        # Places are found once; with a layout engine left, every file would be drawn twice.
+        engine = canvas.get_layout_engine()
+        assert engine is not None
+        engine.execute(canvas)
+        canvas.set_layout_engine(None)
         canvas.savefig(png, dpi=130, metadata={"Software": None})
-        canvas.set_layout_engine("none")  # the places found for the first file serve the second
         canvas.savefig(pdf, metadata={"Creator": None, "Producer": None, "CreationDate": None})
 
 

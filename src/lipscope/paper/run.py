@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lipscope.paper.plan import GROWTH, LONG, paper_plan, paper_text
 from lipscope.paper.settings import FULL, Settings
 from lipscope.sweep.engines import Engine
 from lipscope.sweep.loading import forget_models, loaded_model
+from lipscope.sweep.plan import ModelChoice
 from lipscope.sweep.run import Progress, Summary, run_plan
 from lipscope.sweep.store import Store
 from lipscope.sweep.tasks import expand
@@ -105,7 +106,7 @@ def reproduce(
     with Store(directory / STORE) as store:
         rows = store.rows()
         seconds = store.seconds()
-    textbook = _textbook(rows, cast, settings)
+    textbook = _textbook(rows, cast, settings, {job.model: job.fingerprint for job in expansion.jobs})
     about = {"mode": settings.name, "measured_seconds": seconds, "threads": settings.threads, "text": paper_text(),
              "textbook": textbook}  # fmt: skip
     files = write_results(rows, cast, settings, about, directory)
@@ -146,7 +147,9 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
     return [*files, directory / "exponents.csv"]
 
 
-def _textbook(rows: Sequence[Row], cast: Cast, settings: Settings) -> dict[str, Any]:
+def _textbook(
+    rows: Sequence[Row], cast: Cast, settings: Settings, fingerprints: Mapping[ModelChoice, str]
+) -> dict[str, Any]:
     """The textbook loop on one input each of the first models whose weights make plain attention."""
     points = [(row["n"], row["width"]) for row in analysis.of(rows, GROWTH, LONG)]
     samples: list[tuple[Attention, torch.Tensor]] = []
@@ -154,7 +157,7 @@ def _textbook(rows: Sequence[Row], cast: Cast, settings: Settings) -> dict[str, 
     for member in cast.members:
         if len(samples) == _SAMPLES or member.masked:
             continue
-        handle = loaded_model(member.choice, None).handle
+        handle = loaded_model(member.choice, None, fingerprints.get(member.choice)).handle
         layer = chosen_layers(len(handle.layers), "first and middle")[-1]
         weights = weights_of(handle, layer)
         if weights is None or weights.kv_heads != weights.heads:

@@ -101,7 +101,7 @@ class Dask:
         self._log_level = log.level
         log.setLevel(logging.CRITICAL)
         if self.workers is not None:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), import_module("dask").config.set(_LOCAL_WORKERS):
                 # Its status page may have to move to another port; nobody asked for one.
                 warnings.simplefilter("ignore", UserWarning)
                 self._cluster = distributed.LocalCluster(
@@ -216,6 +216,15 @@ class Dask:
                     f"worker {address} cannot import lipscope ({found}): install it there, in the same version"
                 )
             _refuse_other_versions(f"worker {address}", found)
+
+
+# Dask's workers give memory back whenever 64 KiB are free, so every step of the solver pays for its pages anew: measured,
+# that more than doubles the time of small problems. Nobody looks at the profile of a cluster without a dashboard.
+_LOCAL_WORKERS = {
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 256 << 20,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 64 << 20,
+    "distributed.worker.profile.enabled": False,
+}
 
 
 def _refuse_other_versions(who: str, found: dict[str, Any]) -> None:

@@ -108,20 +108,25 @@ def expand(plan: Plan) -> Expansion:
     forget_models()
     seen: set[str] = set()
     names: dict[str, str] = {}
-    groups: dict[tuple[ModelChoice, str | None], list[Job]] = {}
+    # Model by model, not block by block: one model at a time is in memory, and each is loaded once.
+    wanted: dict[tuple[ModelChoice, str | None], list[tuple[int, Block, str]]] = {}
     for number, block in enumerate(plan.blocks, start=1):
-        where = f"block {number}: " if len(plan.blocks) > 1 else ""
         for named in block.models:
-            choice = _anywhere(named)
+            wanted.setdefault((_anywhere(named), block.dtype), []).append((number, block, named.name))
+    ordered: list[Job] = []
+    for (choice, dtype), uses in wanted.items():
+        jobs: list[Job] = []
+        for number, block, name in uses:
             try:
-                handle, fingerprint = loaded_model(choice, block.dtype)
-                _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {named.name!r}")
+                handle, fingerprint = loaded_model(choice, dtype)
+                _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {name!r}")
                 _refuse_namesakes(names, handle, fingerprint)
-                jobs = _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
+                jobs += _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
             except (ValueError, FileNotFoundError) as error:
+                where = f"block {number}: " if len(plan.blocks) > 1 else ""
                 raise type(error)(f"{where}{error}") from error
-            groups.setdefault((choice, block.dtype), []).extend(jobs)
-    return Expansion(plan, tuple(job for jobs in groups.values() for job in sorted(jobs, key=lambda job: -job.flops)))
+        ordered += sorted(jobs, key=lambda job: -job.flops)
+    return Expansion(plan, tuple(ordered))
 
 
 def _anywhere(choice: ModelChoice) -> ModelChoice:
