@@ -7,6 +7,7 @@ import torch
 
 import cases
 import lipscope
+import reference
 from largest_tensor import LargestTensor
 from lipscope.bounds import certified_upper, strips
 from lipscope.bounds.certificates import local_bounds
@@ -90,6 +91,113 @@ def test_strips_are_above_sigma():
         subject = layer("causal", rotary=lipscope.Rotary.from_base(2, n=14, dtype=torch.float64))
         sigma = lipscope.local_lipschitz(subject, x, solver=lipscope.Dense()).estimate
         assert sigma <= float(certified_upper(subject, x[None], height=6)) * (1 + 1e-9)
+
+
+def drawn(seed: int) -> tuple[lipscope.Attention, torch.Tensor, torch.Tensor, int]:
+    """A layer, its input, what is visible (n, n), written independently, and a height of strips."""
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=g))]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    n, d, dk = pick(3, 6, 9, 12), pick(2, 4, 6), pick(2, 4)
+    heads = pick(1, 2, 4)
+    kv_heads = pick(1, heads)
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    kind = pick("full", "causal", "window:3", "window:2:both", "additive", "alibi", "hiding")
+    visible, additive = torch.ones(n, n, dtype=torch.bool), torch.zeros(heads, n, n, dtype=torch.float64)
+    if kind == "causal":
+        visible = j <= i
+    elif kind == "window:3":
+        visible = (j <= i) & (i - j < 3)
+    elif kind == "window:2:both":
+        visible = (i - j).abs() < 2
+    elif kind == "additive":
+        additive = pick(0.1, 1.0, 30.0) * random(heads, n, n)
+    elif kind == "alibi":
+        additive = -(2.0 ** -torch.arange(heads, dtype=torch.float64))[:, None, None] * (i - j).abs() + 0 * additive
+    elif kind == "hiding":
+        additive = additive.masked_fill(j > i, -1e9)
+    options = {"bias": additive} if kind in ("additive", "alibi", "hiding") else {"mask": kind}
+    if pick(True, False, False):
+        options["softcap"] = pick(0.5, 5.0)
+    if pick(True, False, False):
+        options["sinks"] = random(heads)
+    if pick(True, False, False):
+        options["rotary"] = lipscope.Rotary.from_base(2, n=n, dtype=torch.float64)
+    if pick(True, False):
+        options |= {"q_bias": random(heads * dk), "k_bias": random(kv_heads * dk), "v_bias": random(kv_heads * dk)}
+    # From flat attention to one-hot rows, and tokens that coincide, where the certificates are tight.
+    sharp, scale = pick(0.0, 0.1, 1.0, 3.0), pick(1e-3, 0.3, 1.0, 4.0, 1e3)
+    X = scale * (random(n, d) if pick(True, True, False) else random(1, d) + 1e-3 * random(n, d))
+    out = pick(None, random(d, heads * dk))
+    subject = lipscope.Attention(
+        sharp * random(heads * dk, d), random(kv_heads * dk, d), random(kv_heads * dk, d), out, heads, kv_heads, **options
+    )
+    return subject, X, visible, pick(1, 2, 5, n - 1)
+
+
+def ratios(seed: int) -> list[tuple[float, str]]:
+    """σ of the dense float64 Jacobian over the bound from strips, for the layer and each head, with what was drawn."""
+    subject, X, visible, height = drawn(seed)
+    J = reference.jacobian(lambda x: reference.attention(subject, x, visible), X)
+    found = [(J, certified_upper(subject, X[None], height=height)[0])]
+    heads = certified_upper(subject, X[None], "head", height=height)[0]
+    for h in range(subject.heads):
+        found.append((reference.jacobian(lambda x, h=h: reference.head(subject, h, x, visible), X), heads[h]))
+    gains = torch.linspace(0.2, 3.0, len(X), dtype=torch.float64)
+    scaled = J.reshape(-1, *X.shape) * gains[:, None]
+    found.append((scaled.reshape(J.shape), certified_upper(subject, X[None], gains=gains[None], height=height)[0]))
+    words = f"seed {seed}: {subject}, height {height}"
+    return [(float(torch.linalg.matrix_norm(J, 2) / bound), words) for J, bound in found]
+
+
+def worst_of(seeds) -> list[float]:
+    found = [ratio for seed in seeds for ratio in ratios(seed)]
+    # Tightness of 1 is reached; what is allowed above is the rounding of the Jacobian and of its SVD.
+    for ratio, words in found:
+        assert ratio <= 1 + 1e-12, (ratio, words)
+    return sorted(ratio for ratio, _ in found)
+
+
+def test_no_drawn_layer_exceeds_the_bound_from_strips():
+    """Masks, additive terms, heads, sizes and scales at random; some of them reach the bound, so an error would show."""
+    found = worst_of(range(120))
+    assert found[-1] > 1 - 1e-6
+    assert found[len(found) // 2] > 0.3
+
+
+@pytest.mark.slow
+def test_no_drawn_layer_exceeds_the_bound_from_strips_in_a_long_search():
+    found = worst_of(range(1000, 9000))
+    print(f"{len(found)} ratios, median {found[len(found) // 2]:.4f}, largest {found[-1]:.15f}")
+
+
+def test_large_additive_terms_are_part_of_the_rounding():
+    """A constant term changes nothing but the rounding of the scores, 1e-4 for a term of 1e12: the bound must cover it.
+
+    Tokens whose values coincide: J is P times W_V, and the bound without the term is σ itself.
+    """
+    n, W, V = 6, torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[0.0, 1.0]]).double()
+    ones = torch.ones(n, n, dtype=torch.float64)
+    plain, shifted = (lipscope.Attention(W, W, V, bias=bias) for bias in (None, 1e12 * ones))
+    hiding = lipscope.Attention(W, W, V, bias=-1e12 * ones.triu(1))
+    for seed in range(20):
+        x = torch.stack([cases.random(n, seed=seed), torch.ones(n, dtype=torch.float64)], dim=1)
+        J = reference.jacobian(lambda x: reference.attention(plain, x, ones.bool()), x)
+        sigma = float(torch.linalg.matrix_norm(J, 2))
+        for height in (None, 4):
+            exact, enlarged, hidden, causal = (
+                float(certified_upper(layer, x[None], height=height))
+                for layer in (plain, shifted, hiding, plain.with_mask("causal"))
+            )
+            assert exact == pytest.approx(sigma, rel=1e-5)
+            assert sigma <= enlarged <= 1.01 * sigma
+            # Far terms that are not seen cost nothing.
+            assert hidden == pytest.approx(causal, rel=1e-11)
 
 
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):

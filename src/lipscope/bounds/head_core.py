@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.rotary import Turn
-from lipscope.attention.scores import ScoreRule
+from lipscope.attention.scores import ScoreRule, tile_of
 from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights
@@ -24,21 +24,41 @@ _SCRATCH, _COLUMNS = 1 << 23, 2048
 # Multiplications up to which block norms are computed from the blocks themselves.
 _SMALL = 1 << 22
 _TINY = 1e-300
+# A probability below e^−_UNDERFLOW is zero in float64; rows of an additive term looked at together.
+_UNDERFLOW, _ROWS = 750.0, 256
 
 
-def rounding_margin(weights: HeadWeights, x: Tensor, gain: float = 1.0) -> float:
+def rounding_margin(weights: HeadWeights, x: Tensor, rule: ScoreRule, gain: float = 1.0) -> float:
     """Relative error of a probability, and hence of every sum of nonnegative terms built on it.
 
     A score is two products of length d and one of length dk, so its error is at most (2d + dk)·eps times
     |τ|‖W_Q‖_F‖W_K‖_F (‖x‖ + ‖b_Q‖/‖W_Q‖_F)(‖x‖ + ‖b_K‖/‖W_K‖_F); the exponential and the normalisation double it, and a
     further factor 2 and 8(n + d) units cover the remaining sums. Rotations of norm at most ``gain`` enlarge a score by its
-    square, and add a few products.
+    square, and add a few products. Adding a term B_ij, and the peak that is taken away, round once each.
     """
     n, d = x.shape
     size = float(torch.linalg.vector_norm(x, dim=-1).max())
     scores = gain**2 * weights.score_scale * (size + weights.query_shift) * (size + weights.key_shift)
     eps = torch.finfo(torch.float64).eps
-    return eps * (4 * (2 * d + weights.R_K.shape[1] + 8) * scores + 8 * (n + d))
+    return eps * (4 * (2 * d + weights.R_K.shape[1] + 8) * scores + 8 * (n + d) + 4 * additive_size(rule, n, scores))
+
+
+def additive_size(rule: ScoreRule, n: int, scores: float) -> float:
+    """Largest additive term of an entry whose probability may differ from zero, when scores without it are ≤ ``scores``.
+
+    Entry (i, j) is compared with the largest visible term of its row: with B_ij < max_l B_il − 2·scores − 750, P_ij is zero.
+    """
+    if rule.additive is None:
+        return 0.0
+    everything, largest = slice(0, n), 0.0
+    for start in range(0, n, _ROWS):
+        rows = slice(start, min(n, start + _ROWS))
+        B = tile_of(rule.additive, rows, everything)
+        visible = rule.visible(rows, everything, n, B.device)
+        seen = B if visible is None else torch.where(visible, B, float("-inf"))
+        matters = (seen > float("-inf")) & (seen >= seen.amax(-1, keepdim=True) - (2 * scores + _UNDERFLOW))
+        largest = max(largest, float(torch.where(matters, seen.abs(), 0.0).amax()))
+    return largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +90,10 @@ class HeadRows:
         if turn is not None:
             turn = Turn(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
             gain = max(1.0, float((turn.cos.square() + turn.sin.square()).max().sqrt()))
+        rule = single.score_rule(x.shape[0], 1, tiled=True)
         return cls(
-            q, k if bent or sinks else k - k.mean(0), v - centre, k, centre, single.score_rule(x.shape[0], 1, tiled=True),
-            bent, sinks, rounding_margin(weights, x, gain), turn, weights,
+            q, k if bent or sinks else k - k.mean(0), v - centre, k, centre, rule, bent, sinks,
+            rounding_margin(weights, x, rule, gain), turn, weights,
         )  # fmt: skip
 
     def core(self, rows: slice) -> HeadCore:
