@@ -86,7 +86,7 @@ def test_search_works_from_disk(site: Path, browser: Any) -> None:
 
     browser.get((site / "concepts" / "masks.html").as_uri())
     browser.get_log("browser")
-    browser.find_element("css selector", "[data-md-component=search-query]").send_keys("bootstrap of the residuals")
+    browser.find_element("css selector", "[data-md-component=search-query]").send_keys("Sinkhorn doubly stochastic")
     found = "return [...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
     links = WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda window: window.execute_script(found))
     assert links
