@@ -45,7 +45,7 @@ def main() -> None:
     paper = [castin2024.general(layer, R, n).value for n in LENGTHS]
     medians = [statistics.median(text[n]) for n in LENGTHS]
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8.6, 4.6))
+    figure, axes = plt.subplots(figsize=(8.6, 5.2))
     axes.plot(LENGTHS, paper, color=PINK, label="bound of the paper, every input")
     axes.plot(LENGTHS, ours, color=PINK, linestyle="--", label="refined bound, every input")
     axes.plot(
@@ -59,7 +59,10 @@ def main() -> None:
         axes.plot(LENGTHS, guide, color="grey", linewidth=0.8, linestyle=":")
         axes.text(LENGTHS[-1] * 1.03, guide[-1], name, color="grey", va="center", fontsize=10)
     axes.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel="σ, scope attention")
-    axes.legend(fontsize=10, loc="center left", bbox_to_anchor=(0.02, 0.52))
+    axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
+    axes.minorticks_off()
+    # Below the axes: no curve runs there, whatever the model.
+    axes.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     save(figure, "growth.svg")
     curves = {"text": [v for n in LENGTHS for v in text[n]], "constructed inputs": worst,
               "random tokens": list(noise.values()), "refined bound": ours, "bound of the paper": paper}  # fmt: skip
