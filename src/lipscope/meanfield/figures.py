@@ -101,7 +101,8 @@ def _lines(study: PlateauStudy) -> list[dict[str, Any]]:
     if fit is not None and fit.is_visible:
         lines.append(_line(f"fitted plateau {fit.level:.3g}", _BLUE, ":", study.lengths, [fit.level] * len(study.lengths)))
     level = study.medians("bound")
-    name = f"refined constant at the largest norm drawn, {round_up(level[0], 2)} … {round_up(level[-1], 2)}"
+    known = [value for value in level if value is not None]
+    name = f"refined constant at the largest norm drawn, {round_up(known[0], 2)} … {round_up(known[-1], 2)}"
     if math.isfinite(study.bound):
         level, name = [study.bound] * len(study.lengths), f"refined constant {round_up(study.bound, 3)}"
     highest = max(row.upper for row in study.rows)

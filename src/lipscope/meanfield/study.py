@@ -137,7 +137,7 @@ class PlateauStudy:
         """One sentence on how the measurements stand to the bound."""
         highest = max(row.upper for row in self.rows)
         if math.isinf(self.law_radius):
-            norms, bounds = self.medians("radius"), self.medians("bound")
+            norms, bounds = self.medians("radius"), [value for value in self.medians("bound") if value is not None]
             return (
                 "the law is not confined to a ball, so no constant bounds σ for every n: "
                 f"the largest norm grew from {norms[0]:.3g} to {norms[-1]:.3g}, "
