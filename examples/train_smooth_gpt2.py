@@ -33,6 +33,7 @@ from lipscope.models.corpora import read_text
 from lipscope.models.fit import fit_growth
 from lipscope.models.text import Chunker
 from lipscope.regularise.model import ModelPenalty
+from lipscope.spectral.ends import interval
 
 # Weight of each penalty beside the loss in nats per token: large enough to be felt, small enough for the model to learn.
 STRENGTH = {"none": 0.0, "spectral": 0.01, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}
@@ -165,9 +166,9 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
         for layer, plain in zip(run["layers"], runs[0]["layers"], strict=True):
             here, base = layer["sigma"][longest], plain["sigma"][longest]
             lines.append(
-                f"| {run['kind']} | {layer['layer']} | {here['sigma']:.3g} [{here['lower']:.3g}, {here['upper']:.3g}] "
+                f"| {run['kind']} | {layer['layer']} | {here['sigma']:.3g} {interval(here['lower'], here['upper'], 3)} "
                 f"| {base['sigma'] / here['sigma']:.2f} "
-                f"| {layer['alpha']:.2f} [{layer['alpha_low']:.2f}, {layer['alpha_high']:.2f}] |"
+                f"| {layer['alpha']:.2f} {interval(layer['alpha_low'], layer['alpha_high'], decimals=2)} |"
             )
     return "\n".join(lines)
 

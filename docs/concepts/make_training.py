@@ -18,6 +18,7 @@ from typing import Any
 
 import lipscope
 from lipscope.models.zoo import GPT2_MINI
+from lipscope.spectral import ends
 
 LENGTHS, INPUTS, SEED = (64, 256), 8, 1
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -110,7 +111,7 @@ def against_random() -> str:
 def interval(rows: list[dict[str, Any]]) -> str:
     """Median estimate, and the interval that holds σ of every input."""
     median = statistics.median(r["estimate"] for r in rows)
-    return f"{median:.3g} [{min(r['lower'] for r in rows):.3g}, {max(r['upper'] for r in rows):.3g}]"
+    return f"{median:.3g} {ends.interval(min(r['lower'] for r in rows), max(r['upper'] for r in rows), 3)}"
 
 
 def mean(rows: list[dict[str, Any]], column: str) -> float:

@@ -21,6 +21,7 @@ from lipscope.compare.figures import draw
 from lipscope.compare.study import Comparison, compare, random_layer
 from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
+from lipscope.spectral.ends import interval, round_down, round_up
 
 WIDTH, HEADS, N, INPUTS, SEARCH, LAYER = 16, 2, 24, 4, 25, 2
 LENGTHS = (8, 16, 24, 48, 96)
@@ -47,12 +48,12 @@ def table(found: Comparison) -> str:
     names += [*(["worst σ found"] if searched else []), "least bound", "by"]
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for row in found.to_rows():
-        cells = [row["attention"], f"{row['sigma']:.3g}", f"[{row['lower']:.3g}, {row['upper']:.3g}]"]
+        cells = [row["attention"], f"{row['sigma']:.3g}", interval(row["lower"], row["upper"], 3)]
         for label in ("n", "radius"):
             exponent, low, high = (row[f"growth_{label}{end}"] for end in ("", "_low", "_high"))
-            cells.append("–" if exponent is None else f"{exponent:.2f} [{low:.2f}, {high:.2f}]")
-        cells += [f"{row['worst_found']:.3g}"] if searched else []
-        cells += ["–", "none known"] if row["bound"] is None else [f"{row['bound']:.3g}", f"`{row['bound_name']}`"]
+            cells.append("–" if exponent is None else f"{exponent:.2f} {interval(low, high, decimals=2)}")
+        cells += [round_down(row["worst_found"], 3)] if searched else []
+        cells += ["–", "none known"] if row["bound"] is None else [round_up(row["bound"], 3), f"`{row['bound_name']}`"]
         lines.append("| " + " | ".join(cells) + " |")
     note = f"n = {found.n}, R = {found.radius:.3g}, mask {found.mask}, {found.tokens}."
     note += f" Left out, since it does not take this mask: {', '.join(found.left_out)}." if found.left_out else ""
@@ -66,7 +67,9 @@ def bounds_of(found: Comparison, names: tuple[str, ...]) -> str:
         worst = found[name].worst
         assert worst is not None
         for bound in found[name].bounds:
-            lines.append(f"| {name} | `{bound.name}` | {bound.value:.3g} | {bound.value / float(worst.lower):.3g} |")
+            lines.append(
+                f"| {name} | `{bound.name}` | {round_up(bound.value, 3)} | {bound.value / float(worst.lower):.3g} |"
+            )
     return "\n".join(lines)
 
 

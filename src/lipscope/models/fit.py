@@ -19,6 +19,8 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm as normal
 from scipy.stats import t as student
 
+from lipscope.spectral.ends import interval
+
 Floats = NDArray[np.float64]
 
 
@@ -56,8 +58,9 @@ class GrowthFit:
         return "power law" if self.aic_power <= self.aic_saturating else "saturating"
 
     def __str__(self) -> str:
+        ends = interval(self.alpha_low, self.alpha_high, decimals=3)
         return (
-            f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in [{self.alpha_low:.3f}, {self.alpha_high:.3f}] at {self.level:.0%}), "
+            f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in {ends} at {self.level:.0%}), "
             f"{self.points} points, AIC prefers {self.better}"
         )
 

@@ -13,6 +13,7 @@ from lipscope.paper.findings import findings
 from lipscope.paper.page import Page, Section, Table
 from lipscope.paper.plan import GROWTH, NORM_SCOPES
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, Settings
+from lipscope.spectral.ends import round_down, round_up
 
 _PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
 _TOPIC_FIGURES = {
@@ -85,7 +86,8 @@ def exponent_table(fits: Sequence[FitRow]) -> Table:
         for estimator in (analysis.SIGMA, analysis.COMPANION):
             fit = cells.get((*key, estimator))
             row += ["–", "–"] if fit is None else [
-                f"{fit.c:.3g}·n^{fit.alpha:.3f}", f"{fit.alpha_low:.3f} … {fit.alpha_high:.3f}"
+                f"{fit.c:.3g}·n^{fit.alpha:.3f}",
+                f"{round_down(fit.alpha_low, decimals=3)} … {round_up(fit.alpha_high, decimals=3)}",
             ]  # fmt: skip
         rows.append(row)
     return Table(["model", "layer", "mask", "inputs", "σ fits", "α, 95 %", "companion fits", "α, 95 %"], rows)
@@ -96,7 +98,7 @@ def norm_table(rows: Sequence[Row]) -> Table:
     lines = [
         [
             row.model, str(row.layer), str(row.n), *(_number(row.sigma.get(scope)) for scope in NORM_SCOPES),
-            _number(row.radius), _number(row.image_radius), _number(row.global_bound), _number(row.published_bound),
+            _number(row.radius), _number(row.image_radius), _bound(row.global_bound), _bound(row.published_bound),
         ]
         for row in analysis.norm_table(rows)
     ]  # fmt: skip
@@ -138,14 +140,16 @@ def _effect(rows: Sequence[Row], variant: str) -> str:
     table = [row for row in analysis.difference_table(rows) if row.variant == variant]
     if not table:
         return "Not measured in this run: no model here has it."
-    parts = [f"{row.ratio:.3g} ({row.ratio_low:.3g} … {row.ratio_high:.3g}) for {row.model}" for row in table]
+    parts = [
+        f"{row.ratio:.3g} ({round_down(row.ratio_low, 3)} … {round_up(row.ratio_high, 3)}) for {row.model}" for row in table
+    ]
     return f"Ratio {'; '.join(parts)}."
 
 
 def _differences(rows: Sequence[Row]) -> Table:
     lines = [
         [r.variant, r.model, str(r.layer), str(r.n), str(r.inputs), _number(r.reference), _number(r.value), _number(r.ratio),
-         f"{r.ratio_low:.3g} … {r.ratio_high:.3g}"]
+         f"{round_down(r.ratio_low, 3)} … {round_up(r.ratio_high, 3)}"]
         for r in analysis.difference_table(rows)
     ]  # fmt: skip
     header = ["difference", "model", "layer", "n", "inputs", "without", "with", "ratio", "range"]
@@ -197,3 +201,7 @@ def _duration(seconds: float) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def _bound(value: float | None) -> str:
+    return "–" if value is None else round_up(value)
