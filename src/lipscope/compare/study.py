@@ -214,16 +214,16 @@ def extras(layer: Attention) -> tuple[str, ...]:
         >>> extras(layer), extras(dataclasses.replace(layer, softcap=50.0))
         ((), ('soft-cap',))
     """
-    named = {
-        "biases": (layer.q_bias, layer.k_bias, layer.v_bias, layer.out_bias), "rotary embeddings": (layer.rotary,),
-        "sinks": (layer.sinks,), "score bias": (layer.bias,), "soft-cap": (layer.softcap,),
-    }  # fmt: skip
     # A bias of zeros is what a model without one is read as.
-    return tuple(
-        name
-        for name, parts in named.items()
-        if any(part is not None and not (name == "biases" and not bool(part.any())) for part in parts)
-    )
+    biases = (layer.q_bias, layer.k_bias, layer.v_bias, layer.out_bias)
+    there = {
+        "biases": any(bias is not None and bool(bias.any()) for bias in biases),
+        "rotary embeddings": layer.rotary is not None,
+        "sinks": layer.sinks is not None,
+        "score bias": layer.bias is not None,
+        "soft-cap": layer.softcap is not None,
+    }
+    return tuple(name for name, found in there.items() if found)
 
 
 def random_layer(width: int = 16, *, heads: int = 2, mask: str | None = None, seed: int = 0) -> Attention:
