@@ -6,14 +6,20 @@ import json
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import save_file
 
 import cases
 import lipscope
 from largest_tensor import LargestTensor
-from lipscope.attention.memory import plan_memory
+from lipscope import facade
+from lipscope.attention.cost import TYPICAL_PAIRS
+from lipscope.attention.memory import TYPICAL_VECTORS, plan_memory
 from lipscope.attention.tiling import SMALL
-from lipscope.models.memory import plan_layers, plan_scan
+from lipscope.facade import make_operator
+from lipscope.models.handle import Model
+from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
+from lipscope.spectral.golub_kahan import _Run
 from test_cli import run
 
 N, D, H = 700, 24, 4
@@ -68,6 +74,42 @@ def test_too_little_is_refused_with_what_is_needed(layer, tokens):
         lipscope.local_lipschitz(layer, tokens, memory="1GiB", solver=lipscope.Dense())
 
 
+def test_sizes_that_are_none_are_refused_at_the_door(layer, tokens):
+    for size in (-5, 0, "0GiB"):
+        with pytest.raises(ValueError, match="memory must be at least 1 byte"):
+            lipscope.local_lipschitz(layer, tokens, memory=size)
+    with pytest.raises(ValueError, match=r"memory must be a whole number of bytes, got 1000000000\.5"):
+        lipscope.local_lipschitz(layer, tokens, memory=1e9 + 0.5)
+    found = lipscope.local_lipschitz(layer, tokens, memory=4e9, certificate=False)
+    assert torch.equal(found.estimate, lipscope.local_lipschitz(layer, tokens, certificate=False).estimate)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_is_kept_is_what_was_planned(softcap):
+    """The exponentials of all tiles, and those with the slope of the soft-cap beside them."""
+    weights = [cases.random(D, D, seed=s).float() / D**0.5 for s in range(4)]
+    subject = lipscope.Attention(*weights, heads=H, mask="causal", softcap=softcap)
+    plan = plan_memory(subject, N)
+    core = subject.linearise_tiled(cases.random(1, N, D, seed=9).float())
+    kept = {t.data_ptr(): t.numel() * t.element_size() for row in core.kept for pair in row for t in pair}
+    assert sum(kept.values()) == plan.matrices - plan.tiling.scratch(1, 4)
+    assert core.scratch * 4 == sum(kept.values())
+
+
+@pytest.mark.parametrize(("n", "scope"), [(40, "attention"), (50, "attention"), (40, "head"), (400, "head")])
+def test_bases_are_planned_as_the_solver_keeps_them(n, scope):
+    """Both bases of small problems, the right one of large ones: compared with the bases of a solve of as many steps."""
+    weights = [cases.random(D, D, seed=s).float() / D**0.5 for s in range(4)]
+    subject = lipscope.Attention(*weights, heads=H, mask="causal")
+    operator = make_operator(subject, cases.random(2, n, D, seed=1).float(), scope)
+    run = _Run(lipscope.GolubKahan(rtol=1e-30, interval=1e-30), operator)
+    M, N_ = operator.shape
+    kept = operator.batch * 4 * (N_ + (0 if run.one_sided else M))
+    assert run.one_sided == (min(M + 1, N_) > 1024)
+    planned = plan_memory(subject, n, inputs=2, scope=scope).bases
+    assert planned == kept * (TYPICAL_VECTORS if run.one_sided else TYPICAL_PAIRS + 1)
+
+
 def test_the_command_says_what_it_will_take(tmp_path):
     weights = {name: torch.eye(8) for name in ("q", "k", "v", "out")}
     save_file(weights, tmp_path / "layer.safetensors")
@@ -82,6 +124,71 @@ def test_the_command_says_what_it_will_take(tmp_path):
     refused = run(*arguments, "--memory", "2KiB")
     assert refused.returncode == 2
     assert "lipscope: n = 64 tokens need at least" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def alternating() -> Model:
+    """Gemma-2: a layer with a sliding window, then one without; soft-caps."""
+    torch.manual_seed(0)
+    config = tf.Gemma2Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        vocab_size=100, sliding_window=128, max_position_embeddings=8192,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return lipscope.load(tf.Gemma2ForCausalLM(config).eval())
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [1, 0], [0]])
+def test_one_plan_holds_for_layers_of_several_kinds(alternating, layers):
+    """Whatever the limit, the tiling in force keeps every layer within it, also those that are only recorded."""
+    n, tilings = 2048, set()
+    for limit in range(20 << 20, 300 << 20, 20 << 20):
+        try:
+            plan = plan_layers(alternating, n, layers, memory=limit)
+        except MemoryError:
+            continue
+        tilings.add(plan.tiling)
+        assert plan.total <= limit
+        with plan.in_force():
+            each = [plan_scan(alternating, n, layer=layer) for layer in (0, 1)]
+        for layer in layers:
+            one = each[layer]
+            assert one.matrices + one.tokens + min(one.bases, plan.room) <= limit, (limit >> 20, layer)
+        assert all(one.matrices <= limit for one in each)
+    assert len(tilings) >= 3
+
+
+def test_the_tiling_of_alternating_layers_is_that_of_the_larger(alternating):
+    """Under a limit that fits the window's kept tiles alone, the layer without a window keeps nothing either."""
+    free = [plan_scan(alternating, 2048, layer=layer) for layer in (0, 1)]
+    limit = (free[0].total + free[1].total) // 2
+    assert free[0].total < limit < free[1].total
+    plan = plan_layers(alternating, 2048, [0, 1], memory=limit)
+    ids = torch.randint(3, 100, (1, 2048), generator=torch.Generator().manual_seed(1))
+    with plan.in_force():
+        recording = alternating.record(alternating.token_inputs(input_ids=ids))
+        kept = [alternating.operator(layer, recording).core.kept for layer in (0, 1)]
+    assert kept == [None, None]
+
+
+def test_a_limit_binds_the_certificates_of_scans(monkeypatch):
+    """Strips whose height follows from the limit, less what the recorded pass takes; the same bounds."""
+    handle = lipscope.load("gpt2-mini")
+    asked = []
+
+    def watched(n, heads, memory):
+        asked.append(memory)
+        return 48
+
+    monkeypatch.setattr(facade, "height_within", watched)
+    options = {"layers": [0], "lengths": [128], "inputs": 1, "certificate": True}
+    free = lipscope.scan(handle, "python-docs", **options)
+    assert not asked
+    tight = lipscope.scan(handle, "python-docs", memory="12MiB", **options)
+    assert asked == [(12 << 20) - recorded_bytes(handle, 128)]
+    assert tight.rows[0]["certified"] == pytest.approx(free.rows[0]["certified"], rel=1e-9)
+    packed = lipscope.scan(handle, ["some words of a text " * 10] * 20, memory="12MiB", pack=True, **options)
+    assert len(asked) == 1 + len(packed.rows)
 
 
 def test_scans_are_planned_before_they_start():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
 from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
 from lipscope.models.core_function import attention_core
+from lipscope.models.symbolic_mask import RealTokens
 
 N, B, H = 37, 3, 4
 BIAS = cases.random(B, H, N, N, seed=7)
@@ -156,8 +158,99 @@ def test_memory_is_planned():
 def test_sizes_are_read_and_shown():
     assert [read_bytes(text) for text in ("4GiB", "512 MiB", "1.5kb", "7")] == [4 << 30, 512 << 20, 1500, 7]
     assert [show_bytes(count) for count in (3 << 30, 1536 << 10, 12)] == ["3 GiB", "1.5 MiB", "12 B"]
-    with pytest.raises(ValueError, match="memory must be a size"):
-        read_bytes("4 apples")
+    assert [read_bytes(number) for number in (7, 4e9, np.int64(5), np.float64(6.0))] == [7, 4 * 10**9, 5, 6]
+    for text in ("4 apples", "-4GiB", "1e9", ""):
+        with pytest.raises(ValueError, match="memory must be a size such as 4GiB or 512MiB, got"):
+            read_bytes(text)
+    for number in (0, -5, -1.0, "0GiB", "0.1B"):
+        with pytest.raises(ValueError, match="memory must be at least 1 byte, got"):
+            read_bytes(number)
+    for number in (0.5, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="memory must be a whole number of bytes, got"):
+            read_bytes(number)
+    for wrong in (True, None, [1]):
+        with pytest.raises(TypeError, match="memory must be a number of bytes or a size such as 4GiB, got"):
+            read_bytes(wrong)
+    with pytest.raises(ValueError, match="memory must be at least 1 byte, got 0"):
+        lipscope.GolubKahan(memory=0)
+
+
+@pytest.mark.parametrize(("hiding", "dtype"), [(-1e9, torch.float32), (-1e20, torch.float64)])
+def test_entries_that_a_finite_term_hides_cost_no_digits(hiding, dtype):
+    """−1e9 instead of −inf: tiles accept what matrices accept, with the same allowance and the same products."""
+    additive = torch.zeros(N, N).masked_fill(torch.ones(N, N).triu(1).bool(), hiding)
+    X = cases.random(B, N, 10, seed=3).to(dtype)
+    u = cases.random(B, N * 10, seed=4).to(dtype)
+    written = AttentionOperator(layer("causal", 2, dtype), X, tiled=False)
+    for subject in (layer(additive, 2, dtype), layer(None, 2, dtype, bias=additive.to(dtype))):
+        dense = AttentionOperator(subject, X, tiled=False)
+        for keep in (0, 1 << 30):
+            with using_tiling(Tiling(tile=(8, 11), keep=keep)):
+                tiles = AttentionOperator(subject, X, tiled=True)
+                heads = HeadOperator(subject, X, tiled=True)
+            assert tiles.rounding == dense.rounding == heads.rounding == written.rounding
+            assert float((tiles.matvec(u) - written.matvec(u)).norm() / written.matvec(u).norm()) < 1e-5
+
+
+def test_far_entries_of_alibi_do_not_count():
+    """A slope of 8 puts terms of thousands where nothing is seen; the allowance is that of what is seen, tiled or not."""
+    n = 300
+    distance = (torch.arange(n)[:, None] - torch.arange(n)).clamp_min(0).double()
+    slopes = torch.tensor([8.0, 4.0, 2.0, 1.0]).double()
+    X = cases.random(1, n, 10, seed=3)
+    subject = layer("causal", bias=-slopes[:, None, None] * distance)
+    dense, tiles = (AttentionOperator(subject, X, tiled=tiled).core.score_size for tiled in (False, True))
+    plain = AttentionOperator(layer("causal"), X).core.score_size
+    assert tiles == dense
+    assert plain < tiles < plain + 8 * n / 4
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_terms_that_leave_no_digits_are_refused(tiled):
+    """Where every entry of a row has the same huge term, the row's probabilities are rounding errors."""
+    X = cases.random(1, N, 10, seed=3).float()
+    additive = torch.zeros(N, N)
+    additive[4] = -1e9
+    with pytest.raises(FloatingPointError, match=r"scores of size 1.0e\+09 leave no correct digits"):
+        AttentionOperator(layer(None, 2, torch.float32, bias=additive), X, tiled=tiled)
+
+
+def mask_bytes(core: TiledLinearisation) -> int:
+    """What the masks of all tiles take."""
+    factors = [f for strip in core.strips for tile in strip.tiles if tile.visible for f in tile.visible.factors]
+    return sum(factor.untyped_storage().nbytes() for factor in factors)
+
+
+def test_masks_of_padded_batches_stay_small():
+    """A boundary per input, not a matrix per input and head, and nothing is copied for chosen inputs and single heads."""
+    n, many, real = 1024, 6, torch.ones(6, 1024, dtype=torch.bool)
+    real[1, :200] = real[2, 700:] = real[3, ::3] = False
+    sizes = {}
+    for name, mask in {
+        "causal": "causal", "left": "causal&pad-left:0,100,200,300,400,500", "right": "pad-right:0,100,200,300,400,500",
+        "holes": lipscope.as_mask("causal") & RealTokens(real, keys_only=True),
+    }.items():  # fmt: skip
+        subject = layer(mask, 2, torch.float32, d=4, dh=1)
+        core = subject.linearise_tiled(cases.random(many, n, 4, seed=3).float())
+        for other in (core, core.per_head(H), core.select(torch.tensor([3, 1]))):
+            sizes[name, other.layout.items] = mask_bytes(other)
+    assert max(sizes.values()) <= sizes["causal", many * 2] + 64 * n, sizes
+
+
+def test_masks_that_are_matrices_are_not_copied():
+    """Boolean masks per input and per head stay the tensors that were given; so do additive terms."""
+    n = 100
+    for shape in ((3, 1, n, n), (1, H, n, n), (3, H, n, n)):
+        allowed, additive = cases.random(*shape, seed=1) > -1, cases.random(*shape, seed=2)
+        q, k, v = (cases.random(3, heads, n, 3, seed=s) for s, heads in enumerate((H, 2, 2)))
+        rule = ScoreRule(allowed=allowed, additive=additive)
+        core = TiledLinearisation.at(q, k, v, rule, tiling=Tiling(tile=(16, 32), keep=0))
+        for other in (core, core.per_head(H), core.select(torch.tensor([2, 0])), core.per_head(H).select(torch.tensor([5]))):
+            assert other.additive.matrices.data_ptr() == additive.data_ptr()
+            for strip in other.strips:
+                for tile in strip.tiles:
+                    (own,) = tile.visible.factors
+                    assert own.untyped_storage().data_ptr() == allowed.untyped_storage().data_ptr()
 
 
 def test_terms_that_are_the_same_for_all_queries():

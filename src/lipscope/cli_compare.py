@@ -161,12 +161,13 @@ def _print(found: Comparison, name: str) -> None:
         for row in found.to_rows()
     ]  # fmt: skip
     left_out = f"; left out for mask {found.mask}: {', '.join(found.left_out)}" if found.left_out else ""
+    without = f", without {', '.join(found.without)}" if found.without else ""
     print_table(
         ["attention", "σ", "interval", "exponent in n", "exponent in R", "worst found", "bound", "by"],
         rows,
         text=["attention", "by"],
         whole=["by"],
-        title=f"{name}, without biases: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
+        title=f"{name}{without}: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
         caption="σ is the median over the inputs, and all of them lie in the interval; exponents of power laws with 95 % "
-        f"intervals; worst found and bound are for all tokens of norm ≤ R{left_out}",
+        f"intervals over inputs; worst found and bound are for all tokens of norm ≤ R{left_out}",
     )

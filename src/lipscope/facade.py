@@ -35,7 +35,7 @@ def local_lipschitz(
     dtype: torch.dtype | None = None,
     norm: Normalisation | None = None,
     certificate: bool | None = None,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
 ) -> SpectralNorm:
     """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
 
@@ -52,9 +52,10 @@ def local_lipschitz(
         dtype: dtype of the computation, float32 or float64. By default the wider one of X and the layer's weights, and
             at least float32.
         norm: the normalisation of scope ``"norm+attention"``.
-        certificate: for an ``Attention``, also compute the certified upper bound (float64, one head at a time, memory a
-            dozen n×n matrices), and report the least upper end with its kind. None: when that is estimated to cost no
-            more than the measurement and the value is not exact already.
+        certificate: for an ``Attention``, also compute the certified upper bound, and report the least upper end with its
+            kind. It is computed in float64, up to 2,048 tokens from a dozen n×n matrices of one head at a time, beyond (or
+            within a small ``memory``) from strips of rows, in memory that grows like n. None: when that is estimated to
+            cost no more than the measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
             ``attention.memory.plan_memory`` for what is done to keep to it.
 
@@ -124,7 +125,7 @@ def _planned(
     dtype: torch.dtype,
     scope: str | None,
     solver: Solver,
-    memory: int | str,
+    memory: float | str,
 ) -> tuple[MemoryPlan, Solver]:
     """How to keep to ``memory``, and the solver that does."""
     if not isinstance(map, Attention):

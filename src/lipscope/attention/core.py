@@ -23,6 +23,11 @@ from lipscope.attention.scores import ScoreRule
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
+# Probabilities up to which the size of an additive term does not matter. There −B_ij ≤ log(1/P_ij) + log n + twice the size
+# of what does matter, so that the error of P_ij, at most eps·P_ij·|B_ij|, vanishes with P_ij: a term of −1e9 hides its
+# entry, and leaves the others their digits.
+NEGLIGIBLE = 1e-9
+
 
 @dataclass(frozen=True, eq=False)
 class Linearisation:
@@ -51,8 +56,7 @@ class Linearisation:
         P, W = rule.probabilities(raw.reshape(*q.shape[:3], n_keys))
         size = float(q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax())
         if rule.additive is not None:
-            # Where P vanishes the error of the score vanishes with it.
-            size += float((rule.additive.abs() * (P.detach() > 1e-9)).amax())
+            size += float(torch.where(P.detach() > NEGLIGIBLE, rule.additive.abs(), 0.0).amax())
         P, W = (t.reshape(raw.shape) for t in (P, W))
         return cls(grouped, k, v, P, W, P @ v, size)
 

@@ -10,19 +10,23 @@ and the Krylov bases, of which the solver keeps what it is given room for:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
+from torch import Tensor
 
 from lipscope.attention.cost import TYPICAL_PAIRS
 from lipscope.attention.layer import Attention
-from lipscope.attention.tiled import prefers_tiles
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import exponentials, prefers_tiles
 from lipscope.attention.tiles import visited_entries
 from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
-from lipscope.spectral.basis import Basis
+from lipscope.spectral.golub_kahan import one_sided, together_within
 
 # Vectors of the Krylov bases that a typical solve needs, and the fewest that the solver keeps.
 TYPICAL_VECTORS, FEWEST_VECTORS = 24, 4
@@ -104,7 +108,7 @@ def plan_memory(
         >>> W = torch.eye(768)
         >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=12, mask="causal")
         >>> print(plan_memory(layer, 4096))
-        expected peak 748 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 456 MiB
+        expected peak 580 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 288 MiB
     """
     if limit is None:
         return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM)
@@ -161,44 +165,74 @@ def _plan(
     items = inputs
     if scope == "head":
         items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
-    vectors = items * _vector(layer, n, scope) * size
-    outputs = items * n * (layer.value_width if scope == "head" else layer.output_width) * size
-    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 6 * vectors
+    N, M = _vector(layer, n, scope), n * (layer.value_width if scope == "head" else layer.output_width)
+    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 6 * items * N * size
     rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
     heads = inputs * layer.heads
     with using_tiling(tiling):
         tiled = prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=dtype))
-    groups = layer.heads // layer.kv_heads
-    matrices = matrix_bytes(tiling, tiled, heads * visited_entries(rule, n, n), heads * n * n, groups, size)
-    return MemoryPlan(matrices, tokens, typical_bases(vectors, outputs, room), tiled, tiling, alone, room)
+    matrices = matrix_bytes(tiling, tiled, rule, heads, n, layer.heads // layer.kv_heads, size)
+    if rule.additive is not None and (layer.bias is None or not _same_storage(rule.additive, layer.bias)):
+        # Read off an additive mask, with what it hides beside it.
+        matrices += rule.additive.numel() * (size + 1)
+    return MemoryPlan(matrices, tokens, typical_bases((M, N), items, size, room), tiled, tiling, alone, room)
 
 
-def typical_bases(vectors: int, outputs: int, room: int) -> int:
-    """Bytes of the Krylov bases of a typical solve: both bases while there is room for many vectors, else the right one."""
-    if room >= Basis.CHUNK * (vectors + outputs):
-        return (TYPICAL_PAIRS + 1) * (vectors + outputs)
-    return min(TYPICAL_VECTORS * vectors, room)
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def matrix_bytes(tiling: Tiling, tiled: bool, visited: int, entries: int, groups: int, element_size: int) -> int:
-    """Bytes of n×n matrices with so many ``entries``, or of tiles over the ``visited`` ones and what is kept of them."""
+def typical_bases(shape: tuple[int, int], items: int, element_size: int, room: int) -> int:
+    """Bytes of the Krylov bases of a typical solve of M×N problems: both bases where both are kept, else the right one."""
+    M, N = shape
+    together = min(items, together_within(shape, element_size, room))
+    if one_sided(shape, together, element_size, room):
+        return min(TYPICAL_VECTORS * together * N * element_size, room)
+    return (TYPICAL_PAIRS + 1) * together * (M + N) * element_size
+
+
+def matrix_bytes(tiling: Tiling, tiled: bool, rule: ScoreRule, heads: int, n: int, groups: int, element_size: int) -> int:
+    """Bytes of the n×n matrices of so many ``heads`` (over all inputs), or of tiles and what is kept of them.
+
+    Args:
+        tiling: sizes of the tiles.
+        tiled: whether there are tiles.
+        rule: mask and soft-cap.
+        heads: query heads times inputs.
+        n: number of tokens.
+        groups: query heads per key head.
+        element_size: bytes per number.
+    """
     if not tiled:
-        return 4 * entries * element_size
-    kept = visited * element_size
+        return (3 + exponentials(rule.softcap)) * heads * n * n * element_size
+    kept = exponentials(rule.softcap) * heads * visited_entries(rule, n, n) * element_size
     return tiling.scratch(groups, element_size) + (kept if kept <= tiling.keep else 0)
 
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def read_bytes(text: str | int) -> int:
-    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes; a number is one already."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"memory must be a size such as 4GiB or 512MiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+def read_bytes(size: float | str) -> int:
+    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes; a number is one already.
+
+    Raises:
+        TypeError: when it is neither a number nor text.
+        ValueError: when it is not a positive, whole number of bytes.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"memory must be a size such as 4GiB or 512MiB, got {size!r}")
+        count = int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(size, bool) or not isinstance(size, Real):
+        raise TypeError(f"memory must be a number of bytes or a size such as 4GiB, got {size!r}")
+    elif not math.isfinite(size) or size != int(size):
+        raise ValueError(f"memory must be a whole number of bytes, got {size!r}")
+    else:
+        count = int(size)
+    if count < 1:
+        raise ValueError(f"memory must be at least 1 byte, got {size!r}")
+    return count
 
 
 def show_bytes(count: int) -> str:

@@ -19,9 +19,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Linearisation, Triple
-from lipscope.attention.scores import ScoreRule, tile_of
-from lipscope.attention.tiles import Layout, Strip, Tile, make_strips
+from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mask_owners
 from lipscope.attention.tiling import Tiling, current_tiling
 
 Kept: TypeAlias = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
@@ -43,8 +43,9 @@ class TiledLinearisation:
     scale: Tensor
     layout: Layout
     strips: tuple[Strip, ...]
+    mask_owners: Tensor
     softcap: float | None
-    additive: Tensor | None
+    additive: Term | None
     score_size: float
     tile_bytes: int
     kept: Kept | None = None
@@ -71,22 +72,20 @@ class TiledLinearisation:
         q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
         (B, H, n, dk), (kv_heads, m) = q.shape, k.shape[1:3]
         layout = Layout(B, kv_heads, H // kv_heads)
-        strips = make_strips(rule, layout, (n, m), tiling.tile, q.device)
+        strips = make_strips(rule, (n, m), tiling.tile, q.device)
+        additive = None if rule.additive is None else Term.of(rule.additive, layout)
         size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
-        if rule.additive is not None:
-            size += float(rule.additive.abs().amax())
         queries = q.reshape(layout.items, layout.groups, n, dk)
         rows = queries.new_zeros(*queries.shape[:3], 1)
         core = cls(
             queries, k.reshape(layout.items, m, dk), v.reshape(layout.items, m, v.shape[-1]),
             queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
-            rule.softcap, rule.additive, size, tiling.tile_bytes,
+            mask_owners(rule, layout, m, q.device), rule.softcap, additive, size, tiling.tile_bytes,
         )  # fmt: skip
         core = core._normalised(rule.sinks)
-        entries = sum(strip.area for strip in strips) * B * H * (1 if rule.softcap is None else 2)
-        if entries * q.element_size() <= tiling.keep:
+        if B * core._exponential_count * q.element_size() <= tiling.keep:
             core = replace(core, kept=core._exponentials())
-        return replace(core, outputs=core._outputs())
+        return replace(core, outputs=core._outputs(), score_size=size + core._additive_size())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,9 +95,13 @@ class TiledLinearisation:
     @property
     def scratch(self) -> int:
         """Numbers that one input of the batch takes beside its tokens."""
-        return (
-            0 if self.kept is None else sum(strip.area for strip in self.strips) * self.layout.kv_heads * self.layout.groups
-        )
+        return 0 if self.kept is None else self._exponential_count
+
+    @property
+    def _exponential_count(self) -> int:
+        """Entries of E, and of W where a soft-cap makes it another matrix, of one input."""
+        heads = self.layout.kv_heads * self.layout.groups
+        return exponentials(self.softcap) * heads * sum(strip.area for strip in self.strips)
 
     @property
     def o(self) -> Tensor:
@@ -120,9 +123,7 @@ class TiledLinearisation:
         assert heads == layout.kv_heads * layout.groups
         additive = self.additive
         if additive is not None:
-            additive = layout.per_item(additive)
-            if additive.shape[:2] != (1, 1):
-                additive = additive.expand(layout.items, layout.groups, -1, -1).flatten(0, 1)[:, None]
+            additive = replace(additive, owners=layout.owners_per_head(additive.owners))
 
         def own(t: Tensor) -> Tensor:
             return t.flatten(0, 1)[:, None]
@@ -133,8 +134,7 @@ class TiledLinearisation:
         return replace(
             self, queries=own(self.queries), keys=shared(self.keys), values=shared(self.values), outputs=own(self.outputs),
             peak=own(self.peak), scale=own(self.scale), layout=Layout(layout.items * layout.groups, 1, 1),
-            strips=tuple(strip.per_head(layout.items, layout.groups) for strip in self.strips), additive=additive,
-            kept=self._kept_per_head(),
+            mask_owners=layout.owners_per_head(self.mask_owners), additive=additive, kept=self._kept_per_head(),
         )  # fmt: skip
 
     def select(self, items: Tensor) -> TiledLinearisation:
@@ -142,15 +142,15 @@ class TiledLinearisation:
         wide = self.layout.kv_heads
         index = (items[:, None] * wide + torch.arange(wide, device=items.device)).flatten()
         additive = self.additive
-        if additive is not None and additive.ndim == 4 and additive.shape[0] > 1:
-            additive = additive[items]
+        if additive is not None:
+            additive = replace(additive, owners=additive.owners[index])
         kept = self.kept
         if kept is not None:
             kept = tuple(tuple((E[index], E[index] if W is E else W[index]) for E, W in row) for row in kept)
         return replace(
             self, queries=self.queries[index], keys=self.keys[index], values=self.values[index], outputs=self.outputs[index],
             peak=self.peak[index], scale=self.scale[index], layout=replace(self.layout, inputs=int(items.numel())),
-            strips=tuple(strip.select(index) for strip in self.strips), additive=additive, kept=kept,
+            mask_owners=self.mask_owners[index], additive=additive, kept=kept,
         )  # fmt: skip
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -229,6 +229,21 @@ class TiledLinearisation:
                     target += torch.bmm(self._tile(items, s, t)[0], self.values[items, tile.columns]).reshape(target.shape)
         return outputs.mul_(self.scale)
 
+    def _additive_size(self) -> float:
+        """The largest additive term among the scores that matter; see ``NEGLIGIBLE``."""
+        largest = 0.0
+        if self.additive is None:
+            return largest
+        for items in self.item_parts():
+            for s, strip in enumerate(self.strips):
+                scale = _stacked(self.scale[items], strip)
+                for t, tile in enumerate(strip.tiles):
+                    matters = self._tile(items, s, t)[0] * scale > NEGLIGIBLE
+                    matters = matters.reshape(len(matters), self.layout.groups, -1, matters.shape[-1])
+                    term = self.additive.tile(strip.rows, tile.columns, items)
+                    largest = max(largest, float(torch.where(matters, term.abs(), 0.0).amax()))
+        return largest
+
     def _exponentials(self) -> Kept:
         """E and W of every tile, over all items."""
         return tuple(
@@ -266,9 +281,9 @@ class TiledLinearisation:
             raw = bent.mul_(self.softcap)
         scores = raw.reshape(raw.shape[0], self.layout.groups, -1, raw.shape[-1])
         if self.additive is not None:
-            scores += _of_items(self.layout.per_item(tile_of(self.additive, strip.rows, tile.columns)), items)
-        if tile.hidden is not None:
-            scores.masked_fill_(_of_items(tile.hidden, items), float("-inf"))
+            scores += self.additive.tile(strip.rows, tile.columns, items)
+        if tile.visible is not None:
+            scores.masked_fill_(~tile.visible.at(self.mask_owners[items]), float("-inf"))
         return scores, slope
 
     def item_parts(self) -> Iterator[slice]:
@@ -295,10 +310,11 @@ def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Te
     return corner is not None and not bool(corner.any())
 
 
+def exponentials(softcap: float | None) -> int:
+    """Matrices that are kept of every tile: E, and with a soft-cap W beside it."""
+    return 1 if softcap is None else 2
+
+
 def _stacked(t: Tensor, strip: Strip) -> Tensor:
     """Rows of one strip, query heads of an item stacked: (items, G, n, d) → (items, G·rows, d)."""
     return t[:, :, strip.rows].flatten(1, 2)
-
-
-def _of_items(t: Tensor, items: slice) -> Tensor:
-    return t if t.shape[0] == 1 else t[items]

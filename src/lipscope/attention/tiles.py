@@ -1,22 +1,75 @@
-"""Which tiles of the n×n scores are visited, and what is hidden inside them."""
+"""Which tiles of the n×n scores are visited, what is visible inside them, and which terms of the scores belong to whom.
+
+Masks and additive terms come as (inputs or 1) × (heads or 1) matrices. They are never repeated for the items that share
+them: an item knows the index of its matrix.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.scores import ScoreRule
+from lipscope.attention.scores import ScoreRule, tile_of
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """What is visible inside a tile: factors (matrices or 1, rows or 1, columns or 1), True where all of them are.
+
+    Inputs that differ by their padding share one matrix and have rows and columns of their own, which take
+    rows + columns instead of rows × columns entries for each of them.
+    """
+
+    factors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, visible: Tensor) -> Visible:
+        """From (inputs or 1, heads or 1, rows, columns), not True everywhere."""
+        own = visible.flatten(0, 1)
+        if len(own) > 1:
+            found = own.any(0, keepdim=True), own.any(2, keepdim=True), own.any(1, keepdim=True)
+            if torch.equal(own, reduce(torch.logical_and, found)):
+                return cls(tuple(factor for factor in found if not bool(factor.all())))
+        return cls((own,))
+
+    def at(self, matrices: Tensor) -> Tensor:
+        """For items with these matrices (items, 1 or groups): (1 or items, 1 or groups, rows or 1, columns or 1)."""
+        return reduce(torch.logical_and, (_chosen(factor, matrices) for factor in self.factors))
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """An additive term of the scores: its matrices (m, rows or 1, columns or 1), and whose they are (items, 1 or groups)."""
+
+    matrices: Tensor
+    owners: Tensor
+
+    @classmethod
+    def of(cls, additive: Tensor, layout: Layout) -> Term:
+        """From a tensor that broadcasts to (inputs, heads, rows, columns)."""
+        additive = _four_dimensional(additive)
+        # One matrix that is shown many times stays one.
+        for dim in (0, 1):
+            if additive.shape[dim] > 1 and additive.stride(dim) == 0:
+                additive = additive.narrow(dim, 0, 1)
+        b, h = additive.shape[:2]
+        return cls(additive.flatten(0, 1), layout.owners(b, h, additive.device))
+
+    def tile(self, rows: slice, columns: slice, items: slice) -> Tensor:
+        """(1 or items, 1 or groups, rows or 1, columns or 1)."""
+        return _chosen(tile_of(self.matrices, rows, columns), self.owners[items])
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """One tile in which something is visible: its keys, and what is hidden, (items, groups, rows, columns), or None."""
+    """One tile in which something is visible: its keys, and what is visible of them, or None for everything."""
 
     columns: slice
-    hidden: Tensor | None
+    visible: Visible | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,26 +83,6 @@ class Strip:
     def area(self) -> int:
         """Visited entries of the score matrix."""
         return _length(self.rows) * sum(_length(tile.columns) for tile in self.tiles)
-
-    def select(self, items: Tensor) -> Strip:
-        """The strip as the listed items see it."""
-        return replace(
-            self,
-            tiles=tuple(
-                tile if tile.hidden is None or tile.hidden.shape[0] == 1 else replace(tile, hidden=tile.hidden[items])
-                for tile in self.tiles
-            ),
-        )
-
-    def per_head(self, items: int, groups: int) -> Strip:
-        """Query heads as items of their own: ``groups`` of them for each item."""
-
-        def flat(hidden: Tensor | None) -> Tensor | None:
-            if hidden is None or hidden.shape[:2] == (1, 1):
-                return hidden
-            return hidden.expand(items, groups, *hidden.shape[2:]).flatten(0, 1)[:, None]
-
-        return replace(self, tiles=tuple(replace(tile, hidden=flat(tile.hidden)) for tile in self.tiles))
 
 
 @dataclass(frozen=True)
@@ -65,22 +98,20 @@ class Layout:
         """Independent problems."""
         return self.inputs * self.kv_heads
 
-    def per_item(self, tensor: Tensor) -> Tensor:
-        """(1 or B, 1 or H, rows, columns) → (1 or items, 1 or groups, rows, columns)."""
-        while tensor.ndim < 4:
-            tensor = tensor[None]
-        b, h, *rest = tensor.shape
-        if (b, h) == (1, 1):
-            return tensor
-        if h == 1:
-            return tensor.repeat_interleave(self.kv_heads, dim=0)
-        split = tensor.reshape(b, self.kv_heads, self.groups, *rest)
-        return split.expand(self.inputs, -1, -1, -1, -1).flatten(0, 1)
+    def owners(self, inputs: int, heads: int, device: torch.device) -> Tensor:
+        """Which of (inputs or 1) × (heads or 1) matrices belongs to whom: (items, 1 or groups)."""
+        item = torch.arange(self.items, device=device)[:, None]
+        found = torch.zeros_like(item)
+        if heads > 1:
+            found = item % self.kv_heads * self.groups + torch.arange(self.groups, device=device)
+        return found + heads * (item // self.kv_heads) if inputs > 1 else found
+
+    def owners_per_head(self, owners: Tensor) -> Tensor:
+        """The same when every query head is an item of its own."""
+        return owners.expand(self.items, self.groups).reshape(-1, 1)
 
 
-def make_strips(
-    rule: ScoreRule, layout: Layout, shape: tuple[int, int], tile: tuple[int, int], device: torch.device
-) -> tuple[Strip, ...]:
+def make_strips(rule: ScoreRule, shape: tuple[int, int], tile: tuple[int, int], device: torch.device) -> tuple[Strip, ...]:
     """All strips of a score matrix of ``shape``, in tiles of at most ``tile`` queries and keys."""
     n, m = shape
     strips = []
@@ -93,9 +124,17 @@ def make_strips(
             if visible is None or bool(visible.all()):
                 tiles.append(Tile(columns, None))
             elif bool(visible.any()):
-                tiles.append(Tile(columns, ~layout.per_item(visible)))
+                tiles.append(Tile(columns, Visible.of(_four_dimensional(visible))))
         strips.append(Strip(rows, tuple(tiles)))
     return tuple(strips)
+
+
+def mask_owners(rule: ScoreRule, layout: Layout, m: int, device: torch.device) -> Tensor:
+    """Which matrix of the mask over m keys belongs to whom: (items, 1 or groups)."""
+    first = slice(0, 1)
+    visible = rule.visible(first, first, m, device)
+    inputs, heads = (1, 1) if visible is None else _four_dimensional(visible).shape[:2]
+    return layout.owners(inputs, heads, device)
 
 
 def visited_entries(rule: ScoreRule, n: int, m: int, height: int = 256) -> int:
@@ -106,6 +145,14 @@ def visited_entries(rule: ScoreRule, n: int, m: int, height: int = 256) -> int:
         first, last = rule.span(rows, m)
         total += _length(rows) * (last - first)
     return total
+
+
+def _chosen(matrices: Tensor, owners: Tensor) -> Tensor:
+    return matrices[None] if len(matrices) == 1 else matrices[owners]
+
+
+def _four_dimensional(tensor: Tensor) -> Tensor:
+    return tensor[(None,) * (4 - tensor.ndim)]
 
 
 def _length(part: slice) -> int:

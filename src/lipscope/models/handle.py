@@ -163,6 +163,7 @@ class Model:
         solver: Solver | None = None,
         analytic: bool = True,
         certificate: bool | None = None,
+        memory: int | None = None,
     ) -> SpectralNorm:
         """σ of one layer at the recorded tokens.
 
@@ -175,6 +176,7 @@ class Model:
             analytic: use the closed-form Jacobian of layers that are known as an ``Attention``.
             certificate: also compute the certified upper end and report the least; None: when it costs no more than the
                 measurement, where the layer has one.
+            memory: bytes that the matrices of the certificate may take; ``models.memory`` plans the rest.
 
         Returns:
             A ``SpectralNorm`` of shape (B,), or (B, heads) for scope ``head``.
@@ -195,6 +197,7 @@ class Model:
                 heads=chosen,
                 norm=self._norm_before(where, recording) if scope == "norm+attention" else None,
                 wanted=certificate,
+                memory=memory,
             )
         return by_head(result, None if chosen is None else len(chosen))
 

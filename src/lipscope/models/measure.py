@@ -61,6 +61,7 @@ def measure_recording(
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
     certificate: bool | None = None,
+    memory: int | None = None,
     first_input: int = 0,
 ) -> list[dict[str, Any]]:
     """Rows of one layer, with the columns of ``COLUMNS``: σ as an interval, bounds, and what attention looks like there.
@@ -73,10 +74,11 @@ def measure_recording(
         heads: head indices for scope ``head``, all by default.
         solver: ``Auto()`` by default.
         certificate: see ``Model.solve``.
+        memory: likewise.
         first_input: index of the recording's first input among those of its length.
     """
     start = time.perf_counter()
-    result = handle.solve(layer, recording, scope, heads=heads, solver=solver, certificate=certificate)
+    result = handle.solve(layer, recording, scope, heads=heads, solver=solver, certificate=certificate, memory=memory)
     measured = result.to_rows()
     seconds = (time.perf_counter() - start) / len(measured)
     where = handle.layer(layer)

@@ -22,9 +22,9 @@ from lipscope.attention.memory import (
 )
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import prefers_tiles
-from lipscope.attention.tiles import visited_entries
 from lipscope.attention.tiling import Tiling, current_tiling, using_tiling
 from lipscope.models.handle import Model
+from lipscope.models.plain import core_call
 
 AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
 BLOCK_ACTIVATIONS = 34
@@ -53,24 +53,10 @@ def plan_scan(
     Example:
         >>> import lipscope
         >>> print(plan_scan(lipscope.load("gpt2-mini"), 128))
-        expected peak 10.6 MiB above the weights: n×n matrices 2 MiB, tokens 3.88 MiB, Krylov bases 4.75 MiB
+        expected peak 8.88 MiB above the weights: n×n matrices 2 MiB, tokens 3.88 MiB, Krylov bases 3 MiB
     """
-    where, width, size = handle.layer(layer), token_width(handle, layer), handle.dtype.itemsize
-    recorded = RECORDED * len(handle.layers) * n * width * size
-    attention = handle.attention(layer, handle.probe_recording) if scope in ("attention", "head") else None
-    if attention is not None and not _named(where.mask):
-        attention = None
-    plans = []
-    for together, alone, tiling in ways(inputs) if limit is not None else [(inputs, False, current_tiling())]:
-        with using_tiling(tiling):
-            if attention is not None:
-                plan = plan_memory(attention.with_mask(where.mask), n, dtype=handle.dtype, inputs=together, scope=scope)
-            else:
-                plan = _through_autograd(handle, n, together, scope, layer, tiling)
-        plans.append(replace(plan, tokens=plan.tokens + together * recorded, alone=alone, tiling=tiling))
-    if limit is None:
-        return plans[0]
-    return first_fitting(plans, n, n * width * size, limit)
+    plans = _ways_of(handle, n, inputs, scope, layer, limited=limit is not None)
+    return plans[0] if limit is None else first_fitting(plans, n, _vector(handle, n, layer), limit)
 
 
 def plan_layers(
@@ -80,18 +66,65 @@ def plan_layers(
     *,
     inputs: int = 1,
     scope: str = "attention",
-    memory: int | str | None = None,
+    memory: float | str | None = None,
 ) -> MemoryPlan:
-    """The plan of the layer that takes most among the listed ones, within ``memory`` (bytes, or a size such as "4GiB")."""
+    """One plan for all of the listed layers, within ``memory`` (bytes, or a size such as "4GiB").
+
+    Layers of several kinds, say with and without a sliding window, are computed with the same tiling, so a way of doing it
+    counts with what it takes for the layer that takes most, and for recording those that are not listed.
+    """
     limit = None if memory is None else read_bytes(memory)
-    kinds = {(where.mask, where.heads, where.kv_heads): i for i in layers for where in [handle.layer(i)]}
-    plans = [plan_scan(handle, n, inputs=inputs, scope=scope, limit=limit, layer=i) for i in kinds.values()]
-    return max(plans, key=lambda plan: (plan.alone, plan.total))
+    kinds = {_kind(handle, i): i for i in layers}.values()
+    each = [_ways_of(handle, n, inputs, scope, i, limited=limit is not None) for i in kinds]
+    recorded = {_kind(handle, i): i for i in range(len(handle.layers))}.values()
+    plans = []
+    for same_way in zip(*each, strict=True):
+        worst = max(same_way, key=lambda plan: plan.matrices + plan.tokens)
+        together = 1 if worst.alone else inputs
+        passing = max(_through_autograd(handle, n, together, "attention", i, worst.tiling).matrices for i in recorded)
+        bases = max(plan.bases for plan in same_way)
+        plans.append(replace(worst, matrices=max(worst.matrices, passing), bases=bases))
+    return plans[0] if limit is None else first_fitting(plans, n, max(_vector(handle, n, i) for i in kinds), limit)
+
+
+def _ways_of(handle: Model, n: int, inputs: int, scope: str, layer: int, *, limited: bool) -> list[MemoryPlan]:
+    """What σ of one layer takes by every way of doing it; only by the usual one when memory is not limited."""
+    where = handle.layer(layer)
+    attention = handle.attention(layer, handle.probe_recording) if scope in ("attention", "head") else None
+    if attention is not None and not _named(where.mask):
+        attention = None
+    plans = []
+    for together, alone, tiling in ways(inputs) if limited else [(inputs, False, current_tiling())]:
+        with using_tiling(tiling):
+            if attention is not None:
+                plan = plan_memory(attention.with_mask(where.mask), n, dtype=handle.dtype, inputs=together, scope=scope)
+            else:
+                plan = _through_autograd(handle, n, together, scope, layer, tiling)
+        tokens = plan.tokens + recorded_bytes(handle, n, together)
+        plans.append(replace(plan, tokens=tokens, alone=alone, tiling=tiling))
+    return plans
+
+
+def _kind(handle: Model, layer: int) -> tuple[object, ...]:
+    """What the cost of a layer depends on."""
+    where = handle.layer(layer)
+    return where.mask, where.heads, where.kv_heads, where.through_seam, token_width(handle, layer)
+
+
+def _vector(handle: Model, n: int, layer: int) -> int:
+    """Bytes of one Krylov vector."""
+    return n * token_width(handle, layer) * handle.dtype.itemsize
 
 
 def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False) -> int:
     """Inputs of n tokens in one forward pass of a scan."""
     return 1 if pack else min(inputs, max(1, batch_tokens // n))
+
+
+def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:
+    """Bytes of a recorded pass of so many inputs of n tokens."""
+    width = max(token_width(handle, i) for i in range(len(handle.layers)))
+    return RECORDED * len(handle.layers) * inputs * n * width * handle.dtype.itemsize
 
 
 def token_width(handle: Model, layer: int) -> int:
@@ -103,15 +136,23 @@ def _through_autograd(handle: Model, n: int, inputs: int, scope: str, layer: int
     where, width, size = handle.layer(layer), token_width(handle, layer), handle.dtype.itemsize
     layers = len(handle.layers) if scope == "model" else 1
     mask = as_mask(where.mask) if _named(where.mask) else as_mask(None)
-    rule, heads = ScoreRule(mask=mask), inputs * where.heads
+    rule, heads = ScoreRule(mask=mask, softcap=_softcap(handle, layer)), inputs * where.heads
     # A model that keeps its own attention forms its n×n matrices whatever we do.
-    tiled = where.through_seam and prefers_tiles(rule, heads, n, n, handle.probe_recording.last_hidden)
+    with using_tiling(tiling):
+        tiled = where.through_seam and prefers_tiles(rule, heads, n, n, handle.probe_recording.last_hidden)
     groups = where.heads // (where.kv_heads or where.heads)
-    matrices = matrix_bytes(tiling, tiled, heads * visited_entries(rule, n, n), heads * n * n, groups, size)
-    vectors = inputs * n * width * size
-    tokens = (BLOCK_ACTIVATIONS * layers + 6) * vectors
-    bases = typical_bases(vectors, vectors, SOLVER_ROOM)
+    matrices = matrix_bytes(tiling, tiled, rule, heads, n, groups, size)
+    tokens = (BLOCK_ACTIVATIONS * layers + 6) * inputs * n * width * size
+    bases = typical_bases((n * width, n * width), inputs, size, SOLVER_ROOM)
     return MemoryPlan(layers * matrices, tokens, bases, tiled, tiling, False, SOLVER_ROOM)
+
+
+def _softcap(handle: Model, layer: int) -> float | None:
+    where = handle.layer(layer)
+    if not where.through_seam:
+        return None
+    host = handle.probe_recording.hosts[where.index]
+    return core_call(handle.model, host, host.tokens).rule.softcap
 
 
 def _named(mask: str) -> bool:

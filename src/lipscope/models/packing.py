@@ -77,6 +77,7 @@ def measure_packed(
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
     certificate: bool | None = None,
+    memory: int | None = None,
     which: int = 0,
 ) -> Rows:
     """Rows of a packed chunk (``document`` None) and of each of its documents alone (``document`` 0, 1, …)."""
@@ -88,6 +89,7 @@ def measure_packed(
         heads=heads,
         solver=solver,
         certificate=certificate,
+        memory=memory,
         which=which,
     )
 
@@ -109,6 +111,7 @@ def measure_packed_recordings(
     heads: Sequence[int] | None = None,
     solver: Solver | None = None,
     certificate: bool | None = None,
+    memory: int | None = None,
     which: int = 0,
 ) -> Rows:
     """The rows of ``measure_packed`` from recorded passes."""
@@ -123,6 +126,7 @@ def measure_packed_recordings(
                 heads=heads,
                 solver=solver,
                 certificate=certificate,
+                memory=memory,
                 first_input=which,
             ):
                 rows.append(row | {"document": document})

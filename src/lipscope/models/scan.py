@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipscope.attention.memory import MemoryPlan
+from lipscope.attention.memory import MemoryPlan, read_bytes
 from lipscope.models.corpora import read_text
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.models.handle import Model
 from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
-from lipscope.models.memory import batch_size, plan_layers
+from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.packing import measure_packed, packed_chunks
 from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
 from lipscope.models.tokens import TokenView
@@ -167,7 +167,7 @@ def scan(
     pack: bool = False,
     certificate: bool | None = None,
     batch_tokens: int = 4096,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     tokens: int = 0,
     progress: Progress | None = None,
     **load_options: Any,
@@ -188,7 +188,8 @@ def scan(
             None, rows of its documents their number. A text of one document is packed by paragraphs.
         certificate: also compute certified upper ends; None: where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
-        memory: most bytes above the weights, a number or a size such as ``"4GiB"``; see ``models.memory.plan_scan``.
+        memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included; see
+            ``models.memory.plan_layers``. Looking at places token by token (``tokens``) is not planned.
         tokens: look at so many of the worst layers or heads token by token; not for packed inputs.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
@@ -242,7 +243,8 @@ def scan(
         for n, bundle in packed_chunks(documents, tokenizer, sizes, inputs, seed).items():
             for which, chunk in enumerate(bundle):
                 with _limited(plans.get(n), solver) as limited:
-                    rows += measure_packed(handle, chunk, layers=chosen, solver=limited, which=which, **how)
+                    left = _left(handle, n, len(chunk) + 1, memory)
+                    rows += measure_packed(handle, chunk, layers=chosen, solver=limited, which=which, memory=left, **how)
                 done += len(chosen)
                 if progress is not None:
                     progress(done, total, f"n = {n}, {len(chunk)} documents")
@@ -253,8 +255,11 @@ def scan(
         for _, first, ids in input_batches({n: texts}, together):
             with _limited(plans.get(n), solver) as limited:
                 recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
+                left = _left(handle, n, len(ids), memory)
                 for layer in chosen:
-                    rows += measure_recording(handle, recording, layer=layer, solver=limited, first_input=first, **how)
+                    rows += measure_recording(
+                        handle, recording, layer=layer, solver=limited, memory=left, first_input=first, **how
+                    )
                     done += len(ids)
                     if progress is not None:
                         progress(done, total, f"n = {n}, layer {layer}")
@@ -270,6 +275,11 @@ def _limited(plan: MemoryPlan | None, solver: Solver | None) -> Iterator[Solver 
         return
     with plan.in_force():
         yield within(solver or Auto(), plan.room)
+
+
+def _left(handle: Model, n: int, inputs: int, memory: float | str | None) -> int | None:
+    """Bytes that a certificate may take beside the recorded passes of so many inputs."""
+    return None if memory is None else max(1, read_bytes(memory) - recorded_bytes(handle, n, inputs))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -74,6 +74,7 @@ def add_certificate(
     heads: list[int] | None,
     norm: Normalisation | None,
     wanted: bool | None,
+    memory: int | None = None,
 ) -> SpectralNorm:
     """The same flat batch with certified upper ends, where there are some and they are wanted (None: where cheap).
 
@@ -84,6 +85,7 @@ def add_certificate(
         heads: the heads of scope ``head``.
         norm: the normalisation of scope ``norm+attention``.
         wanted: whether to compute the certificate.
+        memory: bytes that its matrices may take.
 
     Raises:
         ValueError: when a certificate is asked for that does not exist.
@@ -102,7 +104,7 @@ def add_certificate(
         wanted = affordable(plain, tokens.shape[1], result, tokens.shape[0], result.scope)
     if not wanted:
         return result
-    certified = certificate_at(plain, tokens, result.scope, norm)
+    certified = certificate_at(plain, tokens, result.scope, norm, memory)
     if heads is not None:
         certified = certified[head_items(tokens.shape[0], plain.heads, heads).to(certified.device)]
     return with_certificate(result, certified)

@@ -119,7 +119,7 @@ def _growth_series(curve: Curve) -> tuple[Series, ...]:
     for estimator, color in ((SIGMA, BLUE), (COMPANION, ORANGE)):
         fit = curve.fit(estimator)
         if fit is not None:
-            label = f"{fit.c:.3g}·n^{fit.alpha:.2f} ({estimator})"
+            label = f"{analysis.power_law(fit, 2)} ({estimator})"
             series.append(Series(label, grid, [fit.c * k**fit.alpha for k in grid], color, "line"))
     if (curve.model, curve.layer) == (PUBLISHED_MODEL, PUBLISHED_LAYER):
         drawn = [PUBLISHED_FACTOR * k**PUBLISHED_EXPONENT for k in grid]

@@ -54,7 +54,7 @@ def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
             f"interval covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
         )
         found += [
-            f"{_place(row.curve)}: {name} fits {row.fit.c:.3g}·n^{row.fit.alpha:.3f}, exponent between "
+            f"{_place(row.curve)}: {name} fits {analysis.power_law(row.fit)}, exponent between "
             f"{_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}{_saturates(row)}."
             for row in table
         ]
@@ -85,7 +85,7 @@ def _published_curve(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Findin
         fit = here[estimator].fit
         verdict = "is followed by" if median(gaps) <= _CLOSE else "is not that of"
         found.append(
-            f"{drawn} {verdict} {name} here: median distance {median(gaps):.1%}, own fit {fit.c:.3g}·n^{fit.alpha:.3f}."
+            f"{drawn} {verdict} {name} here: median distance {median(gaps):.1%}, own fit {analysis.power_law(fit)}."
         )
     if found:
         found.append("Whether the published figures came from exactly that revision of the scripts is unknown.")
@@ -124,7 +124,7 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
             f"with an interval that covers it, in {len(root)}{decay}."
         )
         found += [
-            f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {row.fit.c:.3g}·n^{row.fit.alpha:.3f} with the "
+            f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {analysis.power_law(row.fit)} with the "
             f"exponent between {_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}."
             for row in root
         ]

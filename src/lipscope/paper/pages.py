@@ -49,6 +49,7 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
         "σ is the local Lipschitz constant ‖J(X)‖₂ at scope `attention` (all heads and W_O, without residual and "
         "normalisation) unless a scope is named. The *companion estimator* is √‖Jᵀf(X)‖, what the paper's public scripts "
         "compute; it is not σ.",
+        "What was found is in `FINDINGS.md`, beside this page.",
     ]
     sections = [
         Section("What was measured", table=_measured(rows)),
@@ -86,7 +87,7 @@ def exponent_table(fits: Sequence[FitRow]) -> Table:
         for estimator in (analysis.SIGMA, analysis.COMPANION):
             fit = cells.get((*key, estimator))
             row += ["–", "–"] if fit is None else [
-                f"{fit.c:.3g}·n^{fit.alpha:.3f}",
+                analysis.power_law(fit),
                 f"{round_down(fit.alpha_low, decimals=3)} … {round_up(fit.alpha_high, decimals=3)}",
             ]  # fmt: skip
         rows.append(row)
@@ -185,8 +186,8 @@ def _circumstances(about: dict[str, Any]) -> str:
     book = about.get("textbook")
     if book:
         text += (
-            f" The textbook loop (power iteration with torch.func.jvp and vjp, one input at a time) would need about "
-            f"{_duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
+            " The textbook loop (power iteration with torch.func.jvp and vjp, one input at a time, one thread) would need "
+            f"about {_duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
             f"{book['samples']} inputs measured in this run."
         )
     return text

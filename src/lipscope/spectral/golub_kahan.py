@@ -79,6 +79,8 @@ class GolubKahan:
             raise ValueError(f"interval must be positive or None, got {self.interval}")
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
+        if self.memory < 1:
+            raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
         if self.max_steps < self.k:
             raise ValueError(f"max_steps must be at least 1 and at least k = {self.k}, got {self.max_steps}")
 
@@ -94,13 +96,24 @@ class GolubKahan:
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
         if start is not None and start.shape != (operator.batch, N):
             raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
-        turn = max(1, self.memory // (_element_size(operator) * (M + N) * Basis.CHUNK))
+        turn = together_within((M, N), _element_size(operator), self.memory)
         if operator.batch <= turn:
             return _Run(self, operator, start).solve()
         parts = torch.arange(operator.batch, device=operator.device).split(turn)
         return SolverOutput.cat(
             [_Run(self, operator.select(part), None if start is None else start[part]).solve() for part in parts]
         )
+
+
+def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
+    """How many M×N problems are solved together: those whose first vectors of both sides fit, one at least."""
+    return max(1, memory // (element_size * sum(shape) * Basis.CHUNK))
+
+
+def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
+    """Whether only right vectors are kept: of large problems, and where memory has no room for many of both sides."""
+    M, N = shape
+    return min(M + 1, N) > _SMALL or memory // ((M + N) * batch * element_size) < Basis.CHUNK
 
 
 def _element_size(operator: Operator) -> int:
@@ -152,10 +165,10 @@ class _Run:
         """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
         M, N = self.operator.shape
         size = self.operator.batch * _element_size(self.operator)
+        if one_sided((M, N), self.operator.batch, _element_size(self.operator), self.config.memory):
+            return 0, max(_FEWEST, self.config.memory // (N * size))
         both = self.config.memory // ((M + N) * size)
-        if both >= Basis.CHUNK and self.whole_space <= _SMALL:
-            return both, both
-        return 0, max(_FEWEST, self.config.memory // (N * size))
+        return both, both
 
     def solve(self) -> SolverOutput:
         for step in range(1, self.steps + 1):
@@ -286,9 +299,16 @@ class _Run:
 
     def _finish(self, rows: Tensor, items: Tensor, right: Tensor) -> Tensor:
         """The top right vector when part of the basis was let go: short recurrences, each from the best vector so far."""
-        capacity = max(2, self._capacities()[1] - 1)
-        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=capacity)
         operator = self.operator.select(rows)
+        M, N = operator.shape
+        room = self.config.memory
+        if bool((self.output.iterations[self.active] > 0).all()):
+            self.U.release()
+            self.V.release()
+        else:
+            room //= 2  # the others still need theirs
+        fitting = room // (operator.batch * (M + N) * _element_size(operator))
+        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1))
         for _ in range(_FINISHING):
             found = _Run(short, operator, right[:, 0], pure=True).solve()
             assert found.right is not None
