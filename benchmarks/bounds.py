@@ -49,7 +49,7 @@ def compare(layer: lipscope.Attention, X: torch.Tensor, scale: float) -> None:
     pairs = [(seconds(measure), seconds(lambda: certified_upper(layer, X[None]))) for _ in range(7)]
     m, c = (statistics.median(column) for column in zip(*pairs, strict=True))
     print(f"weights of size {scale}: σ ∈ {interval(sigma.lower, sigma.upper)} in {m:.3f} s, {sigma.iterations} steps")
-    print(f"  certified ≤ {round_up(certificate)} in {c:.3f} s, and {once:.3f} s once per layer for the norms of the weights")
+    print(f"  certified ≤ {round_up(certificate)} in {c:.3f} s, and {once:.3f} s once per layer for its weights")
     print(f"  certificate / measurement = {statistics.median(b / a for a, b in pairs):.2f} (target: at most 2)")
 
 
