@@ -6,19 +6,24 @@ if (location.protocol === "file:") {
       super();
       const frame = document.createElement("iframe");
       frame.hidden = true;
+      frame.srcdoc = "<!doctype html><title>search</title>";
+      // Not before the frame's own document is there: some browsers put it in place of an earlier, empty one.
+      this.inside = new Promise((resolve) => {
+        frame.addEventListener("load", () => {
+          const inside = frame.contentWindow;
+          // The script answers with postMessage(data), which a window would send to itself.
+          inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+          const script = inside.document.createElement("script");
+          script.addEventListener("load", () => resolve(inside));
+          script.src = url;
+          inside.document.body.append(script);
+        }, { once: true });
+      });
       document.body.append(frame);
-      this.inside = frame.contentWindow;
-      // The script answers with postMessage(data), which a window would send to itself.
-      this.inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
-      const script = frame.contentDocument.createElement("script");
-      this.loaded = new Promise((resolve) => script.addEventListener("load", resolve));
-      script.src = url;
-      frame.contentDocument.body.append(script);
     }
 
     async postMessage(data) {
-      await this.loaded;
-      this.inside.dispatchEvent(new MessageEvent("message", { data }));
+      (await this.inside).dispatchEvent(new MessageEvent("message", { data }));
     }
   };
 }
