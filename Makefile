@@ -47,12 +47,13 @@ format: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Under 15 minutes on two idle cores; writes docs/performance.md with its plots.
+# Under 15 minutes on two idle cores; writes docs/performance.md with its plots. A missed memory goal does not keep the other
+# sections from being written: goals.py, the last step, fails for it.
 bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	rm -rf build/goals
 	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
 	$(BIN)/python benchmarks/scan.py --layers 4 --write docs/performance.md
-	$(BIN)/python benchmarks/long_context.py --write docs/performance.md
+	-$(BIN)/python benchmarks/long_context.py --write docs/performance.md
 	$(BIN)/python benchmarks/model_scan.py --write docs/performance.md
 	$(BIN)/python benchmarks/cost_model.py --write docs/performance.md
 	$(BIN)/python benchmarks/experiments.py --write docs/performance.md

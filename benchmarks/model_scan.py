@@ -81,9 +81,9 @@ def main() -> None:
         f"| **the scan: all {count} layers of one input** | **{whole:.1f}** |",
         f"| reading off the projections of {len(spent)} layers, once per model | {probed / forward:.1f} |",
         "",
-        f"Recording is {recorded / forward / whole:.1%} of the scan: one recorded pass of the longest text that served all "
-        "its prefixes (causal models allow it) could save no more than that, so scans keep recording every length on its "
-        "own piece of text, which keeps their inputs independent.",
+        "Scans record every length on its own piece of text, which keeps their inputs independent; one recorded pass of "
+        "the longest text that served all its prefixes (causal models allow it) could save no more than the recording's "
+        f"share of the scan, {recorded / forward / whole:.1%}.",
         "",
         f"`lipscope --help` answers in {starting:.2f} s.",
     ]

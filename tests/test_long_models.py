@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import transformers as tf
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from largest_tensor import LargestTensor
 from lipscope.attention.masks import Causal, Window
@@ -137,6 +138,74 @@ def test_a_symbolic_mask_is_a_matrix_for_those_who_compute_with_it() -> None:
     for change in (cut, with_itself, lambda m: m.logical_not_(), lambda m: m.masked_fill_(expected, False)):
         with pytest.raises(NotImplementedError, match="changes its attention mask in place"):
             change(mask)
+
+
+VIEWS = {
+    "slice": lambda m: m[:, :, 2:],
+    "select": lambda m: m[0],
+    "index": lambda m: m[..., 0],
+    "of a view": lambda m: m[0][0][2:],
+    "view": lambda m: m.view(2, 36),
+    "reshape": lambda m: m.reshape(-1),
+    "unsqueeze": lambda m: m.unsqueeze(0),
+    "expand": lambda m: m.expand(2, 1, 6, 6),
+    "transpose": lambda m: m.mT,
+    "diagonal": lambda m: m.diagonal(dim1=-2, dim2=-1),
+    "unbind": lambda m: m.unbind(0)[1],
+    "split": lambda m: m.split(3, 2)[1],
+    "chunk": lambda m: m.chunk(2, 2)[0],
+    "flatten": lambda m: m.flatten(),
+    "detach": lambda m: m.detach()[:, :, 2:],
+    "data": lambda m: m.data[0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_write_through_a_view_of_a_symbolic_mask_is_noticed(view: str, mode) -> None:
+    """Also when the view was taken long before: whoever uses the mask afterwards is told, and nobody gets the old rule."""
+    with mode():
+        mask = SymbolicMask.of(Causal(), 2, 6)
+        passed, part = mask[:, :, :, :6], VIEWS[view](mask)
+        assert mask.rule is passed.rule
+        part[..., :1] = False
+        for use in (lambda: mask.rule, lambda: passed.rule, mask.float, lambda: mask & mask, lambda: mask[:, :, :, :6]):
+            with pytest.raises(NotImplementedError, match="changes its attention mask in place"):
+                use()
+
+
+def test_other_ways_to_write_into_a_symbolic_mask_are_refused() -> None:
+    ones = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    for change in (
+        lambda m: torch.logical_and(ones, ones, out=m), lambda m: torch.zero_(m), lambda m: m.copy_(ones),
+        lambda m: torch.ops.aten.index_put_(m, [torch.tensor([0])], torch.tensor(False)),
+        lambda m: torch._foreach_zero_([ones, m]),
+    ):  # fmt: skip
+        mask = SymbolicMask.of(Causal(), 2, 6)
+        with pytest.raises(NotImplementedError, match="changes its attention mask in place"):
+            change(mask)
+    for harmless in (
+        lambda m: m.clone().fill_(False), lambda m: (~m).fill_(False), lambda m: m.float().zero_(),
+        lambda m: torch.where(m, 0.0, 1.0).zero_(), lambda m: ones.clone().logical_and_(m),
+    ):  # fmt: skip
+        mask = SymbolicMask.of(Causal(), 2, 6)
+        harmless(mask)
+        assert mask.rule == Causal()
+
+
+def test_a_model_that_cuts_its_mask_through_a_view_is_not_measured_without_the_cut(monkeypatch) -> None:
+    handle, forward = loaded("llama"), LlamaAttention.forward
+
+    def cutting(self, hidden_states, position_embeddings=None, attention_mask=None, **options):
+        later = attention_mask[:, :, 200:]
+        later[..., :100] = False
+        return forward(self, hidden_states, position_embeddings, attention_mask, **options)
+
+    monkeypatch.setattr(LlamaAttention, "forward", cutting)
+    ids = torch.randint(3, 50, (1, LONG), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(NotImplementedError, match="changes its attention mask in place"):
+        handle.record(handle.token_inputs(input_ids=ids))
+    handle.record(handle.token_inputs(input_ids=ids[:, :300]))
 
 
 def test_packed_documents_stay_apart_in_long_inputs() -> None:

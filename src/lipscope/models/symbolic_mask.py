@@ -2,7 +2,9 @@
 
 The mask function that the seam registers receives the rule itself, a function of (input, head, query, key). For long
 sequences it answers with a ``SymbolicMask``: a tensor for everybody who looks at its shape or passes it on, and the rule for
-our attention core, which evaluates it tile by tile. Whoever computes with it gets the true boolean matrix.
+our attention core, which evaluates it tile by tile. Whoever computes with it gets the true boolean matrix. It cannot be
+changed: a write into it, also one through a view of it, is noticed by torch's version counter and refused (of those made in
+inference mode, which lipscope does not use, torch counts only some).
 """
 
 from __future__ import annotations
@@ -85,43 +87,62 @@ class RealTokens(Mask):
 class SymbolicMask(Tensor):
     """A boolean mask (B, 1, n, n) that is a rule; the matrix is formed only for those who compute with it."""
 
-    rule: Mask
+    _rule: Mask
 
     @staticmethod
     def of(rule: Mask, inputs: int, n: int, device: torch.device | str = "cpu") -> SymbolicMask:
         """The mask of ``inputs`` sequences of n tokens."""
-        made: SymbolicMask = Tensor._make_wrapper_subclass(
-            SymbolicMask, (inputs, 1, n, n), dtype=torch.bool, device=torch.device(device)
-        )
-        made.rule = rule
+        with torch.inference_mode(False):
+            made: SymbolicMask = Tensor._make_wrapper_subclass(
+                SymbolicMask, (inputs, 1, n, n), dtype=torch.bool, device=torch.device(device)
+            )
+        made._rule = rule
         return made
+
+    @property
+    def rule(self) -> Mask:
+        """Who sees whom.
+
+        Raises:
+            NotImplementedError: when somebody has written into the mask or into a view of it, which share their count of
+                writes: what was written went into a matrix that nobody keeps.
+        """
+        if self._version:
+            raise NotImplementedError(_changed("through a view of it"))
+        return self._rule
 
     def dense(self) -> Tensor:
         """The matrix."""
         B, _, n, _ = self.shape
         allowed = self.rule.allowed(n)
         allowed = torch.ones(1, 1, n, n, dtype=torch.bool) if allowed is None else allowed
-        return allowed.to(self.device).expand(B, 1, n, n)
+        # Contiguous, as the tensor that it stands for.
+        return allowed.to(self.device).expand(B, 1, n, n).contiguous()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"SymbolicMask({self.rule}, shape={tuple(self.shape)})"
+        return f"SymbolicMask({self._rule}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse to be changed in place: the change would be made to a matrix that nobody keeps."""
-        name = getattr(func, "__name__", "")
-        changes = name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
-        if changes and args and isinstance(args[0], SymbolicMask):
-            raise NotImplementedError(
-                f"the model changes its attention mask in place ({name}), and from {LONG} tokens on masks are kept as rules "
-                f"that cannot be changed: measure it with fewer tokens, or let its code make a new mask"
-            )
+        """Refuse assignment at once; torch makes it a write into a view, which is noticed only later."""
+        if getattr(func, "__name__", "") == "__setitem__" and args and isinstance(args[0], SymbolicMask):
+            raise NotImplementedError(_changed("__setitem__"))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            # The same tensor, but writes into it are counted.
+            return args[0].detach()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Pass on what leaves the mask as it is; for everything else there is the matrix."""
+        """Pass on what leaves the mask as it is; for everything else but changes there is the matrix."""
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            written = value if isinstance(value, (tuple, list)) else [value]
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and any(isinstance(entry, SymbolicMask) for entry in written):
+                raise NotImplementedError(_changed(str(func)))
         first = args[0] if args else None
         if isinstance(first, SymbolicMask) and _leaves_as_is(func, first, args[1:]):
             B, _, n, _ = first.shape
@@ -134,10 +155,16 @@ class SymbolicMask(Tensor):
                 return type(value)(unwrap(entry) for entry in value)
             return value
 
-        return func(*unwrap(args), **{name: unwrap(value) for name, value in (kwargs or {}).items()})
+        # Tensors of inference mode have no count of writes to share.
+        with torch.inference_mode(False):
+            return func(*unwrap(args), **{name: unwrap(value) for name, value in (kwargs or {}).items()})
 
 
-_CHANGES = {"__setitem__", "__iand__", "__ior__", "__ixor__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+def _changed(how: str) -> str:
+    return (
+        f"the model changes its attention mask in place ({how}), and from {LONG} tokens on masks are kept as rules "
+        f"that cannot be changed: measure it with fewer tokens, or let its code make a new mask"
+    )
 
 
 def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:
