@@ -192,8 +192,9 @@ def compare(
     draw = _Tokens(tokens, layer.width, inputs, seed)
     members = family(layer, names, options)
     if not members:
-        given = ", ".join(names) or "none"
-        raise ValueError(f"names must hold a kind of attention that takes mask {layer.mask}, got {given}")
+        raise ValueError(
+            f"names must hold a kind of attention that takes mask {layer.mask}, got {', '.join(names) or 'none'}"
+        )
     kinds = []
     with reporting(progress) as report:
         for done, (name, member) in enumerate(members.items()):
