@@ -18,6 +18,7 @@ import torch
 import lipscope
 from lipscope.bounds import certified_upper
 from lipscope.bounds.weights import layer_weights
+from lipscope.spectral.ends import interval, round_up
 
 WIDTH, HEADS, TOKENS, LONG = 768, 12, 98, 2048
 
@@ -47,8 +48,8 @@ def compare(layer: lipscope.Attention, X: torch.Tensor, scale: float) -> None:
     certificate = float(certified_upper(layer, X[None])[0])
     pairs = [(seconds(measure), seconds(lambda: certified_upper(layer, X[None]))) for _ in range(7)]
     m, c = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"weights of size {scale}: σ ∈ [{sigma.lower:.4g}, {sigma.upper:.4g}] in {m:.3f} s, {sigma.iterations} steps")
-    print(f"  certified ≤ {certificate:.4g} in {c:.3f} s, and {once:.3f} s once per layer for the norms of the weights")
+    print(f"weights of size {scale}: σ ∈ {interval(sigma.lower, sigma.upper)} in {m:.3f} s, {sigma.iterations} steps")
+    print(f"  certified ≤ {round_up(certificate)} in {c:.3f} s, and {once:.3f} s once per layer for its weights")
     print(f"  certificate / measurement = {statistics.median(b / a for a, b in pairs):.2f} (target: at most 2)")
 
 

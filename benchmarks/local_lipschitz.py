@@ -73,10 +73,10 @@ def compare(layer: lipscope.Attention, n: int, causal: bool, inputs: int) -> lis
     ours, result = timed(lambda: lipscope.local_lipschitz(layer, X, certificate=False), 5)
     loop, values = timed(lambda: [power_loop(f, x) for f, x in zip(functions, X, strict=True)])
     scipy, scipy_values = timed(lambda: [scipy_over_autograd(f, x) for f, x in zip(functions, X, strict=True)])
-    power, (powered, steps) = timed(lambda: power_until(AttentionOperator(layer, X), reference, ACCURACY), 2)
+    power, (powered, steps) = timed(lambda: power_until(AttentionOperator(layer, X), reference, ACCURACY))
     repeated = X.repeat_interleave(COLUMNS, dim=0)
     projection, (projected, pairs) = timed(
-        lambda: projection_until(AttentionOperator(layer, repeated), reference, ACCURACY, COLUMNS), 2
+        lambda: projection_until(AttentionOperator(layer, repeated), reference, ACCURACY, COLUMNS)
     )
     return [
         run(OURS, ours, result.estimate, float(result.iterations.double().mean())),
@@ -136,7 +136,7 @@ def main() -> None:
     """Run the comparison and print or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
-    parser.add_argument("--lengths", default="20,50,98")
+    parser.add_argument("--lengths", default="20,98")
     parser.add_argument("--inputs", type=int, default=10)
     given = parser.parse_args()
     layer = sharpened_layer()

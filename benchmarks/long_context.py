@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=16384, help="longest causal sequence that is timed")
     parser.add_argument("--most-memory", type=int, default=32768, help="longest sequence whose memory is measured")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=20, help="steps of the solve whose memory is measured")
+    parser.add_argument("--steps", type=int, default=24, help="steps of the solve whose memory is measured")
     given = parser.parse_args()
     if given.memory_of:
         measure_memory(given.memory_of, given.steps)

@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 import lipscope
+from lipscope.spectral.ends import round_down, round_up
 
 WIDTH, HEADS, INPUTS = 768, 12, 4
 LENGTHS = (8, 16, 32, 64, 128, 256)
@@ -49,8 +50,8 @@ def main() -> None:
         table.add_column(name, justify="left" if name == "mask" else "right")
     for mask, n in jobs:
         worst = max((row for row in rows if (row["mask"], row["n"]) == (mask, n)), key=lambda row: row["estimate"])
-        numbers = (f"{worst[name]:.4f}" for name in ("lower", "estimate", "upper"))
-        table.add_row(mask, str(n), *numbers, str(worst["iterations"]))
+        ends = round_down(worst["lower"], decimals=4), round_up(worst["upper"], decimals=4)
+        table.add_row(mask, str(n), ends[0], f"{worst['estimate']:.4f}", ends[1], str(worst["iterations"]))
     console.print(table)
 
     folder.mkdir(parents=True, exist_ok=True)

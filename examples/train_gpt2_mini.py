@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from gpt2_mini.books import Batches, encode, read_books, train_tokenizer
 from gpt2_mini.export import export
 from gpt2_mini.plan import Plan
 from gpt2_mini.probe import held_out_loss, measure_sigma, probe_tokens, windows
+from gpt2_mini.step import next_token_loss, seeded_gpt2, set_rate
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,8 @@ class Settings:
 
 def build_model(settings: Settings) -> GPT2LMHeadModel:
     """GPT-2 with its own initialisation, from the seed."""
-    config = GPT2Config(
-        vocab_size=settings.vocabulary, n_positions=settings.positions, n_embd=settings.width, n_layer=settings.layers,
-        n_head=settings.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        activation_function="gelu_pytorch_tanh",  # the same function as GPT-2's gelu_new, in one pass over memory
-    )  # fmt: skip
-    torch.manual_seed(settings.seed)
-    return GPT2LMHeadModel(config)
+    # The same function as GPT-2's gelu_new, in one pass over memory.
+    return seeded_gpt2(settings, activation_function="gelu_pytorch_tanh")
 
 
 def build_optimiser(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -137,10 +133,8 @@ class Trainer:
     def _update(self) -> None:
         short = self.plan.progress(self.step) < self.settings.short_until
         inputs, targets = self.batches.at(self.step, self.settings.positions // (2 if short else 1))
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.plan.rate(self.step)
-        logits = self.model(input_ids=inputs, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        set_rate(self.optimiser, self.plan.rate(self.step))
+        loss = next_token_loss(self.model, inputs, targets)
         self.optimiser.zero_grad()
         loss.backward()
         gradient = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)

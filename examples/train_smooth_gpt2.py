@@ -5,9 +5,9 @@
     python examples/train_smooth_gpt2.py --out smooth-gpt2 --page docs/how-to/train-smoother.md    # write the page anew
 
 All runs start from the same weights and see the same tokens in the same order; they differ by the penalty alone. A run
-that is finished is kept in ``out`` (``NAME.json``), so that runs can be added later. At the end the held-out loss, σ of
-every layer on held-out text (scope attention) and the exponent of its growth with n are written as ``table.md`` and drawn as
-``smooth-gpt2.svg``.
+that is finished is kept in ``out`` (``NAME.json``), so that runs with the same settings can be added later. At the end the
+held-out loss, σ of every layer on held-out text (scope attention) and the exponent of its growth with n are written as
+``table.md`` and drawn as ``smooth-gpt2.svg``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import lipscope
 from gpt2_mini.books import Batches, Books, encode, train_tokenizer
 from gpt2_mini.plan import Plan
 from gpt2_mini.probe import held_out_loss, windows
+from gpt2_mini.step import next_token_loss, seeded_gpt2, set_rate
 from lipscope.models.corpora import read_text
 from lipscope.models.fit import fit_growth
 from lipscope.models.text import Chunker
 from lipscope.regularise.model import ModelPenalty
+from lipscope.spectral.ends import interval
 
 # Weight of each penalty beside the loss in nats per token: large enough to be felt, small enough for the model to learn.
 STRENGTH = {"none": 0.0, "spectral": 0.01, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}
@@ -84,12 +85,7 @@ def prepare(settings: Settings, documents: Sequence[str]) -> Data:
 
 def train(settings: Settings, data: Data, kind: str, strength: float) -> dict[str, Any]:
     """One run from the common start: its losses, and σ of every layer at the end."""
-    torch.manual_seed(settings.seed)
-    config = GPT2Config(
-        vocab_size=settings.vocabulary, n_positions=settings.positions, n_embd=settings.width, n_layer=settings.layers,
-        n_head=settings.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = seeded_gpt2(settings)
     penalty = None
     if kind != "none":
         solver = lipscope.GolubKahan(rtol=1e-2, interval=None, max_steps=settings.penalty_steps)
@@ -100,12 +96,8 @@ def train(settings: Settings, data: Data, kind: str, strength: float) -> dict[st
     log, losses, penalties, clock = [], [], [], time.process_time()
     for step in range(settings.steps):
         inputs, targets = batches.at(step, settings.positions)
-        for group in optimiser.param_groups:
-            group["lr"] = plan.rate(step)
-        loss = nn.functional.cross_entropy(
-            model(input_ids=inputs, use_cache=False).logits.flatten(0, 1), targets.flatten()
-        )  # fmt: skip
-        total = loss
+        set_rate(optimiser, plan.rate(step))
+        total = loss = next_token_loss(model, inputs, targets)
         if penalty is not None:
             value = penalty(input_ids=inputs[: settings.penalty_inputs, : settings.penalty_tokens])
             total = loss + strength * value
@@ -165,9 +157,9 @@ def tables(runs: Sequence[dict[str, Any]]) -> str:
         for layer, plain in zip(run["layers"], runs[0]["layers"], strict=True):
             here, base = layer["sigma"][longest], plain["sigma"][longest]
             lines.append(
-                f"| {run['kind']} | {layer['layer']} | {here['sigma']:.3g} [{here['lower']:.3g}, {here['upper']:.3g}] "
+                f"| {run['kind']} | {layer['layer']} | {here['sigma']:.3g} {interval(here['lower'], here['upper'], 3)} "
                 f"| {base['sigma'] / here['sigma']:.2f} "
-                f"| {layer['alpha']:.2f} [{layer['alpha_low']:.2f}, {layer['alpha_high']:.2f}] |"
+                f"| {layer['alpha']:.2f} {interval(layer['alpha_low'], layer['alpha_high'], decimals=2)} |"
             )
     return "\n".join(lines)
 
@@ -198,6 +190,17 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def check_kept(run: dict[str, Any], path: Path, settings: Settings, strength: float, text: str) -> None:
+    """Refuse a kept run that is not the one asked for: runs of one table share everything but the penalty."""
+    asked = json.loads(json.dumps(asdict(settings))) | {"strength": strength, "text": text}
+    # Runs kept before the name of the text was may be of any text.
+    kept = run["settings"] | {"strength": run["strength"], "text": run.get("text", text)}
+    wrong = [name for name in asked if kept.get(name) != asked[name]]
+    if wrong:
+        was, now = kept.get(wrong[0]), asked[wrong[0]]
+        raise ValueError(f"{path} was trained with {wrong[0]} = {was}, not {now}: remove it, or give another --out")
+
+
 def fill(page: Path, content: str) -> None:
     """Put the tables between the page's markers."""
     start, end = "<!-- tables -->\n", "<!-- /tables -->"
@@ -224,8 +227,11 @@ def main() -> None:
         path = arguments.out / f"{kind}.json"
         if not path.exists():
             data = data or prepare(settings, read_text(arguments.text))
-            path.write_text(json.dumps(train(settings, data, kind, STRENGTH[kind]), indent=1), encoding="utf-8")
-        runs.append(json.loads(path.read_text(encoding="utf-8")))
+            found = train(settings, data, kind, STRENGTH[kind]) | {"text": arguments.text}
+            path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        run = json.loads(path.read_text(encoding="utf-8"))
+        check_kept(run, path, settings, STRENGTH[kind], arguments.text)
+        runs.append(run)
     content = tables(runs)
     print(content)
     (arguments.out / "table.md").write_text(content + "\n", encoding="utf-8")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,6 +16,8 @@ import lipscope
 from lipscope.attention.variants import VARIANTS, variant
 from lipscope.cli import app
 from lipscope.compare import compare, random_layer, sphere_tokens
+from lipscope.compare.study import extras, growth
+from lipscope.models.fit import fit_growth
 
 SMALL = {"n": 6, "lengths": [4, 8, 16], "inputs": 2}
 
@@ -54,6 +58,30 @@ def test_growth_of_the_worst_case_is_known():
     assert study["sinkhorn"].growth_n.alpha < 0.05
 
 
+@pytest.mark.parametrize("inputs", [2, 4, 12])
+def test_the_interval_of_an_exponent_covers_it_as_often_as_it_says(inputs):
+    """The same inputs at every length: each has a size and an exponent of its own, and what one length adds stays."""
+    noise = torch.Generator().manual_seed(inputs)
+    lengths = torch.tensor([8.0, 16, 32, 64, 128], dtype=torch.float64)
+    hits, repeats = 0, 300
+    for _ in range(repeats):
+        size, exponent, steps = (torch.randn(inputs, m, generator=noise, dtype=torch.float64) for m in (1, 1, 5))
+        log_sigma = 0.3 * size + (0.4 + 0.05 * exponent) * lengths.log() + 0.05 * steps.cumsum(1)
+        fit = growth(dict(zip(lengths.tolist(), log_sigma.exp().T, strict=True)))
+        slopes = [np.polyfit(lengths.log(), one, 1)[0] for one in log_sigma]
+        assert fit.alpha == pytest.approx(np.mean(slopes), rel=1e-9)
+        hits += fit.alpha_low <= 0.4 <= fit.alpha_high
+    # 95 % of 300 is 285; three standard deviations are 11.
+    assert 274 <= hits <= 296
+
+
+def test_inputs_of_a_fit_must_be_comparable():
+    with pytest.raises(ValueError, match="at least two of them, got 1"):
+        fit_growth([8, 16, 32], [1, 2, 3], inputs=[0, 0, 0])
+    with pytest.raises(ValueError, match="at the same lengths"):
+        fit_growth([8, 16, 32, 8, 16, 64], [1, 2, 3, 1, 2, 3], inputs=[0, 0, 0, 1, 1, 1])
+
+
 def test_cosine_attention_sees_directions_only():
     study = compare(random_layer(6), search=0, names=("cosine",), options={"cosine": {"eps": 1e-12}}, **SMALL)
     assert study["cosine"].growth_radius.alpha == pytest.approx(-1, abs=1e-6)
@@ -65,6 +93,21 @@ def test_a_causal_mask_leaves_sinkhorn_out():
     assert study.mask == "causal"
     with pytest.raises(KeyError, match="no attention 'sinkhorn'"):
         study["sinkhorn"]
+
+
+def test_what_is_left_out_is_named():
+    """A layer is stripped of what does not belong to a kind of attention, and the table says of what."""
+    plain = random_layer(4, heads=2)
+    bare = compare(plain, search=0, names=("dot-product",), **SMALL)
+    assert bare.without == ()
+    rich = dataclasses.replace(
+        plain, q_bias=torch.zeros(4).double(), v_bias=torch.ones(4).double(), softcap=5.0, sinks=torch.ones(2).double()
+    )
+    study = compare(rich, search=0, names=("dot-product",), **SMALL)
+    assert study.without == ("biases", "sinks", "soft-cap")
+    assert torch.equal(study["dot-product"].sigma.estimate, bare["dot-product"].sigma.estimate)
+    # Biases of zero are none.
+    assert extras(dataclasses.replace(plain, q_bias=torch.zeros(4).double())) == ()
 
 
 def test_refusals():
@@ -93,6 +136,7 @@ def test_command(tmp_path):
     assert float(rows[0]["sigma"]) == study["rows"][0]["sigma"]
     table = CliRunner().invoke(app, [*ARGUMENTS, "--kinds", "l2, sigmoid", "--mask", "causal"], env={"COLUMNS": "160"})
     assert "exponent in R" in table.stdout
+    assert "without" not in table.stdout
     assert "sinkhorn" not in table.stdout
 
 
@@ -107,3 +151,18 @@ def test_command_on_a_model():
     refused = CliRunner().invoke(app, ["compare-attention", "random", "--layer", "1"])
     assert refused.exit_code == 2
     assert "--layer 1 belongs to a model" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"radii": [0.0, 1.0, 2.0]}, "radii must be positive and finite, got 0"),
+        ({"radii": [-1.0, 1.0, 2.0]}, "radii must be positive and finite, got -1"),
+        ({"lengths": [0, 4, 8]}, "lengths must be positive and finite, got 0"),
+        ({"names": ["sinkhorn"]}, "names must hold a kind of attention that takes mask causal, got sinkhorn"),
+        ({"names": []}, "names must hold a kind of attention that takes mask causal, got none"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        compare(random_layer(4, mask="causal"), n=3, inputs=2, search=0, **options)

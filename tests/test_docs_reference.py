@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -60,16 +61,37 @@ def test_every_figure_names_the_script_that_draws_it() -> None:
         assert "![](" not in text, f"{page}: a figure without a text alternative"
 
 
-def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    for page in tmp_path.rglob("*.html"):
+    return directory
+
+
+def test_the_site_builds_without_a_warning_and_needs_no_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)", text)
         assert not fetched, f"{page.name} fetches {fetched}"
+
+
+def test_search_works_from_disk(site: Path, browser: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((site / "concepts" / "masks.html").as_uri())
+    browser.get_log("browser")
+    browser.find_element("css selector", "[data-md-component=search-query]").send_keys("Sinkhorn doubly stochastic")
+    found = "return [...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
+    links = WebDriverWait(browser, 60, poll_frequency=0.1).until(lambda window: window.execute_script(found))
+    assert links
+    assert all(link.startswith(site.as_uri()) for link in links)
+    assert browser.get_log("browser") == []
 
 
 def test_the_configuration_is_portable() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import make_reference
 import snippets
 from lipscope.cli import app
 from lipscope.models import load as loading
+from lipscope.models.text import Chunker
 
 PAGES = [page for page in snippets.pages() if snippets.blocks(page)]
 BLOCKS = [block for page in PAGES for block in snippets.blocks(page)]
@@ -42,10 +43,24 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     snippets.prepare(tmp_path, small=True)
     for where in ("lipscope.models.load.load", "lipscope.models.scan.load", "lipscope.sweep.loading.load"):
         monkeypatch.setattr(where, cached_load)
+    monkeypatch.setattr(Chunker, "__init__", chunker_of_known_text)
     return tmp_path
 
 
 _LOAD: Callable[..., Any] = loading.load
+_CHUNKER = Chunker.__init__
+# Tokenizer, text, and the chunker that was made of them: most commands of the pages read the same book.
+_CHUNKED: list[tuple[Any, list[str], Chunker]] = []
+
+
+def chunker_of_known_text(self: Chunker, documents: Sequence[str], tokenizer: Any) -> None:
+    for known, text, chunker in _CHUNKED:
+        if known is tokenizer and text == list(documents):
+            vars(self).update(vars(chunker))
+            return
+    _CHUNKER(self, documents, tokenizer)
+    _CHUNKED.append((tokenizer, list(documents), self))
+    del _CHUNKED[:-8]
 
 
 @lru_cache(maxsize=4)
@@ -55,8 +70,9 @@ def _named(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
 
 def cached_load(model: Any, *rest: Any, **options: Any) -> Any:
     if isinstance(model, str) and not rest and not Path(model).exists():
-        options.pop("check", None)
-        return _named(model, tuple(sorted(options.items())))
+        # What is said and what is the default anyway are the same model: commands say all of their options.
+        given = {name: value for name, value in options.items() if name != "check" and value not in (None, False)}
+        return _named(model, tuple(sorted(given.items())))
     return _LOAD(model, *rest, **options)
 
 

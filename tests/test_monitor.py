@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 import random
 import warnings
 
@@ -314,15 +316,32 @@ def test_wrapped_models_are_unwrapped():
         Monitor(holder)
 
 
-def test_a_copy_of_the_model_is_not_watched():
-    import copy
+def saved_and_loaded(model: nn.Module, path) -> nn.Module:
+    torch.save(model, path)
+    # Whoever loads it need not have lipscope.
+    assert b"lipscope" not in path.read_bytes()
+    return torch.load(path, weights_only=False)
 
-    model = gpt2()
+
+@pytest.mark.parametrize("build", [gpt2, lambda: FAMILIES["torch_post_norm"]().float()], ids=["gpt2", "torch"])
+@pytest.mark.parametrize("how", ["copied", "pickled", "saved", "saved twice"])
+def test_a_copy_of_the_model_is_not_watched(build, how, tmp_path):
+    model = build().eval()
     monitor = Monitor(model)
-    other = copy.deepcopy(model)
-    ids = batches(1)[0]
-    other(input_ids=ids, labels=ids).loss.backward()
-    assert monitor._collect() == {}
+    assert monitor._gains
+    other = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
+    if how.startswith("saved"):
+        other = saved_and_loaded(model, tmp_path / "model.pt")
+    if how == "saved twice":
+        other = saved_and_loaded(other, tmp_path / "again.pt")
+    batch = batches(1)[0] if build is gpt2 else torch.randn(2, 5, 16, requires_grad=True)
+    for module, watched in ((other, False), (model, True)):
+        output = module(batch)
+        (output.logits if build is gpt2 else output).square().sum().backward()
+        assert bool(monitor._collect()) == watched
+        assert (monitor._batch is not None) == watched
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
     monitor.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

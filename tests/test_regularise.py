@@ -275,6 +275,28 @@ def test_sigma_is_not_rounded_by_autocast(kind):
         assert regularise.spectral_penalty(attention, X).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["jasmin", "max-logit", "weights"])
+def test_the_cheaper_penalties_of_a_layer_are_not_rounded_by_autocast(kind):
+    plain = cases.layer(sharp=2.0).to(torch.float32)
+    X = cases.random(1, 5, 6, seed=3).float()
+
+    def value_and_gradients(enabled):
+        weights = [plain.q.clone().requires_grad_(), plain.k.clone().requires_grad_()]
+        layer = dataclasses.replace(plain, q=weights[0], k=weights[1])
+        penalties = {
+            "jasmin": lambda: regularise.jasmin_penalty(layer, X),
+            "max-logit": lambda: regularise.max_logit_penalty(layer, X),
+            "weights": lambda: regularise.weight_penalty(layer),
+        }
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            value = penalties[kind]()
+        assert value.dtype == torch.float32
+        return [value.detach(), *torch.autograd.grad(value, weights)]
+
+    for expected, inside in zip(value_and_gradients(False), value_and_gradients(True), strict=True):
+        assert torch.equal(inside, expected)
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_gradcheck_in_sinks_and_additive_bias(mask):
     layer = cases.layer(heads=2, extras="sinks").with_mask(mask)

@@ -7,9 +7,7 @@ LIPSCOPE_BROWSER=required, which .ci/run sets) they fail instead.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +18,6 @@ from lipscope.report.server import ReportServer
 from report_cases import HOSTILE, make_rows, make_view, write_run
 
 WORDS = ["[CLS]", "alice", " was", " beginning", " to", " get", " tired"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    binary = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        reason = "chromium or chromedriver is not installed (Debian: apt-get install chromium chromium-driver)"
-        if os.environ.get("CI", "").lower() in ("1", "true") or os.environ.get("LIPSCOPE_BROWSER") == "required":
-            pytest.fail(f"continuous integration must test the report in a browser: {reason}")
-        pytest.skip(reason)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1280,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    window = webdriver.Chrome(options=options, service=Service(driver))
-    window.set_page_load_timeout(120)
-    window.set_script_timeout(120)
-    yield window
-    window.quit()
 
 
 def show(browser: Any, address: str | Path, *, width: int = 1280, dark: bool = False) -> None:

@@ -64,7 +64,7 @@ def qkv(name: str, model: nn.Module, layer: int) -> dict[str, torch.Tensor]:
         a = model.encoder.layer[layer].attention.self
         modules = {"q": a.query, "k": a.key, "v": a.value}
     else:
-        a = model.layers[layer].self_attn
+        a = (model.decoder if name == "opt" else model).layers[layer].self_attn
         modules = {"q": a.q_proj, "k": a.k_proj, "v": a.v_proj}
     found = {n: m.weight.reshape(-1, 4, 16) for n, m in modules.items()}
     return found | {f"{n}_bias": m.bias.reshape(-1, 4) for n, m in modules.items() if m.bias is not None}
@@ -339,3 +339,69 @@ def test_gpt2_mini_has_its_loss():
     assert report.loss_kind == "causal"
     assert 2 < report.loss_before < 7
     assert all(c.logit_after <= 4.0 for c in report.heads)
+
+
+@pytest.mark.parametrize("equal", ["keys and queries", "heads of keys", "values and queries", "all three", "rows of zeros"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_rows_that_look_the_same_are_rescaled_one_by_one(family, equal):
+    """Fused, with shared keys (queries and keys then have other factors), and with keys before values before queries."""
+    model = FAMILIES[family]()
+    state = {name: p.clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        first = qkv(family, model, 0)
+        rows = first["k"].shape[0]
+        if equal in ("keys and queries", "all three"):
+            first["k"].copy_(first["q"][:rows])
+        if equal == "heads of keys":
+            first["k"][1].copy_(first["k"][0])
+        if equal in ("values and queries", "all three"):
+            first["v"].copy_(first["q"][:rows])
+        if equal == "rows of zeros":
+            for name in "qkv":
+                first[name][:, 1] = 0
+        if equal == "all three" and "q_bias" in first:
+            for name in "kv":
+                first[f"{name}_bias"].copy_(first["q_bias"][:rows])
+    assert any(not torch.equal(p, state[name]) for name, p in model.state_dict().items())
+    before = {name: t.detach().clone() for name, t in qkv(family, model, 0).items()}
+    target = 0.3 * float(eager_logits(model, IDS)[0].max())
+    report = lipscope.smooth(model, target=target, input_ids=IDS, layers=[0])
+    assert float(eager_logits(report.model, IDS)[0].max()) <= target * (1 + 1e-9)
+    gamma = torch.tensor([change.factor for change in report.heads], dtype=torch.float64)
+    assert len(set(gamma.tolist())) > 1
+    groups = 4 // rows
+    key = gamma.reshape(-1, groups).amax(1).sqrt()
+    factors = {"q": gamma / key.repeat_interleave(groups), "k": key, "v": torch.ones(rows, dtype=torch.float64)}
+    for name, found in qkv(family, report.model, 0).items():
+        factor = factors[name[0]].reshape(-1, *[1] * (found.ndim - 1))
+        torch.testing.assert_close(found, factor * before[name], rtol=1e-12, atol=0)
+
+
+def test_a_parameter_that_serves_as_query_and_key_is_refused_by_name():
+    model = FAMILIES["opt"]()
+    attention = model.decoder.layers[0].self_attn
+    attention.k_proj = attention.q_proj
+    with pytest.raises(ValueError, match=r"layer 0 .* gives a query and a key, so they cannot be rescaled apart"):
+        lipscope.smooth(model, target=0.1, input_ids=IDS, layers=[0])
+
+
+def test_sigma_of_huge_scores_is_brought_down_to_what_even_attention_has():
+    """With scores of thousands, even 1/256 of them is far from even attention: the search goes on."""
+    model = FAMILIES["gpt2"]()
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight[:, :32] *= 300
+    flat = lipscope.smooth(model, target=1e-4, input_ids=IDS, layers=[0], heads=[0])
+    target = 1.05 * flat.heads[0].sigma_after.upper
+    report = lipscope.smooth(model, target=target, by="sigma", input_ids=IDS, layers=[0], heads=[0])
+    assert report.heads[0].factor < 1 / 256
+    assert report.heads[0].sigma_after.upper <= target
+
+
+def test_one_token_has_no_loss():
+    config = tf.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+    model = enlarge(tf.GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"inputs of 1 token have no next token.* at least 2 tokens"):
+        lipscope.smooth(model, target=0.5, input_ids=IDS[:, :1])
+    # Without a loss there is nothing to refuse.
+    report = lipscope.smooth(FAMILIES["gpt2"](), target=0.1, input_ids=IDS[:, :1])
+    assert all(change.logit_after <= 0.1 for change in report.heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy.stats import binom
 
 import cases
 import lipscope
+from lipscope.spectral.basis import Basis
 from lipscope.spectral.ritz import polynomial_upper_bound
 from lipscope.spectral.start import overlap_quantile
 
@@ -308,7 +310,7 @@ def test_little_memory(values, kept, dtype):
     A = (left * spectra[values].double()) @ right.mT
     operator = lipscope.DenseOperator(A.to(dtype))
     operator.input_shape = (20, 10)
-    result = lipscope.spectral_norm(operator, lipscope.GolubKahan(memory=kept * size * 8))
+    result = lipscope.spectral_norm(operator, lipscope.GolubKahan(memory=max(1, kept * size * 8)))
     assert result.lower <= 1 <= result.upper < 1.15
     assert abs(result.estimate - 1) < 2e-4
     whole = lipscope.spectral_norm(operator, lipscope.GolubKahan())
@@ -364,3 +366,29 @@ def test_one_basis_ends_where_the_space_is_exhausted(seed, memory):
     result = lipscope.spectral_norm(operator, lipscope.GolubKahan(seed=seed, interval=1e-9, memory=memory))
     assert 0.9999 <= result.lower <= 1 + 1e-6
     assert 1 - 1e-6 <= result.upper <= 1.001
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_bases_stay_within_their_memory(batch, monkeypatch):
+    """Also while the top vector is found after part of the basis was let go."""
+    size, vectors = 300, 16
+    living, most = weakref.WeakSet(), 0
+
+    def append(basis, x, plain=Basis.append):
+        nonlocal most
+        plain(basis, x)
+        living.add(basis)
+        most = max(most, sum(block.nbytes for other in living for block in other._blocks))
+
+    monkeypatch.setattr(Basis, "CHUNK", 4)
+    monkeypatch.setattr(Basis, "append", append)
+    left, right = (torch.linalg.qr(cases.random(batch, size, size, seed=s)).Q for s in (1, 2))
+    values = torch.cat([torch.tensor([1.0, 0.98]), torch.linspace(0.97, 0, size - 2)]).double()
+    memory = vectors * size * 8 * batch
+    operator = lipscope.DenseOperator((left * values) @ right.mT)
+    # Rows of a batch stop at different steps.
+    result = lipscope.GolubKahan(memory=memory, rtol=1e-6, interval=None).solve(operator)
+    torch.testing.assert_close(result.estimate, torch.ones(batch, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert int(result.iterations.max()) > vectors
+    # Blocks are of four vectors; a batch keeps its bases while one of its rows is finished in half of the room.
+    assert most <= (1.0 if batch == 1 else 1.5) * memory + 2 * 4 * size * 8 * batch

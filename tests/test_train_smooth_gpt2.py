@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -37,3 +38,18 @@ def test_runs_tables_and_figure(tmp_path):
     assert text.endswith("<!-- /tables -->\nafter\n")
     example.draw(runs, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")
+
+
+def test_a_kept_run_with_other_settings_is_refused(tmp_path, monkeypatch):
+    kept = {"settings": json.loads(json.dumps(asdict(SETTINGS))), "strength": 0.0, "text": "python-docs"}
+    example.check_kept(kept, tmp_path, SETTINGS, 0.0, "python-docs")
+    for name, run in (
+        ("steps", kept | {"settings": kept["settings"] | {"steps": 3}}), ("strength", kept | {"strength": 1.0}),
+        ("text", kept | {"text": "alice"}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"was trained with {name} = .*: remove it"):
+            example.check_kept(run, tmp_path, SETTINGS, 0.0, "python-docs")
+    (tmp_path / "none.json").write_text(json.dumps(kept))
+    monkeypatch.setattr("sys.argv", ["train_smooth_gpt2.py", "--out", str(tmp_path), "--runs", "none"])
+    with pytest.raises(ValueError, match=r"none\.json was trained with layers = 1, not 3"):
+        example.main()

@@ -148,6 +148,12 @@ def test_refusals():
         lipscope.L2Attention(q=W, v=torch.ones(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="no attention 'linear'"):
         variant("linear", lipscope.Attention(W, W, W))
+    for kind in (lipscope.SigmoidAttention, lipscope.CosineAttention):
+        with pytest.raises(ValueError, match=r"adds to scores, and .* takes masks that hide or show only"):
+            lipscope.local_lipschitz(kind(q=W, k=W, v=W, mask=torch.eye(3)), X)
+    hidden = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -math.inf)
+    as_numbers, as_word = (lipscope.CosineAttention(q=W, k=W, v=W, mask=mask) for mask in (hidden, "causal"))
+    assert torch.equal(as_numbers(X), as_word(X))
     layer = lipscope.SigmoidAttention(q=W, k=W, v=W)
     with pytest.raises(ValueError, match="scope 'attention' only"):
         lipscope.local_lipschitz(layer, X, scope="head")

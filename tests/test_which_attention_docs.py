@@ -42,7 +42,11 @@ def test_worst_cases_and_bounds():
     assert set(order[:3]) == {"1/d-scaled", "sinkhorn", "l2"}
     assert set(order[-2:]) == {"qk-norm", "cosine"}
     assert all(worst[name] <= bound[name] for name in worst)
-    assert abs(numbers(rows, "σ, median")["soft-capped"] / numbers(rows, "σ, median")["dot-product"] - 1) < 0.01
+    for some in (rows, table(PAGE, "gpt2-mini")):
+        sigma, in_R = numbers(some, "σ, median"), numbers(some, "exponent in R")
+        assert abs(sigma["soft-capped"] / sigma["dot-product"] - 1) < 0.01
+        assert 0 < in_R["dot-product"] - in_R["soft-capped"] < 0.1
+    assert worst["soft-capped"] >= 0.99 * worst["dot-product"]
     ratios = {row["bound"].strip("`"): float(row["bound / worst σ found"]) for row in table(PAGE, "bounds")
               if row["attention"] == "cosine"}  # fmt: skip
     assert ratios["qi2023.scsa"] > 1000

@@ -70,8 +70,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def write(page: str, name: str, content: str, folder: Path = FOLDER) -> None:
-    """Put content between ``<!-- name -->`` and ``<!-- /name -->`` of a page."""
+def write(page: str | Path, name: str, content: str, folder: Path = FOLDER) -> None:
+    """Put content between ``<!-- name -->`` and ``<!-- /name -->`` of a page in ``folder``, or at an absolute path."""
     path = folder / page
     text = path.read_text(encoding="utf-8")
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"

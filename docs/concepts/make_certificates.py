@@ -11,6 +11,7 @@ import torch
 
 import lipscope
 from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, SKY, RealLayer, pyplot, save, table, write
+from lipscope.spectral.ends import interval, round_up
 
 N, BALL_LAYER, BALL_HEAD = 32, 0, 0
 RADII = [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]
@@ -32,7 +33,7 @@ def main() -> None:
         values = [row["certified"], row["refined"], row["refined_global"], row["castin2024_global"]]
         for value, colour in zip(values, steps.values(), strict=True):
             left.plot([value], [layer], "D", color=colour, markersize=5)
-        lines.append([str(layer), f"[{row['lower']:.4g}, {probable.upper:.4g}]", *(f"{value:.4g}" for value in values)])
+        lines.append([str(layer), interval(row["lower"], probable.upper), *map(round_up, values)])
     left.plot([], [], color=ORANGE, linewidth=6, label="σ lies in here (probabilistic upper end)")
     for name, colour in steps.items():
         left.plot([], [], "D", color=colour, markersize=5, label=name)
@@ -56,7 +57,7 @@ def main() -> None:
     save(figure, "certificates.svg")
     header = ["layer", "σ in", "certificate", "refined, this norm", "refined, every input", "paper, every input"]
     write("certificates.md", "numbers", table(header, lines))
-    ball = [[f"{rho:g}", f"{c:.4g}", f"{s:.4g}"] for rho, c, s in zip(RADII, constants, seen, strict=True)][::3]
+    ball = [[f"{rho:g}", round_up(c), f"{s:.4g}"] for rho, c, s in zip(RADII, constants, seen, strict=True)][::3]
     write(
         "certificates.md",
         "ball",

@@ -17,6 +17,7 @@ from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, TEXT, RealLayer, pyplot, s
 from lipscope.adversarial import growth
 from lipscope.bounds import castin2024, refined
 from lipscope.models.fit import fit_growth
+from lipscope.spectral.ends import round_down, round_up
 
 LAYER, INPUTS = 2, 6
 LENGTHS = [8, 16, 32, 64, 128, 256]
@@ -44,7 +45,7 @@ def main() -> None:
     paper = [castin2024.general(layer, R, n).value for n in LENGTHS]
     medians = [statistics.median(text[n]) for n in LENGTHS]
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8.6, 4.6))
+    figure, axes = plt.subplots(figsize=(8.6, 5.2))
     axes.plot(LENGTHS, paper, color=PINK, label="bound of the paper, every input")
     axes.plot(LENGTHS, ours, color=PINK, linestyle="--", label="refined bound, every input")
     axes.plot(
@@ -58,7 +59,10 @@ def main() -> None:
         axes.plot(LENGTHS, guide, color="grey", linewidth=0.8, linestyle=":")
         axes.text(LENGTHS[-1] * 1.03, guide[-1], name, color="grey", va="center", fontsize=10)
     axes.set(xscale="log", yscale="log", xlabel="number of tokens n", ylabel="σ, scope attention")
-    axes.legend(fontsize=10, loc="center left", bbox_to_anchor=(0.02, 0.52))
+    axes.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
+    axes.minorticks_off()
+    # Below the axes: no curve runs there, whatever the model.
+    axes.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     save(figure, "growth.svg")
     curves = {"text": [v for n in LENGTHS for v in text[n]], "constructed inputs": worst,
               "random tokens": list(noise.values()), "refined bound": ours, "bound of the paper": paper}  # fmt: skip
@@ -69,7 +73,12 @@ def main() -> None:
         fit = fit_growth(lengths, values)
         ends = [statistics.median(values[:per]), statistics.median(values[-per:])]
         lines.append(
-            [name, *(f"{end:.3g}" for end in ends), f"{fit.alpha:.2f}", f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}"]
+            [
+                name,
+                *(f"{end:.3g}" for end in ends),
+                f"{fit.alpha:.2f}",
+                f"{round_down(fit.alpha_low, decimals=2)} … {round_up(fit.alpha_high, decimals=2)}",
+            ]
         )
     header = ["", f"n = {LENGTHS[0]}", f"n = {LENGTHS[-1]}", "α in c·n^α", "its 95 % interval"]
     write("growth.md", "numbers", table(header, lines))

@@ -11,6 +11,7 @@ import torch
 
 import lipscope
 from drawing import RealLayer, pyplot, save, table, write
+from lipscope.spectral.ends import round_down, round_up
 
 LAYER, N = 2, 48
 MASKS = ("full", "causal", "window:8", "prefix:16", "causal&pad-left:12", "packed:8,24,16")
@@ -30,7 +31,7 @@ def main() -> None:
         panel.set(xticks=[], yticks=[])
         panel.set_title(f"{mask}\nσ = {result.estimate:.3g}", fontsize=11)
         lines.append(
-            [f"`{mask}`", f"{seen.mean():.0%}", f"{result.lower:.4g}", f"{result.estimate:.4g}", f"{result.upper:.4g}"]
+            [f"`{mask}`", f"{seen.mean():.0%}", round_down(result.lower), f"{result.estimate:.4g}", round_up(result.upper)]
         )
     panels[0].set(xlabel="key j", ylabel="query i")
     save(figure, "masks.svg")

@@ -30,6 +30,7 @@ from lipscope.meanfield import (
     local_constant,
     parse_law,
 )
+from lipscope.spectral.ends import round_down, round_up
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)
@@ -115,7 +116,7 @@ def plateau(plt: Any) -> tuple[Any, str]:
             curve(axes, LENGTHS, done, "sigma", color=color, marker="o", markersize=3, label=f"σ, {name}")
             curve(axes, LENGTHS, done, "ratio", color=color, linestyle="--", label=f"ratio of two samples, {name}")
             sigma, ratio = done.medians("sigma"), done.medians("ratio")
-            bound = f"{done.bound:.4g}" if math.isfinite(done.bound) else "none for every n"
+            bound = round_up(done.bound) if math.isfinite(done.bound) else "none for every n"
             rows.append(f"| {mask} | {name} | {sigma[0]:.3f} | {sigma[-1]:.3f} | {done.plateau()} | "
                         f"{ratio[LENGTHS.index(256)]:.3f} | {bound} |")  # fmt: skip
         axes.set(
@@ -156,9 +157,9 @@ def gaussian(plt: Any) -> tuple[Any, str]:
             f"{std**2:g}",
             f"{sigma[0]:.3f}",
             f"{sigma[-1]:.3f}",
-            f"{growth.alpha_low:.2f} … {growth.alpha_high:.2f}",
+            f"{round_down(growth.alpha_low, decimals=2)} … {round_up(growth.alpha_high, decimals=2)}",
         ]
-        cells += [f"{done.medians('radius')[-1]:.2f}", f"{done.medians('bound')[-1]:.2g}"]
+        cells += [f"{done.medians('radius')[-1]:.2f}", round_up(done.medians("bound")[-1], 2)]
         cells += [f"{local_constant(attention('full'), quadrature(std, k)).estimate:.4g}" for k in NODES]
         rows.append("| " + " | ".join(cells) + " |")
     for axes, title in ((left, "measured"), (right, "beside the constant of the ball that holds the draw")):
@@ -179,7 +180,9 @@ def pairs() -> str:
             found = empirical_constant(attention(mask), n=8, radius=R, restarts=2, steps=60)
             best = {c: max((p.ratio for p in found.pairs if p.change == c), default=None) for c in changes}
             cells = ["–" if best[c] is None else f"{best[c]:.3f}" for c in changes]
-            rows.append(f"| {mask} | {R:g} | {found.best.ratio:.3f} | " + " | ".join(cells) + f" | {found.upper:.4g} |")
+            rows.append(
+                f"| {mask} | {R:g} | {found.best.ratio:.3f} | " + " | ".join(cells) + f" | {round_up(found.upper)} |"
+            )
     return "\n".join(rows)
 
 

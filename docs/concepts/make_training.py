@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 import lipscope
+from drawing import COLOURS, table, write
 from lipscope.models.zoo import GPT2_MINI
+from lipscope.spectral import ends
 
 LENGTHS, INPUTS, SEED = (64, 256), 8, 1
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 Rows = list[dict[str, str]]
 
 
@@ -80,13 +80,12 @@ def along_training(log: Rows, sigma: Rows) -> str:
     losses = {int(row["step"]): float(row["alice_loss"]) for row in log}
     steps = list(losses)
     wanted = sorted({0, 16, 100, *(min(steps, key=lambda s: abs(s - share * steps[-1])) for share in (0.25, 0.5, 0.75, 1))})
-    lines = ["| step | held-out loss | " + " | ".join(f"σ, layer {k}" for k in layers) + " |"]
-    lines.append("|---|---|" + "---|" * len(layers))
     values = {k: at_layer(sigma, k) for k in layers}
-    for step in wanted:
-        cells = [f"{statistics.median(values[k][step]):.3g}" for k in layers]
-        lines.append(f"| {step:,} | {losses[step]:.2f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [f"{step:,}", f"{losses[step]:.2f}", *(f"{statistics.median(values[k][step]):.3g}" for k in layers)]
+        for step in wanted
+    ]
+    return table(("step", "held-out loss", *(f"σ, layer {k}" for k in layers)), rows)
 
 
 def against_random() -> str:
@@ -94,23 +93,23 @@ def against_random() -> str:
     scans = {name: lipscope.scan(name, "alice", lengths=LENGTHS, inputs=INPUTS, seed=SEED).rows
              for name in ("gpt2-mini", "gpt2-mini-random")}  # fmt: skip
     names = ("n", "layer", "σ trained", "σ random", "ratio", "entropy trained", "random", "largest logit trained", "random")
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    found = []
     for n in LENGTHS:
         for layer in sorted({row["layer"] for row in scans["gpt2-mini"]}):
             trained, random = ([r for r in rows if (r["n"], r["layer"]) == (n, layer)] for rows in scans.values())
             ratio = statistics.median(r["estimate"] for r in trained) / statistics.median(r["estimate"] for r in random)
-            lines.append(
-                f"| {n} | {layer} | {interval(trained)} | {interval(random)} | {ratio:.1f} "
-                f"| {mean(trained, 'entropy'):.2f} | {mean(random, 'entropy'):.2f} "
-                f"| {max(r['max_logit'] for r in trained):.1f} | {max(r['max_logit'] for r in random):.2f} |"
-            )
-    return "\n".join(lines)
+            found.append(
+                [str(n), str(layer), interval(trained), interval(random), f"{ratio:.1f}", f"{mean(trained, 'entropy'):.2f}",
+                 f"{mean(random, 'entropy'):.2f}", f"{max(r['max_logit'] for r in trained):.1f}",
+                 f"{max(r['max_logit'] for r in random):.2f}"]
+            )  # fmt: skip
+    return table(names, found)
 
 
 def interval(rows: list[dict[str, Any]]) -> str:
     """Median estimate, and the interval that holds σ of every input."""
     median = statistics.median(r["estimate"] for r in rows)
-    return f"{median:.3g} [{min(r['lower'] for r in rows):.3g}, {max(r['upper'] for r in rows):.3g}]"
+    return f"{median:.3g} {ends.interval(min(r['lower'] for r in rows), max(r['upper'] for r in rows), 3)}"
 
 
 def mean(rows: list[dict[str, Any]], column: str) -> float:
@@ -120,33 +119,24 @@ def mean(rows: list[dict[str, Any]], column: str) -> float:
 
 def losses(facts: dict[str, Any]) -> str:
     """What the model learned, from the metadata that ships with it."""
-    lines = ["| held-out text | model | nats per token | bits per byte |", "|---|---|---|---|"]
-    for text, found in facts["held_out"].items():
-        for who in ("trained", "random", "unigram"):
-            lines.append(f"| {text} | {who} | {found[who]['nats_per_token']:.3f} | {found[who]['bits_per_byte']:.3f} |")
-    return "\n".join(lines)
-
-
-def fill(page: str, name: str, content: str) -> str:
-    """Put content between ``<!-- name -->`` and ``<!-- /name -->``."""
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    if not re.search(pattern, page, flags=re.DOTALL):
-        raise ValueError(f"the page has no markers <!-- {name} --> … <!-- /{name} -->")
-    return re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
+    rows = [
+        [text, who, f"{found[who]['nats_per_token']:.3f}", f"{found[who]['bits_per_byte']:.3f}"]
+        for text, found in facts["held_out"].items()
+        for who in ("trained", "random", "unigram")
+    ]
+    return table(("held-out text", "model", "nats per token", "bits per byte"), rows)
 
 
 def main() -> None:
     """Refresh the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=Path(__file__).parent / "training.md")
-    page: Path = parser.parse_args().page
+    page: Path = parser.parse_args().page.resolve()
     log, sigma = read(page.parent / "gpt2-mini-log.csv"), read(page.parent / "gpt2-mini-sigma.csv")
     draw(page.parent / "sigma-training.svg", log, sigma)
-    text = page.read_text(encoding="utf-8")
     facts = json.loads((GPT2_MINI / "training.json").read_text(encoding="utf-8"))
     for name, content in (("losses", losses(facts)), ("along", along_training(log, sigma)), ("random", against_random())):
-        text = fill(text, name, content)
-    page.write_text(text, encoding="utf-8")
+        write(page, name, content)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ which-attention-gpt2-mini.svg and writes the tables between the page's markers. 
 from __future__ import annotations
 
 import argparse
-import re
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +21,11 @@ from lipscope.compare.figures import draw
 from lipscope.compare.study import Comparison, compare, random_layer
 from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
+from lipscope.spectral.ends import interval, round_down, round_up
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "concepts"))
+
+from drawing import table, write
 
 WIDTH, HEADS, N, INPUTS, SEARCH, LAYER = 16, 2, 24, 4, 25, 2
 LENGTHS = (8, 16, 24, 48, 96)
@@ -40,57 +45,47 @@ def on_gpt2_mini() -> Comparison:
     return compare(seen[0].attention, n=N, tokens=tokens, lengths=LENGTHS, search=0)
 
 
-def table(found: Comparison) -> str:
+def rows_of(found: Comparison) -> str:
     """The comparison as Markdown."""
     names = ["attention", "σ, median", "interval of all inputs", "exponent in n", "exponent in R"]
     searched = found.kinds[0].worst is not None
     names += [*(["worst σ found"] if searched else []), "least bound", "by"]
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    rows = []
     for row in found.to_rows():
-        cells = [row["attention"], f"{row['sigma']:.3g}", f"[{row['lower']:.3g}, {row['upper']:.3g}]"]
+        cells = [row["attention"], f"{row['sigma']:.3g}", interval(row["lower"], row["upper"], 3)]
         for label in ("n", "radius"):
             exponent, low, high = (row[f"growth_{label}{end}"] for end in ("", "_low", "_high"))
-            cells.append("–" if exponent is None else f"{exponent:.2f} [{low:.2f}, {high:.2f}]")
-        cells += [f"{row['worst_found']:.3g}"] if searched else []
-        cells += ["–", "none known"] if row["bound"] is None else [f"{row['bound']:.3g}", f"`{row['bound_name']}`"]
-        lines.append("| " + " | ".join(cells) + " |")
+            cells.append("–" if exponent is None else f"{exponent:.2f} {interval(low, high, decimals=2)}")
+        cells += [round_down(row["worst_found"], 3)] if searched else []
+        cells += ["–", "none known"] if row["bound"] is None else [round_up(row["bound"], 3), f"`{row['bound_name']}`"]
+        rows.append(cells)
     note = f"n = {found.n}, R = {found.radius:.3g}, mask {found.mask}, {found.tokens}."
     note += f" Left out, since it does not take this mask: {', '.join(found.left_out)}." if found.left_out else ""
-    return "\n".join([*lines, "", note])
+    return "\n".join([table(names, rows), "", note])
 
 
 def bounds_of(found: Comparison, names: tuple[str, ...]) -> str:
     """All bounds of some kinds beside the worst σ found."""
-    lines = ["| attention | bound | value | bound / worst σ found |", "|---|---|---|---|"]
+    rows = []
     for name in names:
         worst = found[name].worst
         assert worst is not None
         for bound in found[name].bounds:
-            lines.append(f"| {name} | `{bound.name}` | {bound.value:.3g} | {bound.value / float(worst.lower):.3g} |")
-    return "\n".join(lines)
-
-
-def fill(page: str, name: str, content: str) -> str:
-    """Put content between ``<!-- name -->`` and ``<!-- /name -->``."""
-    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    if not re.search(pattern, page, flags=re.DOTALL):
-        raise ValueError(f"the page has no markers <!-- {name} --> … <!-- /{name} -->")
-    return re.sub(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.DOTALL)
+            rows.append([name, f"`{bound.name}`", round_up(bound.value, 3), f"{bound.value / float(worst.lower):.3g}"])
+    return table(("attention", "bound", "value", "bound / worst σ found"), rows)
 
 
 def main() -> None:
     """Refresh the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=Path, default=Path(__file__).parent / "which-attention.md")
-    page: Path = parser.parse_args().page
+    page: Path = parser.parse_args().page.resolve()
     random, trained = on_random_weights(), on_gpt2_mini()
     draw(random, page.parent / "which-attention.svg", f"random weights, d = {WIDTH}, {HEADS} heads, mask {random.mask}")
     draw(trained, page.parent / "which-attention-gpt2-mini.svg", f"gpt2-mini, layer {LAYER}, mask {trained.mask}")
-    text = page.read_text(encoding="utf-8")
-    text = fill(text, "random", table(random))
-    text = fill(text, "bounds", bounds_of(random, ("cosine", "qk-norm", "l2", "sigmoid", "sinkhorn")))
-    text = fill(text, "gpt2-mini", table(trained))
-    page.write_text(text, encoding="utf-8")
+    write(page, "random", rows_of(random))
+    write(page, "bounds", bounds_of(random, ("cosine", "qk-norm", "l2", "sigmoid", "sinkhorn")))
+    write(page, "gpt2-mini", rows_of(trained))
 
 
 if __name__ == "__main__":

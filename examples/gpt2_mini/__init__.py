@@ -1,1 +1,1 @@
-"""The parts of ``train_gpt2_mini.py``: books, plan of the learning rate, log of σ, export."""
+"""What the training examples are made of: books, plan of the learning rate, step, log of σ, export."""

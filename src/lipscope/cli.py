@@ -25,6 +25,7 @@ from lipscope import (
 )
 from lipscope.cli_options import TOKENS, AsJson, Debug, Dtype, Heads, KvHeads, MaskText, Memory, Scale, Softcap, Transposed
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import round_down, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,7 +146,9 @@ def _print_result(result: SpectralNorm) -> None:
     cells = [
         [
             *(str(row[name]) for name in index),
-            *(f"{row[name]:.6g}" for name in ("lower", "estimate", "upper")),
+            round_down(row["lower"], 6),
+            f"{row['estimate']:.6g}",
+            round_up(row["upper"], 6),
             str(row["iterations"]),
             row["status"],
         ]

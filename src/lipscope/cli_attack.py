@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import interval, round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.adversarial.growth import Growth
@@ -203,9 +204,9 @@ def _report_growth(study: Growth, title: str, out: Path | None, as_json: bool) -
     for w in study.worst:
         built = max((c.predicted for c in w.built if c.predicted is not None), default=None)
         cells.append([
-            str(w.n), w.source, f"{float(w.sigma.lower):.5g}", f"{float(w.sigma.upper):.5g}",
-            "–" if built is None else f"{built:.5g}", "–" if w.given is None else f"{w.given:.5g}",
-            f"{min(w.bounds.values()):.4g}",
+            str(w.n), w.source, round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5),
+            "–" if built is None else round_down(built, 5), "–" if w.given is None else f"{w.given:.5g}",
+            round_up(min(w.bounds.values())),
         ])  # fmt: skip
     names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
     least = min(study.worst[-1].bounds, key=lambda name: study.worst[-1].bounds[name])
@@ -258,8 +259,8 @@ def _report_tokens(found: TokenAttack, title: str, out: Path | None, as_json: bo
     print_table(
         ["round", "position", "token", "replaced by", "first-order change", "σ"], rows, text=["token", "replaced by"],
         title=f"Token substitutions in {title}",
-        caption=f"σ before ∈ [{before['lower']:.5g}, {before['upper']:.5g}], after ∈ [{after['lower']:.5g}, "
-        f"{after['upper']:.5g}]; {len(found.tried)} candidates measured",
+        caption=f"σ before ∈ {interval(before['lower'], before['upper'], 5)}, after ∈ "
+        f"{interval(after['lower'], after['upper'], 5)}; {len(found.tried)} candidates measured",
     )  # fmt: skip
     if not rows:
         typer.echo("No candidate raised σ.")

@@ -26,6 +26,7 @@ from lipscope.cli_options import (
     TrustCode,
 )
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import interval
 
 if TYPE_CHECKING:
     from lipscope.bounds.table import BoundTable
@@ -122,7 +123,7 @@ def _of_weights(source: str, given: dict[str, Any], radius: float | None, n: int
     found = table(attention, None if given["tokens"] is None else load_tokens(given["tokens"]), radius, n)
     title = f"Bounds for tokens of norm ≤ {found.radius:.6g}, n = {found.n}"
     if found.sigma is not None:
-        title += f"\nmeasured σ ∈ [{float(found.sigma.lower):.6g}, {float(found.sigma.upper):.6g}]"
+        title += f"\nmeasured σ ∈ {interval(found.sigma.lower, found.sigma.upper, 6)}"
     _print(found, found, title, as_json)
 
 
@@ -163,7 +164,7 @@ def _print(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_jso
         ratio = found.ratio(bound)
         sign = "≥" if bound.side == "lower" else "→" if bound.kind == "limit" else "≤"
         shown = "" if ratio is None else f"{ratio:.4g}"
-        cells.append([bound.name, bound.kind, sign, f"{bound.value:.6g}", shown, bound.norm])
+        cells.append([bound.name, bound.kind, sign, bound.shown(), shown, bound.norm])
     caption = "set: for all tokens of that norm · local: at these tokens · limit: for ever longer tokens\n"
     caption += "≥: tokens of that norm reach it" + ("" if found.sigma is None else " · × σ: bound over measured σ")
     names = ["bound", "kind", "", "value", "× σ", "norm"]

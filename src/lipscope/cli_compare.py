@@ -12,6 +12,7 @@ import typer
 
 from lipscope.cli_options import AsJson, Debug, Heads, KvHeads, Transposed
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import interval, round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.compare.study import Comparison
@@ -147,26 +148,26 @@ def _write(found: Comparison, directory: Path, name: str) -> None:
 
 
 def _print(found: Comparison, name: str) -> None:
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
     def exponent(row: dict[str, Any], label: str) -> str:
         if row[f"growth_{label}"] is None:
             return "–"
-        return f"{row[f'growth_{label}']:.2f} [{row[f'growth_{label}_low']:.2f}, {row[f'growth_{label}_high']:.2f}]"
+        ends = interval(row[f"growth_{label}_low"], row[f"growth_{label}_high"], decimals=2)
+        return f"{row[f'growth_{label}']:.2f} {ends}"
 
     rows = [
-        [row["attention"], number(row["sigma"]), f"[{row['lower']:.4g}, {row['upper']:.4g}]", exponent(row, "n"),
-         exponent(row, "radius"), number(row["worst_found"]), number(row["bound"]), row["bound_name"] or "none known"]
+        [row["attention"], f"{row['sigma']:.4g}", interval(row["lower"], row["upper"]), exponent(row, "n"),
+         exponent(row, "radius"), "–" if row["worst_found"] is None else round_down(row["worst_found"]),
+         "–" if row["bound"] is None else round_up(row["bound"]), row["bound_name"] or "none known"]
         for row in found.to_rows()
     ]  # fmt: skip
     left_out = f"; left out for mask {found.mask}: {', '.join(found.left_out)}" if found.left_out else ""
+    without = f", without {', '.join(found.without)}" if found.without else ""
     print_table(
         ["attention", "σ", "interval", "exponent in n", "exponent in R", "worst found", "bound", "by"],
         rows,
         text=["attention", "by"],
         whole=["by"],
-        title=f"{name}, without biases: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
+        title=f"{name}{without}: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
         caption="σ is the median over the inputs, and all of them lie in the interval; exponents of power laws with 95 % "
-        f"intervals; worst found and bound are for all tokens of norm ≤ R{left_out}",
+        f"intervals over inputs; worst found and bound are for all tokens of norm ≤ R{left_out}",
     )

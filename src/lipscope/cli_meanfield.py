@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.meanfield.study import PlateauStudy
@@ -139,6 +140,7 @@ def _write(study: PlateauStudy, directory: Path, name: str) -> None:
 
 
 def _print(study: PlateauStudy, name: str) -> None:
+    nearest, cell = "{:.4g}".format, {"lower": round_down, "upper": round_up, "refined": round_up}
     columns = {"σ": "sigma", "lower": "lower", "upper": "upper", "two samples": "ratio", "insertion": "insertion",
                "largest |x|": "radius", "refined": "bound"}  # fmt: skip
     shown = {title: study.medians(column) for title, column in columns.items()}
@@ -146,7 +148,7 @@ def _print(study: PlateauStudy, name: str) -> None:
     for title, worst in (("lower", min), ("upper", max)):
         shown[title] = [worst(getattr(row, title) for row in study.rows if row.n == n) for n in study.lengths]
     rows = [
-        [str(n), *("–" if (value := shown[title][k]) is None else f"{value:.4g}" for title in columns)]
+        [str(n), *("–" if (value := shown[title][k]) is None else cell.get(title, nearest)(value) for title in columns)]
         for k, n in enumerate(study.lengths)
     ]
     chances = [row.delta for row in study.rows if row.delta is not None]

@@ -12,6 +12,7 @@ import typer
 
 from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, Memory, ModelName, Part, Precision, TrustCode
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import interval, round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.models.scan import Scan
@@ -236,16 +237,18 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
     rows = []
     for s in summaries[:top]:
         cells = [str(s["layer"]), *([str(s["head"])] if by_head else []), str(s["n"])]
-        cells += [f"{s[name]:.4g}" for name in ("median", "lower", "upper")] + [f"{s['radius_rms']:.3g}"]
+        cells += [f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"]), f"{s['radius_rms']:.3g}"]
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
             fit = fits[(s["layer"], s["head"])]
-            cells.append(f"{fit.alpha_low:.2f} … {fit.alpha_high:.2f}")
+            cells.append(f"{round_down(fit.alpha_low, decimals=2)} … {round_up(fit.alpha_high, decimals=2)}")
         rows.append(cells)
-    print_table([*names, *(["σ ~ n^α, α in"] if fits else [])], rows, title=title, caption=caption)
+    print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, title=title, caption=caption)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
-        typer.echo(f"Whatever the input, σ stays below {max(ever):.4g} here: the set bound at the normalisation's radius.")
+        typer.echo(
+            f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius."
+        )
     if len(summaries) > top:
         typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
@@ -259,7 +262,7 @@ def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     console = Console()
     r = view.result
     where = f"layer {view.layer}" + ("" if view.head is None else f", head {view.head}")
-    console.print(f"{name}, {where}, scope {r.scope}: σ ∈ [{r.lower:.4g}, {r.upper:.4g}], estimate {r.estimate:.4g}")
+    console.print(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
     line, peak = Text(), float(view.energy.max()) or 1.0
     for token, share in zip(view.tokens, view.energy.tolist(), strict=True):

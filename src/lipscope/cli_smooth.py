@@ -13,6 +13,7 @@ import typer
 
 from lipscope.cli_options import AsJson, Debug, ModelName
 from lipscope.cli_tables import print_table
+from lipscope.spectral.ends import round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.smoothing.report import HeadChange, Smoothing
@@ -84,12 +85,14 @@ def _print(report: Smoothing, top: int) -> None:
 
 
 def _row(change: HeadChange) -> list[str]:
-    spans = [change.sigma_before.lower, change.sigma_before.upper, change.sigma_after.lower, change.sigma_after.upper]
     return [
         str(change.layer),
         "all" if change.head is None else str(change.head),
         "" if change.factor is None else f"{change.factor:.4f}",
         f"{change.logit_before:.4g}",
         f"{change.logit_after:.4g}",
-        *(f"{value:.4g}" for value in spans),
+        round_down(change.sigma_before.lower),
+        round_up(change.sigma_before.upper),
+        round_down(change.sigma_after.lower),
+        round_up(change.sigma_after.upper),
     ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
+
+# Words are folded down to so many letters before a table becomes wider than the terminal.
+_FOLDED = 8
 
 
 def print_table(
@@ -25,20 +29,29 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column, name in enumerate(names):
-        widest = max((len(row[column]) for row in rows), default=0)
+    cells = [max((len(row[column]) for row in rows), default=0) for column in range(len(names))]
+    # A space of padding and one of the box beside every column.
+    narrow = sum(map(max, cells, map(len, names))) + 2 * len(names) > console.width
+    needed = 2 * len(names)
+    for column, (name, widest) in enumerate(zip(names, cells, strict=True)):
         if name in text:
             # The first column says what the row is about: it stays in one piece too.
-            table.add_column(name, overflow="fold", min_width=None if column and name not in whole else widest)
+            least = min(widest, _FOLDED) if column and name not in whole else widest
+            table.add_column(name, overflow="fold", min_width=least)
         else:
-            table.add_column(name, justify="right", min_width=widest, overflow="fold")
+            # Folded here and not by the table, which would take the room from the widest column, whatever its header.
+            least = max([widest, *map(len, name.split())])
+            header = "\n".join(wrap(name, least)) if narrow and name else name
+            table.add_column(header, justify="right", min_width=least if narrow else None, no_wrap=True)
+        needed += least
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    console = Console()
     # Beside the table, not inside it: they may be wider than a narrow table.
     if title:
         console.print(Text(title, style="italic"))
-    console.print(table)
+    # Where even this is too wide, the terminal folds whole lines: the table would leave columns out.
+    Console(width=max(console.width, needed)).print(table)
     if caption:
         console.print(Text(caption, style="dim italic"))

@@ -32,6 +32,7 @@ from lipscope.attention.variants.layer import Variant
 from lipscope.attention.variants.operator import VariantOperator
 from lipscope.facade import local_lipschitz
 from lipscope.spectral.dense import Auto
+from lipscope.spectral.ends import interval
 from lipscope.spectral.norm import Solver
 from lipscope.spectral.result import SpectralNorm
 
@@ -79,7 +80,7 @@ class Ascent:
     def __str__(self) -> str:
         s = self.sigma
         return (
-            f"worst σ found on {self.domain}, n = {self.tokens.shape[0]}: σ ∈ [{s.lower:.6g}, {s.upper:.6g}] "
+            f"worst σ found on {self.domain}, n = {self.tokens.shape[0]}: σ ∈ {interval(s.lower, s.upper, 6)} "
             f"({s.upper_kind}), from {self.labels[self.best]} (σ = {float(self.starts[self.best]):.6g}), "
             f"{len(self.history) - 1} steps, {len(self.labels)} restarts, {self.stopped}"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from lipscope.adversarial.ascent import Ascent
 from lipscope.adversarial.growth import Growth
 from lipscope.adversarial.tokens import TokenAttack
+from lipscope.spectral.ends import interval
 
 # Colours that everyone can tell apart (Okabe and Ito), black for what was found, dashes for what was built.
 _STYLES: dict[str, tuple[str, str, bool]] = {
@@ -135,7 +136,7 @@ def growth_figure(study: Growth, title: str) -> Figure:
         lines.append(Line(_LABELS.get(name, name), n, values, colour, dash, points))
     if "worst" in study.fits:
         fit = study.fits["worst"]
-        law = f"{fit.c:.3g}·n^{fit.alpha:.2f} (α in [{fit.alpha_low:.2f}, {fit.alpha_high:.2f}])"
+        law = f"{fit.c:.3g}·n^{fit.alpha:.2f} (α in {interval(fit.alpha_low, fit.alpha_high, decimals=2)})"
         lines.append(Line(law, n, [fit.c * k**fit.alpha for k in n], "#999999", "dot", thin=True))
     return Figure(title, "number of tokens n", "local Lipschitz constant σ", lines, log_x=True)
 

@@ -23,6 +23,7 @@ from lipscope.attention.norms import Normalisation
 from lipscope.bounds import registry
 from lipscope.facade import local_lipschitz
 from lipscope.models.fit import GrowthFit, fit_growth
+from lipscope.spectral.ends import round_down
 from lipscope.spectral.result import SpectralNorm
 
 Method: TypeAlias = Literal["construct", "ascend"]
@@ -182,7 +183,7 @@ def growth(
                     starts=_more_starts(given, worst[-1].tokens if worst else None, n),
                 )  # fmt: skip
             worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
-            report(done, len(ordered), f"n = {n}: σ ≥ {float(worst[-1].sigma.lower):.4g}")
+            report(done, len(ordered), f"n = {n}: σ ≥ {round_down(worst[-1].sigma.lower)}")
     domain = domain_of(radius, norm, layer.width)
     found = Growth(tuple(worst), str(domain), domain.radius, {})
     if len(ordered) < 3:

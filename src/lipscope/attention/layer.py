@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.constructors import split_fused, torch_weights
 from lipscope.attention.core import Linearisation, Triple, ungroup_queries
+from lipscope.attention.described import Described
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.rotary import Rotary, Turn
 from lipscope.attention.scores import ScoreRule
@@ -28,7 +29,7 @@ from lipscope.attention.validation import validate
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class Attention(Described):
     """An immutable description of one multi-head attention layer; calling it applies the layer.
 
     Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows. Tensors are kept,
@@ -60,7 +61,6 @@ class Attention:
         torch.Size([3, 4])
     """
 
-    q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor | None = None
@@ -132,11 +132,6 @@ class Attention:
         )  # fmt: skip
 
     @property
-    def width(self) -> int:
-        """Token dimension d."""
-        return self.q.shape[1]
-
-    @property
     def head_width(self) -> int:
         """Dimension dk of one query or key."""
         return self.q.shape[0] // self.heads
@@ -155,27 +150,6 @@ class Attention:
     def tau(self) -> float:
         """The scale τ of the scores."""
         return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the weights."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.q.device
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Attention:
-        """The same layer in another dtype or on another device."""
-        moved: dict[str, Any] = {
-            field.name: value.to(dtype=dtype, device=device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        if self.rotary is not None:
-            moved["rotary"] = self.rotary.to(dtype, device)
-        return dataclasses.replace(self, **moved)
 
     def with_mask(self, mask: MaskLike) -> Attention:
         """The same layer under another mask."""

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -224,7 +223,7 @@ def read_bytes(size: float | str) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"memory must be a size such as 4GiB or 512MiB, got {size!r}")
         count = int(float(match[1]) * _UNITS[match[2].lower()])
-    elif isinstance(size, bool) or not isinstance(size, Real):
+    elif isinstance(size, bool) or not hasattr(size, "__float__"):
         raise TypeError(f"memory must be a number of bytes or a size such as 4GiB, got {size!r}")
     elif not math.isfinite(size) or size != int(size):
         raise ValueError(f"memory must be a whole number of bytes, got {size!r}")

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
+from lipscope.spectral.ends import round_down, round_up
+
 Kind: TypeAlias = Literal["set", "local", "ball", "limit"]
 Side: TypeAlias = Literal["upper", "lower"]
 
@@ -51,11 +53,17 @@ class Bound:
             **{f"input_{name}": value for name, value in self.inputs.items()},
         }
 
+    def shown(self, digits: int = 6) -> str:
+        """The value rounded to the side on which it stays a bound; a limit to the nearest."""
+        if self.kind == "limit":
+            return f"{self.value:.{digits}g}"
+        return round_up(self.value, digits) if self.side == "upper" else round_down(self.value, digits)
+
     def __str__(self) -> str:
         sign = "≤" if self.side == "upper" else "≥"
         given = ", ".join(f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {value}"
                           for name, value in self.inputs.items())  # fmt: skip
-        return f"{self.name} ({self.kind}): σ {sign} {self.value:.6g}  [{given}] for {self.holds_for}; {self.reference}"
+        return f"{self.name} ({self.kind}): σ {sign} {self.shown()}  [{given}] for {self.holds_for}; {self.reference}"
 
 
 CASTIN = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"

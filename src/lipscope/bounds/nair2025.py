@@ -28,5 +28,4 @@ def scsa(layer: CosineAttention, n: int) -> Bound:
     def head(query: float, key: float, value: float) -> float:
         return n**2 * layer.tau * key + n * layer.tau * query + 2 * n * value
 
-    holds_for = f"cosine attention, all tokens, n = {n}, unmasked"
-    return Bound("nair2025.scsa", over_heads(layer, head), "set", holds_for, _SOURCE, {"n": n})
+    return over_heads("nair2025.scsa", layer, n, head, _SOURCE)

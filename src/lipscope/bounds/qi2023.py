@@ -35,16 +35,18 @@ def scsa(layer: CosineAttention, n: int) -> Bound:
     def head(query: float, key: float, value: float) -> float:
         return 2 * n * (n - 1) * layer.tau * key + 2 * (n - 1) * layer.tau * query + 2 * n * value
 
-    return Bound("qi2023.scsa", over_heads(layer, head), "set", f"cosine attention, all tokens, n = {n}, unmasked", _SOURCE,
-                 {"n": n})  # fmt: skip
+    return over_heads("qi2023.scsa", layer, n, head, _SOURCE)
 
 
-def over_heads(layer: CosineAttention, head: Callable[[float, float, float], float]) -> float:
-    """ν ε^{−½} ‖W_O‖ times the root of squares of ``head(‖W_Q^h‖, ‖W_K^h‖, ‖W_V^h‖)``."""
+def over_heads(
+    name: str, layer: CosineAttention, n: int, head: Callable[[float, float, float], float], source: str
+) -> Bound:
+    """The bound ν ε^{−½} ‖W_O‖ times the root of squares of ``head(‖W_Q^h‖, ‖W_K^h‖, ‖W_V^h‖)``."""
 
     def norms(M: Tensor) -> list[float]:
         return [spectral(block) for block in M.chunk(layer.heads)]
 
     values = [head(*each) for each in zip(norms(layer.q), norms(layer.k), norms(layer.v), strict=True)]
     out = 1.0 if layer.out is None else spectral(layer.out)
-    return layer.nu / math.sqrt(layer.eps) * out * math.hypot(*values)
+    value = layer.nu / math.sqrt(layer.eps) * out * math.hypot(*values)
+    return Bound(name, value, "set", f"cosine attention, all tokens, n = {n}, unmasked", source, {"n": n})

@@ -16,6 +16,7 @@ from lipscope.bounds.certificates import local_bounds
 from lipscope.bounds.constants import additive_length
 from lipscope.bounds.constructions import closed_form, measured
 from lipscope.spectral.dense import Auto
+from lipscope.spectral.ends import interval
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
 
 
@@ -56,7 +57,7 @@ class BoundTable:
         head = f"Bounds for tokens of norm ≤ {self.radius:.6g}, n = {self.n}"
         if self.sigma is not None:
             s = self.sigma
-            head += f"; measured σ = {float(s.estimate):.6g} ∈ [{float(s.lower):.6g}, {float(s.upper):.6g}]"
+            head += f"; measured σ = {float(s.estimate):.6g} ∈ {interval(s.lower, s.upper, 6)}"
         width = max(len(bound.name) for bound in self.bounds)
         lines = [head]
         for bound in self.bounds:
@@ -64,7 +65,7 @@ class BoundTable:
             sign = "≥" if bound.side == "lower" else "→" if bound.kind == "limit" else "≤"
             extra = f"  ×{ratio:.4g}" if ratio is not None else ""
             norm = "" if bound.norm == "Frobenius" else f"  (norm {bound.norm})"
-            lines.append(f"  {bound.name:<{width}}  {bound.kind:<5} {sign} {bound.value:.6g}{extra}{norm}")
+            lines.append(f"  {bound.name:<{width}}  {bound.kind:<5} {sign} {bound.shown()}{extra}{norm}")
         return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """σ of every kind of attention on the same tokens: its value, its growth in n and in R, the worst found, and the bounds.
 
-Growth is the exponent of a power law fitted to σ over lengths (tokens of norm R) and over radii (n tokens, scaled), each
-with a bootstrap interval. The worst σ is searched by ascent over all tokens in the ball B_R; it lies between what was found
-and the least bound that holds on that ball.
+Growth is the exponent of a power law fitted to σ over lengths (tokens of norm R) and over radii (n tokens, scaled). An input
+of n tokens begins one of more tokens, so values at two lengths are not independent: the interval of an exponent comes from
+the exponents of single inputs. The worst σ is searched by ascent over all tokens in the ball B_R; it lies between what was
+found and the least bound that holds on that ball.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Kind:
         sigma: σ at n tokens of radius R, one per input.
         by_length: median σ by number of tokens.
         by_radius: median σ by radius.
-        growth_n: power law in n, or None with fewer than three lengths.
-        growth_radius: power law in R, or None with fewer than three radii.
+        growth_n: power law in n, or None with fewer than three lengths. Its interval is for the mean exponent of inputs like
+            these; with a single input, for that input and by the scatter about its line.
+        growth_radius: power law in R, or None with fewer than three radii; its interval likewise.
         worst: the largest σ found on the ball, or None when it was not searched.
         bounds: upper bounds for all n tokens in the ball, least first.
     """
@@ -84,6 +86,7 @@ class Comparison:
         mask: the mask in words.
         tokens: where the tokens come from, in words.
         left_out: kinds that do not take this mask.
+        without: what the given layer has and all kinds go without, in words.
     """
 
     kinds: tuple[Kind, ...]
@@ -92,6 +95,7 @@ class Comparison:
     mask: str
     tokens: str
     left_out: tuple[str, ...] = field(default=())
+    without: tuple[str, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Kind:
         for kind in self.kinds:
@@ -114,7 +118,7 @@ class Comparison:
             for kind in self.kinds
         }
         return {"n": self.n, "R": self.radius, "mask": self.mask, "tokens": self.tokens, "left_out": list(self.left_out),
-                "rows": self.to_rows(), "details": details}  # fmt: skip
+                "without": list(self.without), "rows": self.to_rows(), "details": details}  # fmt: skip
 
 
 def compare(
@@ -168,6 +172,10 @@ def compare(
         raise ValueError(f"search must be at least 0, got {search}")
     if n < 2 or inputs < 1:
         raise ValueError(f"n must be at least 2 and inputs at least 1, got n = {n}, inputs = {inputs}")
+    for what, given in (("lengths", lengths), ("radii", radii or ())):
+        wrong = [value for value in given if not 0 < value < math.inf]
+        if wrong:
+            raise ValueError(f"{what} must be positive and finite, got {wrong[0]:g}")
     layer = layer.to(torch.float64)
     if tokens is not None:
         tokens = check_tokens(tokens).double()
@@ -183,6 +191,10 @@ def compare(
     chosen = tuple(share * radius for share in SHARES) if radii is None else tuple(sorted(radii))
     draw = _Tokens(tokens, layer.width, inputs, seed)
     members = family(layer, names, options)
+    if not members:
+        raise ValueError(
+            f"names must hold a kind of attention that takes mask {layer.mask}, got {', '.join(names) or 'none'}"
+        )
     kinds = []
     with reporting(progress) as report:
         for done, (name, member) in enumerate(members.items()):
@@ -191,7 +203,28 @@ def compare(
         report(len(members), len(members), "done")
     where = f"{inputs} random inputs on the sphere" if tokens is None else f"{len(tokens)} given inputs"
     left_out = tuple(name for name in names if name not in members)
-    return Comparison(tuple(kinds), n, radius, str(layer.mask), where, left_out)
+    return Comparison(tuple(kinds), n, radius, str(layer.mask), where, left_out, extras(layer))
+
+
+def extras(layer: Attention) -> tuple[str, ...]:
+    """What a layer has that no kind takes over from it.
+
+    Example:
+        >>> import dataclasses
+        >>> layer = random_layer(4)
+        >>> extras(layer), extras(dataclasses.replace(layer, softcap=50.0))
+        ((), ('soft-cap',))
+    """
+    # A bias of zeros is what a model without one is read as.
+    biases = (layer.q_bias, layer.k_bias, layer.v_bias, layer.out_bias)
+    there = {
+        "biases": any(bias is not None and bool(bias.any()) for bias in biases),
+        "rotary embeddings": layer.rotary is not None,
+        "sinks": layer.sinks is not None,
+        "score bias": layer.bias is not None,
+        "soft-cap": layer.softcap is not None,
+    }
+    return tuple(name for name, found in there.items() if found)
 
 
 def random_layer(width: int = 16, *, heads: int = 2, mask: str | None = None, seed: int = 0) -> Attention:
@@ -252,7 +285,7 @@ def _measure(
         name=name, sigma=here,
         by_length={m: float(values.quantile(0.5)) for m, values in along_n.items()},
         by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
-        growth_n=_fit(along_n), growth_radius=_fit(along_R), worst=worst, bounds=set_bounds(member, radius, n),
+        growth_n=growth(along_n), growth_radius=growth(along_R), worst=worst, bounds=set_bounds(member, radius, n),
     )  # fmt: skip
 
 
@@ -267,8 +300,10 @@ def set_bounds(layer: Attention | Variant, radius: float, n: int) -> tuple[Bound
     return tuple(sorted(found, key=lambda bound: bound.value))
 
 
-def _fit(values: dict[Any, Tensor]) -> GrowthFit | None:
+def growth(values: dict[Any, Tensor]) -> GrowthFit | None:
+    """The power law of σ at every n (or R), one value per input and always in the same order of inputs."""
     if len(values) < 3 or not all(bool((v > 0).all()) for v in values.values()):
         return None
     x = [float(key) for key, v in values.items() for _ in v]
-    return fit_growth(x, [float(s) for v in values.values() for s in v])
+    inputs = [i for v in values.values() for i in range(len(v))]
+    return fit_growth(x, [float(s) for v in values.values() for s in v], inputs=inputs if max(inputs) else None)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from lipscope.meanfield.study import PlateauStudy
+from lipscope.spectral.ends import round_up
 
 # A bound larger than this times everything measured is told, not drawn.
 _FAR = 1000
@@ -100,9 +101,10 @@ def _lines(study: PlateauStudy) -> list[dict[str, Any]]:
     if fit is not None and fit.is_visible:
         lines.append(_line(f"fitted plateau {fit.level:.3g}", _BLUE, ":", study.lengths, [fit.level] * len(study.lengths)))
     level = study.medians("bound")
-    name = f"refined constant at the largest norm drawn, {level[0]:.2g} … {level[-1]:.2g}"
+    known = [value for value in level if value is not None]
+    name = f"refined constant at the largest norm drawn, {round_up(known[0], 2)} … {round_up(known[-1], 2)}"
     if math.isfinite(study.bound):
-        level, name = [study.bound] * len(study.lengths), f"refined constant {study.bound:.3g}"
+        level, name = [study.bound] * len(study.lengths), f"refined constant {round_up(study.bound, 3)}"
     highest = max(row.upper for row in study.rows)
     if max(value for value in level if value is not None) > _FAR * highest:
         # Drawn to scale it would press the measurements into one line.

@@ -23,6 +23,7 @@ from lipscope.meanfield.attention import AnyMeasure, MeanFieldAttention
 from lipscope.meanfield.measures import PositionedMeasure
 from lipscope.meanfield.starts import inside_ball, starting_measures, starting_pairs
 from lipscope.meanfield.transport import distance, optimal_plan, resolution
+from lipscope.spectral.ends import round_down, round_up
 
 # Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.
 _CLOSEST = 1e-5
@@ -75,8 +76,8 @@ class EmpiricalConstant:
     def __str__(self) -> str:
         kind = "d_2" if isinstance(self.best.mu, PositionedMeasure) else "W_2"
         return (
-            f"{kind} constant on measures in the ball of radius {self.radius:g}: at least {self.best.ratio:.6g} "
-            f"({self.best.change}: {self.best.mu.size} and {self.best.nu.size} atoms), at most {self.upper:.6g}"
+            f"{kind} constant on measures in the ball of radius {self.radius:g}: at least {round_down(self.best.ratio, 6)} "
+            f"({self.best.change}: {self.best.mu.size} and {self.best.nu.size} atoms), at most {round_up(self.upper, 6)}"
         )
 
 

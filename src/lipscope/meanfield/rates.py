@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lipscope.spectral.ends import interval
+
 Floats = NDArray[np.float64]
 
 # Slower than the first, no plateau can be told from steady growth; faster than the last, only the shortest length counts.
@@ -65,16 +67,15 @@ class PlateauFit:
         return self.level if self.is_constant else self.level + self.c * math.pow(n, -self.rate)
 
     def __str__(self) -> str:
+        rates = interval(self.rate_low, self.rate_high, decimals=2)
         if not self.is_visible:
             return (
                 "no plateau can be told from steady drift at these lengths: "
-                f"β in [{self.rate_low:.2f}, {self.rate_high:.2f}] reaches the slow end {RATES[0]:.2f} of the search"
+                f"β in {rates} reaches the slow end {RATES[0]:.2f} of the search"
             )
         rate = f"rate n^−{self.rate:.2f}" if self.rate_is_determined else "rate not determined by these lengths"
-        rate = "no trend in n" if self.is_constant else f"{rate} (β in [{self.rate_low:.2f}, {self.rate_high:.2f}])"
-        return (
-            f"plateau {self.level:.4g} (in [{self.level_low:.4g}, {self.level_high:.4g}] at {self.confidence:.0%}), {rate}"
-        )
+        rate = "no trend in n" if self.is_constant else f"{rate} (β in {rates})"
+        return f"plateau {self.level:.4g} (in {interval(self.level_low, self.level_high)} at {self.confidence:.0%}), {rate}"
 
 
 def fit_plateau(

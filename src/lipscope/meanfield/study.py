@@ -28,6 +28,7 @@ from lipscope.meanfield.rates import PlateauFit, fit_plateau
 from lipscope.meanfield.transport import distance
 from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.spectral.dense import Auto
+from lipscope.spectral.ends import round_up
 from lipscope.spectral.norm import Solver
 
 
@@ -136,14 +137,14 @@ class PlateauStudy:
         """One sentence on how the measurements stand to the bound."""
         highest = max(row.upper for row in self.rows)
         if math.isinf(self.law_radius):
-            norms, bounds = self.medians("radius"), self.medians("bound")
+            norms, bounds = self.medians("radius"), [value for value in self.medians("bound") if value is not None]
             return (
                 "the law is not confined to a ball, so no constant bounds σ for every n: "
                 f"the largest norm grew from {norms[0]:.3g} to {norms[-1]:.3g}, "
-                f"and the refined constant at that norm from {bounds[0]:.3g} to {bounds[-1]:.3g}"
+                f"and the refined constant at that norm from {round_up(bounds[0], 3)} to {round_up(bounds[-1], 3)}"
             )
-        exceeds = f"no cloud of this law can exceed the refined constant {self.bound:.4g}"
-        return f"every σ drawn is at most {highest:.4g}, and {exceeds}"
+        exceeds = f"no cloud of this law can exceed the refined constant {round_up(self.bound)}"
+        return f"every σ drawn is at most {round_up(highest)}, and {exceeds}"
 
 
 def convergence_study(

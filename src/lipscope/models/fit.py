@@ -6,6 +6,9 @@
 Both have two coefficients and a residual variance; the smaller AIC = N·log(RSS/N) + 2·3 says which describes the data
 better. The interval on α is a percentile bootstrap of the residuals, each over √(1 − its leverage), which has the scatter of
 an error and not the smaller one of a residual; with N points it is widened by t_{N−2}/z, the price of few of them.
+
+Where the same m inputs are measured at every length, their values are not independent, but the inputs are: each has an
+exponent α_i of its own, α is their mean, and the interval is α ± t_{m−1}·s/√m, s the standard deviation of the α_i.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm as normal
 from scipy.stats import t as student
+
+from lipscope.spectral.ends import interval
 
 Floats = NDArray[np.float64]
 
@@ -56,19 +61,39 @@ class GrowthFit:
         return "power law" if self.aic_power <= self.aic_saturating else "saturating"
 
     def __str__(self) -> str:
+        ends = interval(self.alpha_low, self.alpha_high, decimals=3)
         return (
-            f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in [{self.alpha_low:.3f}, {self.alpha_high:.3f}] at {self.level:.0%}), "
+            f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in {ends} at {self.level:.0%}), "
             f"{self.points} points, AIC prefers {self.better}"
         )
 
 
 def fit_growth(
-    n: Sequence[float], sigma: Sequence[float], *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+    n: Sequence[float],
+    sigma: Sequence[float],
+    *,
+    inputs: Sequence[int] | None = None,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> GrowthFit:
     """Fit both curves to measurements (n, σ).
 
+    Args:
+        n: the length of every measurement.
+        sigma: what was measured.
+        inputs: which input a measurement belongs to, when the same inputs (or parts of them) were measured at all lengths;
+            None when every measurement has an input of its own.
+        level: confidence level of the interval on α.
+        resamples: of the bootstrap; there is none with ``inputs``.
+        seed: of the bootstrap.
+
+    Returns:
+        The fit.
+
     Raises:
-        ValueError: when there are fewer than three different lengths, or σ is not positive.
+        ValueError: when there are fewer than three different lengths, σ is not positive, or ``inputs`` are fewer than two or
+            not all measured at the same lengths.
 
     Example:
         >>> fit = fit_growth([8, 16, 32, 64], [2.0, 2.83, 4.0, 5.66])
@@ -82,7 +107,11 @@ def fit_growth(
         raise ValueError("a fit in log–log needs σ > 0")
     log_n, log_y = np.log(x), np.log(y)
     alpha, log_c = _line(log_n, log_y)
-    low, high = _slope_interval(log_n, log_y - alpha * log_n - log_c, level, resamples, np.random.default_rng(seed))
+    if inputs is None:
+        residuals = log_y - alpha * log_n - log_c
+        low, high = _slope_interval(log_n, residuals, level, resamples, np.random.default_rng(seed))
+    else:
+        low, high = _interval_over_inputs(log_n, log_y, np.asarray(inputs), level)
     log_m, log_limit, saturating_rss = _saturating(x, log_y)
     return GrowthFit(
         c=float(np.exp(log_c)), alpha=alpha, alpha_low=alpha + low, alpha_high=alpha + high, level=level,
@@ -104,6 +133,20 @@ def _slope_interval(
     ends = np.array([(1 - level) / 2, (1 + level) / 2])
     low, high = student.ppf(ends[1], points - 2) / normal.ppf(ends[1]) * np.quantile(drawn, ends)
     return float(low), float(high)
+
+
+def _interval_over_inputs(x: Floats, y: Floats, inputs: NDArray[np.int64], level: float) -> tuple[float, float]:
+    """The same when inputs, each with all lengths, are what is drawn independently."""
+    curves = [(x[inputs == which], y[inputs == which]) for which in np.unique(inputs)]
+    lengths = np.sort(curves[0][0])
+    if len(curves) < 2:
+        raise ValueError("an interval over inputs needs at least two of them, got 1")
+    if not all(np.array_equal(np.sort(at), lengths) for at, _ in curves):
+        raise ValueError("inputs must all be measured at the same lengths n")
+    # Same lengths for all, so the slope of the line through everything is the mean of these.
+    slopes = np.array([_line(*curve)[0] for curve in curves])
+    half = float(student.ppf((1 + level) / 2, len(slopes) - 1) * slopes.std(ddof=1) / np.sqrt(len(slopes)))
+    return -half, half
 
 
 def _line(x: Floats, y: Floats) -> tuple[float, float]:

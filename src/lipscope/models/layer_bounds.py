@@ -20,6 +20,7 @@ from lipscope.models.inputs import check_length
 from lipscope.models.probe import probe_inputs
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.solve import mask_words
+from lipscope.spectral.ends import interval
 
 Origin = Literal["normalisation", "tokens", "given"]
 
@@ -76,10 +77,7 @@ class LayerBounds:
         ]
         if self.table.sigma is not None:
             sigma = self.table.sigma
-            lines.append(
-                f"measured σ ∈ [{float(sigma.lower):.4g}, {float(sigma.upper):.4g}] at tokens of norm ≤ "
-                f"{self.radius_tokens:.4g}"
-            )
+            lines.append(f"measured σ ∈ {interval(sigma.lower, sigma.upper)} at tokens of norm ≤ {self.radius_tokens:.4g}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
 from lipscope.models.tokens import TokenView
 from lipscope.models.worst_tokens import worst_views
 from lipscope.spectral.dense import Auto
+from lipscope.spectral.ends import interval
 from lipscope.spectral.norm import Solver, within
 
 Progress = Callable[[int, int, str], None]
@@ -137,7 +138,7 @@ class Scan:
         for s in self.worst()[:_SHOWN]:
             where = f"layer {s['layer']}" + ("" if s["head"] is None else f" head {s['head']}")
             lines.append(
-                f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in [{s['lower']:.4g}, {s['upper']:.4g}]"
+                f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in {interval(s['lower'], s['upper'])}"
             )
         return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_of
 from lipscope.models.capture import Recording, model_dtype, replay_until, replaying
+from lipscope.monitor.hooks import OwnHook
 
 
 @dataclass(eq=False)
@@ -62,46 +63,36 @@ class LayerGain:
         self.views: list[Tensor] | None = None
         self._passage: _Passage | None = None
         self._largest: Tensor | None = None
-        self._hooks = [host.register_forward_pre_hook(self._begin())]
-        self._hooks += [entry.register_forward_pre_hook(self._enter(entry), with_kwargs=True) for entry in self.entries]
-        self._hooks.append(out.register_forward_hook(self._leave()))
+        self._hooks = [host.register_forward_pre_hook(OwnHook(host, self._begin))]
+        for entry in self.entries:
+            self._hooks.append(entry.register_forward_pre_hook(OwnHook(entry, self._enter), with_kwargs=True))
+        self._hooks.append(out.register_forward_hook(OwnHook(out, self._leave)))
 
-    # The hooks are plain functions, so that a copy of the model shares them and can be told apart by its modules.
+    def _begin(self, args: Any) -> None:
+        if self.watching:
+            self._passage = _Passage()
 
-    def _begin(self) -> Callable[..., None]:
-        def begin(module: nn.Module, args: Any) -> None:
-            if module is self.host and self.watching:
-                self._passage = _Passage()
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        x, passage = tokens_of(args, kwargs), self._passage
+        if not self.watching or passage is None or x is None:
+            return None
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        view = x.view_as(x)
+        passage.entries += 1
+        if self.views is not None:
+            self.views.append(view)
+        view.register_hook(lambda g: self._take(passage, g))
+        replaced = tuple(view if value is x else value for value in args)
+        return replaced, {name: view if value is x else value for name, value in kwargs.items()}
 
-        return begin
-
-    def _enter(self, entry: nn.Module) -> Callable[..., tuple[Any, Any] | None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            x, passage = tokens_of(args, kwargs), self._passage
-            if module is not entry or not self.watching or passage is None or x is None:
-                return None
-            if not (torch.is_grad_enabled() and x.requires_grad):
-                return None
-            view = x.view_as(x)
-            passage.entries += 1
-            if self.views is not None:
-                self.views.append(view)
-            view.register_hook(lambda g: self._take(passage, g))
-            replaced = tuple(view if value is x else value for value in args)
-            return replaced, {name: view if value is x else value for name, value in kwargs.items()}
-
-        return enter
-
-    def _leave(self) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            y, passage = first_tensor(output), self._passage
-            if module is not self.out or not self.watching:
-                return
-            self._passage = None
-            if y is not None and passage is not None and passage.entries == len(self.entries) and y.requires_grad:
-                y.register_hook(lambda g: self._open(passage, g))
-
-        return leave
+    def _leave(self, args: Any, output: Any) -> None:
+        y, passage = first_tensor(output), self._passage
+        if not self.watching:
+            return
+        self._passage = None
+        if y is not None and passage is not None and passage.entries == len(self.entries) and y.requires_grad:
+            y.register_hook(lambda g: self._open(passage, g))
 
     def _open(self, passage: _Passage, g: Tensor) -> None:
         """The gradient at y comes before those at the projections."""

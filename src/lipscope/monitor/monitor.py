@@ -24,6 +24,7 @@ from lipscope.models.handle import Model
 from lipscope.models.probe import probe_inputs as small_inputs
 from lipscope.models.scopes import MODEL_SCOPES
 from lipscope.monitor.backward_bound import LayerGain, entry_modules, paused, separable
+from lipscope.monitor.hooks import OwnHook
 from lipscope.monitor.probe import Probe
 from lipscope.monitor.readings import COLUMNS, Record
 from lipscope.monitor.thresholds import Guard, Threshold
@@ -257,23 +258,20 @@ class Monitor:
 
     def _capture_first_batch(self) -> None:
         """Keep the inputs of the model's first call as the probe batch, unless one is given."""
-        if self._batch is not None:
+        if self._batch is None:
+            hook = OwnHook(self.model, self._keep_batch)
+            self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._capture is None:
             return
-        watched = self.model
-
-        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Not the calls of a copy of the model.
-            if module is not watched or self._capture is None:
-                return
-            self._capture.remove()
-            self._capture = None
-            try:
-                if self._probe is None:
-                    self._batch = named_arguments(watched, args, kwargs)
-            except Exception as error:
-                self.switch_off(error)
-
-        self._capture = watched.register_forward_pre_hook(entering, with_kwargs=True)
+        self._capture.remove()
+        self._capture = None
+        try:
+            if self._probe is None:
+                self._batch = named_arguments(self.model, args, kwargs)
+        except Exception as error:
+            self.switch_off(error)
 
     def _write(self, record: Record) -> None:
         if self.writer is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lipscope.spectral.ends import interval, round_down
+
 if TYPE_CHECKING:
     from lipscope.monitor.thresholds import Alarm
 
@@ -104,11 +106,11 @@ class Record:
     def __str__(self) -> str:
         lines = [f"step {self.step}, scope {self.scope}"]
         for reading in self.readings:
-            about = [f"σ ∈ [{reading.lower:.4g}, {reading.upper:.4g}]"]
+            about = [f"σ ∈ {interval(reading.lower, reading.upper)}"]
             for name, value in (("max logit", reading.max_logit), ("entropy", reading.entropy), ("sink", reading.sink_mass)):
                 about += [] if value is None else [f"{name} {value:.3g}"]
             if reading.head is None and reading.layer in self.backward_peak:
-                about.append(f"in training ≥ {self.backward_peak[reading.layer]:.3g}")
+                about.append(f"in training ≥ {round_down(self.backward_peak[reading.layer], 3)}")
             lines.append(f"  {reading.name.replace('_', ' ').replace('/', ' ')}: {', '.join(about)}")
         return "\n".join(lines + [f"  {alarm.message}" for alarm in self.alarms])
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lipscope.monitor.readings import Reading, Record
+from lipscope.spectral.ends import round_down, round_up
 
 Action = Literal["warn", "save", "stop"]
 _QUANTITIES = ("sigma", "max_logit", "entropy", "sink_mass", "backward")
@@ -97,7 +98,12 @@ class Alarm:
         where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
         bound = {"sigma": "σ is at least" if self.threshold.above is not None else "σ is at most"}
         what = bound.get(self.threshold.quantity, f"{self.threshold.quantity} is")
-        return f"{where}: {what} {self.value:.4g} ({self.threshold.describe()}: {self.action})"
+        value = f"{self.value:.4g}"
+        if self.threshold.quantity == "sigma" and self.threshold.above is None:
+            value = round_up(self.value)
+        elif self.threshold.quantity in ("sigma", "backward"):  # a lower end, a lower bound
+            value = round_down(self.value)
+        return f"{where}: {what} {value} ({self.threshold.describe()}: {self.action})"
 
 
 class Guard:

@@ -231,3 +231,8 @@ def certificate_ratios(rows: Sequence[Row]) -> list[float]:
 def _least(rows: Sequence[Row], column: str) -> float | None:
     values = [row[column] for row in rows if row.get(column) is not None]
     return min(values) if values else None
+
+
+def power_law(fit: GrowthFit, decimals: int = 3) -> str:
+    """``c·n^α`` as text; an exponent that rounds to zero has no sign."""
+    return f"{fit.c:.3g}·n^{round(fit.alpha, decimals) + 0.0:.{decimals}f}"

@@ -88,7 +88,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         tops = [y for s in panel.series for y in (*s.y, *s.high)]
         ax.set_ylim(0, 1.1 * max(tops, default=1.0))
     ax.grid(alpha=0.2)
-    ax.legend(frameon=False, loc="best")
+    ax.legend(framealpha=0.85, edgecolor="none", loc="best")
 
 
 def _few_numbers(limits: tuple[float, float]) -> Any:

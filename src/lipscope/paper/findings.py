@@ -14,6 +14,7 @@ from lipscope.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.paper.cast import Cast
 from lipscope.paper.plan import ADVERSARIAL
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT
+from lipscope.spectral.ends import round_down, round_up
 
 # The public repository draws its curve for this model and layer.
 PUBLISHED_MODEL, PUBLISHED_LAYER = "gpt2-random", 6
@@ -53,8 +54,8 @@ def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
             f"interval covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
         )
         found += [
-            f"{_place(row.curve)}: {name} fits {row.fit.c:.3g}·n^{row.fit.alpha:.3f}, exponent between "
-            f"{row.fit.alpha_low:.3f} and {row.fit.alpha_high:.3f}{_saturates(row)}."
+            f"{_place(row.curve)}: {name} fits {analysis.power_law(row.fit)}, exponent between "
+            f"{_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}{_saturates(row)}."
             for row in table
         ]
     return [Finding("Growth on real text", text) for text in found]
@@ -84,7 +85,7 @@ def _published_curve(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Findin
         fit = here[estimator].fit
         verdict = "is followed by" if median(gaps) <= _CLOSE else "is not that of"
         found.append(
-            f"{drawn} {verdict} {name} here: median distance {median(gaps):.1%}, own fit {fit.c:.3g}·n^{fit.alpha:.3f}."
+            f"{drawn} {verdict} {name} here: median distance {median(gaps):.1%}, own fit {analysis.power_law(fit)}."
         )
     if found:
         found.append("Whether the published figures came from exactly that revision of the scripts is unknown.")
@@ -123,8 +124,8 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
             f"with an interval that covers it, in {len(root)}{decay}."
         )
         found += [
-            f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {row.fit.c:.3g}·n^{row.fit.alpha:.3f} with the "
-            f"exponent between {row.fit.alpha_low:.3f} and {row.fit.alpha_high:.3f}."
+            f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {analysis.power_law(row.fit)} with the "
+            f"exponent between {_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}."
             for row in root
         ]
     climbed = [row for row in rows if row.get("points") == "ascent"]
@@ -153,8 +154,8 @@ def _radius(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     for c in analysis.radius_correlations(rows):
         sign = "grows with n" if c.low > 0 else "falls with n" if c.high < 0 else "shows no sure correlation with n"
         found.append(
-            f"{c.model} layer {c.layer}: the largest token norm {sign} (r = {c.r:.2f}, between {c.low:.2f} and "
-            f"{c.high:.2f}, {c.points} inputs)."
+            f"{c.model} layer {c.layer}: the largest token norm {sign} (r = {c.r:.2f}, between "
+            f"{_ends(c.low, c.high, 2)}, {c.points} inputs)."
         )
     return [Finding("Radius against n", text) for text in found]
 
@@ -225,6 +226,10 @@ def _near(row: FitRow, exponent: float) -> bool:
 def _two(value: float) -> str:
     """Two digits behind the point, and no minus sign before nothing."""
     return f"{round(value, 2) + 0.0:.2f}"
+
+
+def _ends(low: float, high: float, decimals: int) -> str:
+    return f"{round_down(low, decimals=decimals)} and {round_up(high, decimals=decimals)}"
 
 
 def _span(values: Sequence[float]) -> str:

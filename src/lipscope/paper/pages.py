@@ -13,6 +13,7 @@ from lipscope.paper.findings import findings
 from lipscope.paper.page import Page, Section, Table
 from lipscope.paper.plan import GROWTH, NORM_SCOPES
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, Settings
+from lipscope.spectral.ends import round_down, round_up
 
 _PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
 _TOPIC_FIGURES = {
@@ -48,6 +49,7 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
         "σ is the local Lipschitz constant ‖J(X)‖₂ at scope `attention` (all heads and W_O, without residual and "
         "normalisation) unless a scope is named. The *companion estimator* is √‖Jᵀf(X)‖, what the paper's public scripts "
         "compute; it is not σ.",
+        "What was found is in `FINDINGS.md`, beside this page.",
     ]
     sections = [
         Section("What was measured", table=_measured(rows)),
@@ -85,7 +87,8 @@ def exponent_table(fits: Sequence[FitRow]) -> Table:
         for estimator in (analysis.SIGMA, analysis.COMPANION):
             fit = cells.get((*key, estimator))
             row += ["–", "–"] if fit is None else [
-                f"{fit.c:.3g}·n^{fit.alpha:.3f}", f"{fit.alpha_low:.3f} … {fit.alpha_high:.3f}"
+                analysis.power_law(fit),
+                f"{round_down(fit.alpha_low, decimals=3)} … {round_up(fit.alpha_high, decimals=3)}",
             ]  # fmt: skip
         rows.append(row)
     return Table(["model", "layer", "mask", "inputs", "σ fits", "α, 95 %", "companion fits", "α, 95 %"], rows)
@@ -96,7 +99,7 @@ def norm_table(rows: Sequence[Row]) -> Table:
     lines = [
         [
             row.model, str(row.layer), str(row.n), *(_number(row.sigma.get(scope)) for scope in NORM_SCOPES),
-            _number(row.radius), _number(row.image_radius), _number(row.global_bound), _number(row.published_bound),
+            _number(row.radius), _number(row.image_radius), _bound(row.global_bound), _bound(row.published_bound),
         ]
         for row in analysis.norm_table(rows)
     ]  # fmt: skip
@@ -138,14 +141,16 @@ def _effect(rows: Sequence[Row], variant: str) -> str:
     table = [row for row in analysis.difference_table(rows) if row.variant == variant]
     if not table:
         return "Not measured in this run: no model here has it."
-    parts = [f"{row.ratio:.3g} ({row.ratio_low:.3g} … {row.ratio_high:.3g}) for {row.model}" for row in table]
+    parts = [
+        f"{row.ratio:.3g} ({round_down(row.ratio_low, 3)} … {round_up(row.ratio_high, 3)}) for {row.model}" for row in table
+    ]
     return f"Ratio {'; '.join(parts)}."
 
 
 def _differences(rows: Sequence[Row]) -> Table:
     lines = [
         [r.variant, r.model, str(r.layer), str(r.n), str(r.inputs), _number(r.reference), _number(r.value), _number(r.ratio),
-         f"{r.ratio_low:.3g} … {r.ratio_high:.3g}"]
+         f"{round_down(r.ratio_low, 3)} … {round_up(r.ratio_high, 3)}"]
         for r in analysis.difference_table(rows)
     ]  # fmt: skip
     header = ["difference", "model", "layer", "n", "inputs", "without", "with", "ratio", "range"]
@@ -181,8 +186,8 @@ def _circumstances(about: dict[str, Any]) -> str:
     book = about.get("textbook")
     if book:
         text += (
-            f" The textbook loop (power iteration with torch.func.jvp and vjp, one input at a time) would need about "
-            f"{_duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
+            " The textbook loop (power iteration with torch.func.jvp and vjp, one input at a time, one thread) would need "
+            f"about {_duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
             f"{book['samples']} inputs measured in this run."
         )
     return text
@@ -197,3 +202,7 @@ def _duration(seconds: float) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def _bound(value: float | None) -> str:
+    return "–" if value is None else round_up(value)

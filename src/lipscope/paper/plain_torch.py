@@ -88,7 +88,8 @@ def power_loop(
 def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Time that ``power_loop`` would need for every point, from the time it needs for the samples.
 
-    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.sweep.cost``.
+    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.sweep.cost``. Counted is the processor's time on one
+    thread, as for the tasks of a run: it does not depend on what else the machine does.
 
     Args:
         samples: layers, each with one input (n, d).
@@ -98,12 +99,17 @@ def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequen
         ``seconds`` in all, and what was measured: ``samples``, ``sample_seconds`` and ``sample_steps``.
     """
     spent, work, steps = 0.0, 0.0, []
-    for layer, X in samples:
-        start = time.perf_counter()
-        _, taken = power_loop(plain_forward(layer), X)
-        spent += time.perf_counter() - start
-        work += _work(*X.shape)
-        steps.append(taken)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for layer, X in samples:
+            start = time.process_time()
+            _, taken = power_loop(plain_forward(layer), X)
+            spent += time.process_time() - start
+            work += _work(*X.shape)
+            steps.append(taken)
+    finally:
+        torch.set_num_threads(threads)
     total = sum(_work(n, d) for n, d in points)
     return {"seconds": spent * total / work, "samples": len(samples), "sample_seconds": spent, "sample_steps": steps}
 

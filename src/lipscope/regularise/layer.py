@@ -1,4 +1,4 @@
-"""The cheaper penalties of an ``Attention``: on its rows, on its logits, and on its weights."""
+"""The cheaper penalties of an ``Attention``: on its rows, on its logits, and on its weights; in full precision always."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.facade import check_tokens
 from lipscope.regularise.differentiable import scores_and_weights
+from lipscope.regularise.modes import full_precision
 from lipscope.regularise.rows import jasmin, max_logit
 from lipscope.regularise.spectral import matrix_norm
 
 
 def jasmin_penalty(attention: Attention, X: Tensor, k: int = 0) -> Tensor:
     """JaSMin of a layer at tokens X (n, d) or (B, n, d), with a gradient in W_Q, W_K and their biases; see ``jasmin``."""
-    _, P, _ = scores_and_weights(attention, check_tokens(X).to(attention.q))
-    return jasmin(P, k)
+    with full_precision(attention.device):
+        _, P, _ = scores_and_weights(attention, check_tokens(X).to(attention.q))
+        return jasmin(P, k)
 
 
 def max_logit_penalty(attention: Attention, X: Tensor, *, limit: float = 0.0) -> Tensor:
     """Squared excess of the largest |logit| over ``limit`` at tokens X, mean over heads and inputs; see ``max_logit``."""
-    raw, _, visible = scores_and_weights(attention, check_tokens(X).to(attention.q))
-    return max_logit(raw, visible, limit=limit)
+    with full_precision(attention.device):
+        raw, _, visible = scores_and_weights(attention, check_tokens(X).to(attention.q))
+        return max_logit(raw, visible, limit=limit)
 
 
 def weight_penalty(attention: Attention) -> Tensor:

@@ -83,7 +83,7 @@ def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
 
 
 def matrix_norm(matrix: Tensor) -> Tensor:
-    """‖M‖₂ of a matrix with the gradient u vᵀ of its top singular pair; the pair itself is detached.
+    """‖M‖₂ of a matrix with the gradient u vᵀ of its top singular pair; the pair itself is detached. Not autocast.
 
     Example:
         >>> import torch
@@ -93,9 +93,10 @@ def matrix_norm(matrix: Tensor) -> Tensor:
         tensor([[1., 0.],
                 [0., 0.]])
     """
-    with torch.no_grad():
-        U, _, Vh = torch.linalg.svd(matrix.detach(), full_matrices=False)
-    norm: Tensor = U[:, 0] @ matrix @ Vh[0]
+    with full_precision(matrix.device):
+        with torch.no_grad():
+            U, _, Vh = torch.linalg.svd(matrix.detach(), full_matrices=False)
+        norm: Tensor = U[:, 0] @ matrix @ Vh[0]
     return norm
 
 

@@ -213,7 +213,9 @@ def rank_sentence(setting: Setting, column: str) -> str:
     if len(pairs) < 5 or len({x for x, _ in pairs}) < 2 or len({y for _, y in pairs}) < 2:
         return f"With {few}, no correlation is given."
     found = spearmanr([x for x, _ in pairs], [y for _, y in pairs])
-    return f"Rank correlation with σ over {few}: {float(found.statistic):+.2f} (p = {float(found.pvalue):.2g})."
+    # Parts of one model on the same inputs are no independent draws, which the p-value takes them for.
+    chance = f"p = {float(found.pvalue):.2g} if they were independent, which they are not"
+    return f"Rank correlation with σ over {few}: {float(found.statistic):+.2f} ({chance})."
 
 
 def scopes_chart(settings: Sequence[Setting]) -> Chart | None:

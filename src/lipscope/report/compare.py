@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from lipscope.report.charts import Chart, Series
 from lipscope.report.data import Cell, Point, ReportData, Setting
-from lipscope.report.summary import exponent, interval, number, places
+from lipscope.report.summary import exponent, exponents, interval, number, places
 
 _SHOWN = 12
 # What makes two measurements the same but for the run, in the order in which a partner should share it.
@@ -135,11 +135,7 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
     found.append(f"The least smooth place: {'; '.join(ends)}.")
     fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
     if all(fit is not None for _, fit in fits):
-        said = [
-            f"{exponent(fit.alpha)} ({exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}) in {name}"
-            for name, fit in fits
-            if fit
-        ]
+        said = [f"{exponent(fit.alpha)} ({exponents(fit)}) in {name}" for name, fit in fits if fit]
         found.append(f"Growth exponent there: {'; '.join(said)}.")
     different = [
         f"{name}: {_value(first, name)} and {_value(second, name)}"

@@ -95,7 +95,7 @@ def draw_heat_map(heat: HeatMap) -> Any:
             for y, line in enumerate(heat.cells):
                 for x, cell in enumerate(line):
                     if cell is not None:
-                        ax.text(x, y, f"{cell.value:.3g}", ha="center", va="center", color=cell.ink, fontsize=6.5)
+                        ax.text(x, y, cell.shown, ha="center", va="center", color=cell.ink, fontsize=6.5)
         bar = figure.colorbar(image, ax=ax, label="σ")
         if heat.low > 0:
             _plain_numbers(bar.ax.yaxis, (heat.low, heat.high))

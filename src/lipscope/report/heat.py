@@ -35,6 +35,11 @@ class HeatCell:
     shade: float
 
     @property
+    def shown(self) -> str:
+        """The value as the rest of the report writes it."""
+        return number(self.value)
+
+    @property
     def colour(self) -> str:
         """Background, as #rrggbb."""
         return viridis(self.shade)

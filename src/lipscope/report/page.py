@@ -23,7 +23,7 @@ from lipscope.report.figures_page import Looks, page_chart
 from lipscope.report.heat import heat_map
 from lipscope.report.palette import palette
 from lipscope.report.run import Row, Run
-from lipscope.report.summary import above, below, cards, exponent, interval, listed, number, sentences, tells
+from lipscope.report.summary import above, below, cards, exponent, exponents, interval, listed, number, sentences, tells
 from lipscope.report.token_page import page_view, worst_tokens
 
 _RANKED = 20
@@ -184,7 +184,7 @@ def _facts(cell: Cell) -> list[list[str]]:
     inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
     facts = [["σ of all inputs", f"in {interval(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
     if fit is not None:
-        growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}"
+        growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     median = "" if point.inputs == 1 else " (median)"
     for label, value, bound in (

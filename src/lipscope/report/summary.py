@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
 from lipscope.models.fit import GrowthFit
 from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
 from lipscope.report.run import Run
+from lipscope.spectral.ends import round_down, round_up, rounded
 
 SCOPES = {
     "head": "one attention head, before the output matrix",
@@ -36,26 +37,28 @@ class Card:
     detail: str
 
 
-def number(value: float) -> str:
-    """Three significant digits, or a power of ten for what is very large or small.
+def number(value: float, rounding: str = ROUND_HALF_EVEN) -> str:
+    """Three significant digits, or a power of ten for what is very large or small; rounded to the nearest unless said.
 
     Example:
         >>> number(17.853), number(5238.2), number(1.2e205)
         ('17.9', '5240', '1.20e+205')
     """
-    if value != 0 and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.2e}"
-    return f"{float(f'{value:.3g}'):.{max(0, 2 - _magnitude(value))}f}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.2f}"
+    near = rounded(float(value), rounding, 3)
+    power = near.adjusted()
+    return f"{near:.{max(0, 2 - power)}f}" if -3 <= power < 6 else f"{near:.2e}"
 
 
 def below(value: float) -> str:
     """As ``number``, rounded down: a printed lower end is a lower end."""
-    return number(_rounded(value, ROUND_FLOOR))
+    return number(value, ROUND_FLOOR)
 
 
 def above(value: float) -> str:
     """As ``number``, rounded up: a printed upper end or bound is one."""
-    return number(_rounded(value, ROUND_CEILING))
+    return number(value, ROUND_CEILING)
 
 
 def interval(lower: float, upper: float) -> str:
@@ -68,18 +71,6 @@ def interval(lower: float, upper: float) -> str:
     return f"[{below(lower)}, {above(upper)}]"
 
 
-def _rounded(value: float, rounding: str) -> float:
-    if value == 0 or not math.isfinite(value):
-        return value
-    # The decimal number that stands for the float, not the float's last bit, which would turn 0.1 into 0.101.
-    exact = Decimal(repr(float(value)))
-    return float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), rounding))
-
-
-def _magnitude(value: float) -> int:
-    return int(f"{value:.2e}".split("e")[1])
-
-
 def exponent(value: float) -> str:
     """Two decimals, and no sign on what they show as zero.
 
@@ -88,6 +79,11 @@ def exponent(value: float) -> str:
         ('0.00', '0.50')
     """
     return f"{value:.2f}".replace("-0.00", "0.00")
+
+
+def exponents(fit: GrowthFit) -> str:
+    """The interval of a fitted exponent, its ends rounded outwards to two decimals."""
+    return f"{round_down(fit.alpha_low, decimals=2)} to {round_up(fit.alpha_high, decimals=2)}"
 
 
 def listed(values: list[int]) -> str:
@@ -149,7 +145,7 @@ def growth_sentence(cell: Cell) -> str:
         return "No growth with the length is fitted: some σ is 0."
     text = (
         f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} "
-        f"({fit.level:.0%} interval of the exponent: {exponent(fit.alpha_low)} to {exponent(fit.alpha_high)}): "
+        f"({fit.level:.0%} interval of the exponent: {exponents(fit)}): "
         f"{_against_guides(fit)}"
     )
     return f"{text} {_which_curve(fit)}".rstrip()
@@ -248,7 +244,7 @@ def cards(setting: Setting) -> list[Card]:
         ),
     ]
     if cell.fit is not None:
-        detail = f"{cell.fit.level:.0%}: {exponent(cell.fit.alpha_low)} to {exponent(cell.fit.alpha_high)}; √n is 0.5"
+        detail = f"{cell.fit.level:.0%}: {exponents(cell.fit)}; √n is 0.5"
         found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:
         found.append(

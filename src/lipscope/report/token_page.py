@@ -21,7 +21,8 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         "title": title,
         "sigma": f"{number(view['estimate'])} in {interval(view['lower'], view['upper'])}",
         "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "
-        f"{len(tokens)} tokens" + (f", input {view['input']} of its length." if view.get("input") is not None else "."),
+        f"{len(tokens)} tokens"
+        + (f", input {view['input']} of this length, counted from 0." if view.get("input") is not None else "."),
         "tokens": [
             {
                 "text": token, "share": f"{share:.1%}", "shade": f"{85 * share / most:.1f}", "strong": share >= _STRONG,

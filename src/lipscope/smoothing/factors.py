@@ -73,7 +73,8 @@ def factors_for_logits(call: CoreCall, target: float) -> Factors:
 def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver) -> Factors:
     """A γ ≤ 1 per head with which the upper end of σ stays below ``target`` at all inputs X (B, n, d).
 
-    From 1 downwards in steps of √2; the first that is small enough, refined by bisection towards its predecessor.
+    From 1 downwards in steps of √2, then of 4 towards even attention (γ = 0); the first that is small enough, refined by
+    bisection towards its predecessor.
     """
     heads = layer.heads
     lowest = torch.full((heads,), torch.inf, dtype=torch.float64)
@@ -86,6 +87,17 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
         bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
         if bool((good > 0).all()):
             break
+    if not bool((good > 0).all()):
+        # Below the range: only where even attention meets the target there is something to find.
+        even = head_sigma(layer, X, torch.zeros(heads), solver)
+        for gamma in _BELOW:
+            open_ = (good == 0) & (even <= target)
+            if not bool(open_.any()):
+                break
+            met = head_sigma(layer, X, torch.full((heads,), gamma), solver) <= target
+            good = torch.where(open_ & met, torch.full_like(good, gamma), good)
+            bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
+        lowest = torch.minimum(lowest, even)
     searching = (good > 0) & (good < 1)
     for _ in range(_BISECTIONS if bool(searching.any()) else 0):
         middle = torch.where(searching, (good * bad).sqrt(), good.clamp_min(_RANGE[-1]))
@@ -116,4 +128,6 @@ def _logits(raw: Tensor, additive: Tensor, visible: Tensor, softcap: float | Non
 
 # Factors that are tried: 1, 1/√2, … 1/256.
 _RANGE = tuple(2.0 ** (-k / 2) for k in range(17))
+# And those that are tried when scores are so large that these are not small enough: 1/1024, 1/4096, … 2⁻⁶⁰.
+_BELOW = tuple(4.0**-k for k in range(5, 31))
 _BISECTIONS = 6

@@ -1,13 +1,14 @@
 """Where W_Q and W_K of every head are among a layer's parameters, and their rescaling.
 
 Layouts differ (separate matrices, GPT-2's fused ``Conv1D``, NeoX's heads in turn), but every row of W_Q and W_K, known from
-probing the layer, is a row of one of its parameters up to the score scale. So rows are found by direction, not by name, and
-the result is checked: after the rescaling, queries and keys must have changed by the asked factors and values not at all.
+probing the layer, is a row of one of its parameters up to the score scale. So rows are found by direction, not by name, rows
+with one direction by trial, and the result is checked: after the rescaling, queries and keys must have changed by the asked
+factors and values not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,38 +24,87 @@ class Rows:
 
     Attributes:
         weights: parameters that hold rows, each with its bias (or None), and whether it is stored transposed.
-        where: per row, the index into ``weights`` and the row there; (-1, -1) for a row of zeros.
+        where: per row, the index into ``weights`` and the row there; (-1, -1) for a row of zeros without a bias.
     """
 
     weights: list[tuple[nn.Parameter, nn.Parameter | None, bool]]
     where: list[tuple[int, int]]
 
 
-def find_rows(layer: Layer, wanted: Tensor, what: str) -> Rows:
-    """The rows of the layer's parameters that are ``wanted`` (rows, d), up to a positive factor.
+def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | None]) -> tuple[Rows, Rows]:
+    """Where the rows of W_Q and W_K, with their biases, are among the layer's parameters, up to a positive factor.
+
+    Rows that look the same are told apart by trial: every place in question is multiplied by a factor of its own, the layer
+    is probed once more, and what a row was multiplied by says where it is. The trial is taken back.
+
+    Args:
+        layer: the layer.
+        plain: what probing it has found.
+        again: probes it anew, with the parameters as they are then.
+
+    Returns:
+        The places of W_Q and those of W_K.
 
     Raises:
-        ValueError: when a row is not there; the projections are then no plain matrices (adapters, parametrisations).
+        ValueError: when a row is not there (adapters, parametrisations), or serves as a query and as a key.
     """
+    label = f"layer {layer.index} ({layer.name})"
     candidates = list(_matrices(layer))
-    best = torch.full((wanted.shape[0],), -1.0, dtype=torch.float64)
-    where = [(-1, -1)] * wanted.shape[0]
-    direction = _unit(wanted)
-    for index, (weight, _, transposed) in enumerate(candidates):
-        matrix = weight.detach().mT if transposed else weight.detach()
-        if matrix.shape[1] != wanted.shape[1]:
-            continue
-        cosine, row = (direction @ _unit(matrix).mT).max(1)
-        for i in (cosine > best + _SAME).nonzero()[:, 0].tolist():
-            best[i], where[i] = cosine[i], (index, int(row[i]))
-    lost = [i for i in range(wanted.shape[0]) if bool(wanted[i].any()) and best[i] < 1 - _SAME]
-    if lost:
+    wanted = {"W_Q": _with_bias(plain.q, plain.q_bias), "W_K": _with_bias(plain.k, plain.k_bias)}
+    places = {what: _parallel(candidates, rows) for what, rows in wanted.items()}
+    for what, rows in wanted.items():
+        # Rotations leave rounding noise in a row of zeros.
+        noise = _NOISE * torch.finfo(plain.dtype).eps * float(rows.norm(dim=1).max())
+        lost = [i for i, found in enumerate(places[what]) if not found and float(rows[i].norm()) > noise]
+        if lost:
+            raise ValueError(
+                f"{label}: row {lost[0]} of its {what} is in none of its weight matrices, so {what} cannot be rescaled: "
+                "merge adapters and remove parametrisations first"
+            )
+    doubtful = sorted({place for found in places.values() for group in found if len(group) > 1 for place in group})
+    factors = {place: 1 + rank / len(doubtful) for rank, place in enumerate(doubtful)}
+    if doubtful:
+        trial = Rescaling()
+        try:
+            trial.scale(Rows(candidates, doubtful), torch.tensor(list(factors.values()), dtype=torch.float64))
+            tried = again()
+        finally:
+            trial.undo()
+        if tried is None:
+            raise ValueError(f"{label} is no plain attention when its rows are rescaled one by one")
+        moved = {"W_Q": _with_bias(tried.q, tried.q_bias), "W_K": _with_bias(tried.k, tried.k_bias)}
+        for what, rows in wanted.items():
+            ratio = ((moved[what] * rows).sum(1) / rows.square().sum(1)).tolist()
+            for i, group in enumerate(places[what]):
+                if len(group) > 1:
+                    misses = [abs(factors[place] - ratio[i]) for place in group]
+                    places[what][i] = [group[misses.index(min(misses))]]
+    queries, keys = (Rows(candidates, [found[0] if found else (-1, -1) for found in places[what]]) for what in wanted)
+    if shared := ({place for place in queries.where if place[0] >= 0} & set(keys.where)):
         raise ValueError(
-            f"layer {layer.index} ({layer.name}): row {lost[0]} of its {what} is in none of its weight matrices, so {what} "
-            "cannot be rescaled: merge adapters and remove parametrisations first"
+            f"{label}: row {min(shared)[1]} of one of its weights gives a query and a key, so they cannot be rescaled apart"
         )
-    where = [place if bool(wanted[i].any()) else (-1, -1) for i, place in enumerate(where)]
-    return Rows(candidates, where)
+    return queries, keys
+
+
+def _parallel(
+    candidates: list[tuple[nn.Parameter, nn.Parameter | None, bool]], wanted: Tensor
+) -> list[list[tuple[int, int]]]:
+    """For every wanted row (rows, d + 1) the places with its direction; none for a row of zeros."""
+    places: list[list[tuple[int, int]]] = [[] for _ in range(wanted.shape[0])]
+    direction = _unit(wanted)
+    for index, (weight, bias, transposed) in enumerate(candidates):
+        rows = _with_bias(weight.detach().mT if transposed else weight.detach(), bias)
+        if rows.shape[1] == wanted.shape[1]:
+            for i, row in (direction @ _unit(rows).mT >= 1 - _SAME).nonzero().tolist():
+                places[i].append((index, row))
+    return places
+
+
+def _with_bias(matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """[W b]: a row of W may vanish and its bias not."""
+    column = matrix.new_zeros(matrix.shape[0]) if bias is None else bias.detach().to(matrix)
+    return torch.cat([matrix.detach(), column[:, None]], dim=1).double().cpu()
 
 
 class Rescaling:
@@ -104,16 +154,19 @@ def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Ten
     """
     if after is None:
         raise RuntimeError(f"{where} is no plain attention any more after the rescaling of W_Q and W_K")
-    pairs = [
-        (before.q * _per_row(q, before.q), after.q), (before.k * _per_row(k, before.k), after.k), (before.v, after.v)
-    ]  # fmt: skip
-    for expected, found in pairs:
+    one = torch.ones(1)
+    for name, factors in (("q", q), ("k", k), ("v", one), ("q_bias", q), ("k_bias", k), ("v_bias", one)):
+        old, found = getattr(before, name), getattr(after, name)
+        if old is None:
+            continue
+        expected = old * _per_row(factors, old)
         if not torch.allclose(expected, found, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
             raise RuntimeError(f"{where}: rescaling the rows of W_Q and W_K did not rescale its queries and keys")
 
 
-def _per_row(factors: Tensor, matrix: Tensor) -> Tensor:
-    return factors.to(matrix).repeat_interleave(matrix.shape[0] // factors.shape[0])[:, None]
+def _per_row(factors: Tensor, rows: Tensor) -> Tensor:
+    each = factors.to(rows).repeat_interleave(rows.shape[0] // factors.shape[0])
+    return each[:, None] if rows.ndim == 2 else each
 
 
 def _matrices(layer: Layer) -> Iterator[tuple[nn.Parameter, nn.Parameter | None, bool]]:
@@ -125,11 +178,12 @@ def _matrices(layer: Layer) -> Iterator[tuple[nn.Parameter, nn.Parameter | None,
                 yield weight, bias if isinstance(bias, nn.Parameter) else None, type(module).__name__ == "Conv1D"
 
 
-def _unit(matrix: Tensor) -> Tensor:
-    wide = matrix.double().cpu()
-    unit: Tensor = wide / wide.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+def _unit(rows: Tensor) -> Tensor:
+    unit: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     return unit
 
 
 # Cosines this close are the same direction: projections are probed in the model's precision.
 _SAME = 1e-5
+# Rows this many times the precision of the largest one are zero.
+_NOISE = 64

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from lipscope.spectral.ends import interval
+
 
 @dataclass(frozen=True)
 class Span:
@@ -159,4 +161,4 @@ class Smoothing:
 
 
 def _words(span: Span) -> str:
-    return f"[{span.lower:.4g}, {span.upper:.4g}]"
+    return interval(span.lower, span.upper)

@@ -103,6 +103,11 @@ def smooth(
         ids = input_ids if input_ids.ndim == 2 else input_ids[None]
         about = f"{ids.shape[0]} given inputs of {ids.shape[1]} tokens"
     work = _Work(handle, module, ids, by, target, solver or Auto(rtol=1e-3, interval=0.05))
+    if work.kind == "causal" and work.ids.shape[1] < 2:
+        raise ValueError(
+            "inputs of 1 token have no next token, so the model has no loss on them: "
+            "give input_ids, or n, of at least 2 tokens"
+        )
     return work.run(handle.check_layers(layers, "attention"), heads, method, about)
 
 
@@ -163,7 +168,7 @@ class _Work:
             gamma[h] = float(needed.gamma[h])
         if bool((gamma == 1).all()):
             return gamma
-        rows = [find_rows(layer, plain.q, "W_Q"), find_rows(layer, plain.k, "W_K")]
+        rows = find_rows(layer, plain, lambda: self._plain(layer, self.handle.record(self.inputs)))
         shrink = 1.0
         for _ in range(_ATTEMPTS):
             tried = torch.where(gamma < 1, gamma * shrink, gamma)

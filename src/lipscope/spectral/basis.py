@@ -70,6 +70,11 @@ class Basis:
         block, row = divmod(self.count - 1, self._block)
         self.last = self._blocks[block][:, row] if stored_last else self.last[rows]
 
+    def release(self) -> None:
+        """Let go of every vector but the newest: nothing of this basis is asked for any more."""
+        self.last = self.last.clone()
+        self._blocks, self._capacity = [], 0
+
     def _stored(self) -> list[Tensor]:
         stored = self.count if self._capacity is None else min(self.count, self._capacity)
         return [Q[:, : stored - i * self._block] for i, Q in enumerate(self._blocks) if stored > i * self._block]

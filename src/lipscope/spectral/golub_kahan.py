@@ -299,9 +299,16 @@ class _Run:
 
     def _finish(self, rows: Tensor, items: Tensor, right: Tensor) -> Tensor:
         """The top right vector when part of the basis was let go: short recurrences, each from the best vector so far."""
-        capacity = max(2, self._capacities()[1] - 1)
-        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=capacity)
         operator = self.operator.select(rows)
+        M, N = operator.shape
+        room = self.config.memory
+        if bool((self.output.iterations[self.active] > 0).all()):
+            self.U.release()
+            self.V.release()
+        else:
+            room //= 2  # the others still need theirs
+        fitting = room // (operator.batch * (M + N) * _element_size(operator))
+        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1))
         for _ in range(_FINISHING):
             found = _Run(short, operator, right[:, 0], pure=True).solve()
             assert found.right is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.spectral.ends import interval, round_up
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
 
@@ -209,12 +210,12 @@ def with_certificate(result: SpectralNorm, certified: Tensor) -> SpectralNorm:
 
 def _line(row: dict[str, Any], *, mixed: bool) -> str:
     where = " ".join(f"{name} {row[name]}" for name in ("input", "head") if name in row)
-    interval = f"σ ∈ [{row['lower']:.6g}, {row['upper']:.6g}], estimate {row['estimate']:.6g}"
+    span = f"σ ∈ {interval(row['lower'], row['upper'], 6)}, estimate {row['estimate']:.6g}"
     steps = f", {row['iterations']} steps, residual {row['residual']:.1e}" if row["iterations"] else ""
     kind = f", upper {row['upper_kind']}" if mixed else ""
     if row["certified"] is not None and row["upper_kind"] != "certified":
-        kind += f", certified ≤ {row['certified']:.6g}"
-    return f"  {where + ': ' if where else ''}{interval}{kind}{steps}, {row['status']}"
+        kind += f", certified ≤ {round_up(row['certified'], 6)}"
+    return f"  {where + ': ' if where else ''}{span}{kind}{steps}, {row['status']}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

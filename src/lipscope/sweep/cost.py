@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BASE_BYTES = 400 << 20
 # Weights that a process keeps; the model in use stays whatever its size.
-KEEP_BYTES = 1 << 30
+KEEP_BYTES = 1 << 29
 _KRYLOV_BYTES = 1 << 30
 _BLOCK_ACTIVATIONS = 34
 _AUTOGRAD = ("norm+attention", "attention+residual", "block", "model")

@@ -221,8 +221,8 @@ class Dask:
 # Dask's workers give memory back whenever 64 KiB are free, so every step of the solver pays for its pages anew: measured,
 # that more than doubles the time of small problems. Nobody looks at the profile of a cluster without a dashboard.
 _LOCAL_WORKERS = {
-    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 256 << 20,
-    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 64 << 20,
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 128 << 20,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 32 << 20,
     "distributed.worker.profile.enabled": False,
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None
         # What has the fingerprint that the plan saw has passed its self-tests there.
         handle = _load(choice, dtype, check=fingerprint is None)
         _loaded[key] = LoadedModel(handle, model_fingerprint(handle))
+        _return_free_memory()
     _loaded.move_to_end(key)
     model = _loaded[key]
     _make_room(KEEP_BYTES)
@@ -62,6 +65,13 @@ def _make_room(most: int) -> None:
 def forget_models() -> None:
     """Load models anew when they are asked for: the files behind a name may have changed."""
     _loaded.clear()
+    _return_free_memory()
+
+
+def _return_free_memory() -> None:
+    """Give what former models and the loading left back to the system, where the C library can: it would keep a gigabyte."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def weight_bytes(handle: Model) -> int:

@@ -12,12 +12,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, cast
+from typing import ClassVar, Protocol, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.core import Triple
+from lipscope.attention.described import Described
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
 from lipscope.attention.variants.features import Feature
@@ -61,7 +62,7 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Variant(ABC):
+class Variant(Described, ABC):
     """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it.
 
     Attributes:
@@ -104,11 +105,6 @@ class Variant(ABC):
         return Attention(self.q, self.key_weights, self.v, self.out, self.heads, mask=self.mask)
 
     @property
-    def width(self) -> int:
-        """Token dimension d."""
-        return self.q.shape[1]
-
-    @property
     def head_width(self) -> int:
         """Dimension dk of one query or key."""
         return self.q.shape[0] // self.heads
@@ -117,25 +113,6 @@ class Variant(ABC):
     def output_width(self) -> int:
         """Dimension of one output token."""
         return self.v.shape[0] if self.out is None else self.out.shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the weights."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.q.device
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
-        """The same layer in another dtype or on another device."""
-        moved: dict[str, Any] = {
-            field.name: value.to(dtype=dtype, device=device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
 
     def with_mask(self, mask: MaskLike) -> Self:
         """The same layer under another mask."""
@@ -158,6 +135,9 @@ class Variant(ABC):
         mask = cast(Mask, self.mask)
         if isinstance(mask, Full):
             return None
+        additive = mask.additive(n)
+        if additive is not None and bool(additive.any()):
+            raise ValueError(f"mask {mask} adds to scores, and {self.kind} attention takes masks that hide or show only")
         allowed = mask.allowed(n)
         return None if allowed is None else allowed.to(self.device)
 

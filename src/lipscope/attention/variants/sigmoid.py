@@ -7,23 +7,20 @@ Rows do not add up to one; b = −log n keeps their sums near one when scores ar
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.core import Linearisation
-from lipscope.attention.layer import Attention
-from lipscope.attention.variants.features import Feature
-from lipscope.attention.variants.layer import Core, Features, Variant
+from lipscope.attention.variants.dot_product import DotProductVariant
+from lipscope.attention.variants.layer import Core
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SigmoidAttention(Variant):
+class SigmoidAttention(DotProductVariant):
     """Attention with P_ij = sigmoid(τ q_i·k_j + b).
 
     Attributes:
@@ -38,33 +35,13 @@ class SigmoidAttention(Variant):
         tensor([0.8000], dtype=torch.float64)
     """
 
-    k: Tensor
-    scale: float | None = None
     shift: float | None = None
 
     kind: ClassVar[str] = "sigmoid"
 
-    @property
-    def tau(self) -> float:
-        """The scale τ of the scores."""
-        return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
-
-    @cached_property
-    def scaled(self) -> Attention:
-        """Dot-product attention with the same weights and the same scale."""
-        return dataclasses.replace(self.plain, scale=self.tau)
-
     def shift_at(self, n: int) -> float:
         """B for n tokens."""
         return -math.log(n) if self.shift is None else self.shift
-
-    def features(self, X: Tensor) -> Features:
-        """τ q_i, k_j and v_j."""
-        return (
-            Feature.at(X, self.q, self.heads, self.tau),
-            Feature.at(X, self.k, self.heads),
-            Feature.at(X, self.v, self.heads),
-        )
 
     def weights(self, scores: Tensor) -> Tensor:
         """P of scores (B, H, n, n)."""

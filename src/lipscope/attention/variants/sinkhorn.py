@@ -12,20 +12,17 @@ Published models stop after a few normalisations; what is measured here is their
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.core import Triple
-from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Full, Mask
-from lipscope.attention.variants.features import Feature
-from lipscope.attention.variants.layer import Core, Features, Variant
+from lipscope.attention.variants.dot_product import DotProductVariant
+from lipscope.attention.variants.layer import Core
 
 _STEPS = 60
 # Newton's method has no trouble with scores that differ by less.
@@ -35,7 +32,7 @@ _SHIFT, _FLAT = 1e-14, 1e-11
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SinkhornAttention(Variant):
+class SinkhornAttention(DotProductVariant):
     """Attention with doubly stochastic weights; no mask, since a triangular doubly stochastic matrix is the identity.
 
     Attributes:
@@ -51,29 +48,8 @@ class SinkhornAttention(Variant):
         True
     """
 
-    k: Tensor
-    scale: float | None = None
-
     kind: ClassVar[str] = "sinkhorn"
     masks: ClassVar[tuple[type[Mask], ...]] = (Full,)
-
-    @property
-    def tau(self) -> float:
-        """The scale τ of the scores."""
-        return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
-
-    @cached_property
-    def scaled(self) -> Attention:
-        """Dot-product attention with the same weights and the same scale."""
-        return dataclasses.replace(self.plain, scale=self.tau)
-
-    def features(self, X: Tensor) -> Features:
-        """τ q_i, k_j and v_j."""
-        return (
-            Feature.at(X, self.q, self.heads, self.tau),
-            Feature.at(X, self.k, self.heads),
-            Feature.at(X, self.v, self.heads),
-        )
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """P ṽ. Two Newton steps from the solution carry the derivatives of P up to the third order."""

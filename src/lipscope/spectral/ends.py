@@ -1,0 +1,80 @@
+"""Ends of intervals as people read them: rounded outwards, so that what is shown contains what was computed.
+
+    shown lower end ≤ lower end ≤ upper end ≤ shown upper end
+
+Rounded to the nearest, σ ∈ [1.00621, 1.00624] would read as [1.006, 1.006], which does not contain σ. What is rounded is the
+shortest decimal number that stands for the float (0.1, not its last bit), so a number with few digits is shown as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import SupportsFloat
+
+# Room for every digit of every float: the only rounding is the one that is asked for.
+_EXACT = Context(prec=1200)
+# From here down a number is shown with a power of ten, as ``%g`` does.
+_SMALLEST_PLAIN = -4
+
+
+def round_down(value: SupportsFloat, digits: int = 4, *, decimals: int | None = None) -> str:
+    """A lower end: not above ``value``, with so many significant digits, or so many decimals.
+
+    Example:
+        >>> round_down(1.00624), round_down(-0.1234567, 3), round_down(0.4972, decimals=2), round_down(0.1)
+        ('1.006', '-0.124', '0.49', '0.1')
+    """
+    return _shown(float(value), ROUND_FLOOR, digits, decimals)
+
+
+def round_up(value: SupportsFloat, digits: int = 4, *, decimals: int | None = None) -> str:
+    """An upper end or bound: not below ``value``.
+
+    Example:
+        >>> round_up(1.00621), round_up(123456.0), round_up(-0.0012, decimals=2), round_up(float("inf"))
+        ('1.007', '1.235e+05', '0.00', 'inf')
+    """
+    return _shown(float(value), ROUND_CEILING, digits, decimals)
+
+
+def interval(lower: SupportsFloat, upper: SupportsFloat, digits: int = 4, *, decimals: int | None = None) -> str:
+    """An interval that contains the given one.
+
+    Example:
+        >>> interval(1.00621, 1.00624), interval(0.4972, 0.5011, decimals=2)
+        ('[1.006, 1.007]', '[0.49, 0.51]')
+    """
+    return f"[{round_down(lower, digits, decimals=decimals)}, {round_up(upper, digits, decimals=decimals)}]"
+
+
+def rounded(value: float, rounding: str, digits: int, decimals: int | None = None) -> Decimal:
+    """A finite number on the grid of so many significant digits, or decimals.
+
+    Args:
+        value: the number.
+        rounding: ``decimal.ROUND_FLOOR`` or ``decimal.ROUND_CEILING``.
+        digits: significant digits; not used when there are ``decimals``.
+        decimals: digits after the point.
+    """
+    exact = Decimal(repr(value))
+    last = exact.adjusted() - digits + 1 if decimals is None else -decimals
+    return exact.quantize(Decimal(1).scaleb(last, _EXACT), rounding, _EXACT)
+
+
+def _shown(value: float, rounding: str, digits: int, decimals: int | None) -> str:
+    if digits < 1:
+        raise ValueError(f"digits must be at least 1, got {digits}")
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 and decimals is None:
+        return "0"
+    near = rounded(value, rounding, digits, decimals)
+    if decimals is not None:
+        return f"{near.copy_abs() if near == 0 else near:f}"
+    power = near.adjusted()
+    if _SMALLEST_PLAIN <= power < digits:
+        plain = f"{near:f}"
+        return plain.rstrip("0").rstrip(".") if "." in plain else plain
+    factor = f"{near.scaleb(-power, _EXACT):f}".rstrip("0").rstrip(".")
+    return f"{factor}e{power:+03d}"

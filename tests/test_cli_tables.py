@@ -1,0 +1,40 @@
+"""Tables on a terminal: they fit where they can, and cut no number where they cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from lipscope.cli_tables import print_table
+
+NAMES = ["layer", "head", "n", "median σ", "lower", "upper", "|x|", "entropy", "on first", "α (σ ~ n^α)"]
+ROWS = [
+    ["11", "10", "128", "17.85", "16.33", "20.69", "12.1", "2.67", "0.31", "-0.15 … -0.02"],
+    ["0", "7", "128", "3.715", "3.483", "4.178", "9.54", "3.35", "0.05", "0.08 … 0.18"],
+]
+
+
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, **options: object) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(NAMES, ROWS, **options)  # type: ignore[arg-type]
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def test_a_scan_of_heads_fits_eighty_columns(capsys, monkeypatch) -> None:
+    lines = printed(capsys, monkeypatch, 80)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 5  # two lines of headers, a rule, two rows
+    assert lines[0].split() == ["median", "on"]
+    assert " ".join(lines[1].split()) == "layer head n σ lower upper |x| entropy first α (σ ~ n^α)"
+    for line, row in zip(lines[3:], ROWS, strict=True):
+        assert line.split() == " ".join(row).split()
+
+
+def test_headers_stay_on_one_line_where_there_is_room(capsys, monkeypatch) -> None:
+    assert printed(capsys, monkeypatch, 100)[0].split() == " ".join(NAMES).split()
+
+
+def test_no_number_is_cut_on_the_narrowest_terminal(capsys, monkeypatch) -> None:
+    lines = printed(capsys, monkeypatch, 30)
+    for row in ROWS:
+        for cell in row:
+            assert any(cell in line for line in lines), cell
