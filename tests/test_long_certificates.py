@@ -152,7 +152,8 @@ def ratios(seed: int) -> list[tuple[float, str]]:
     scaled = J.reshape(-1, *X.shape) * gains[:, None]
     found.append((scaled.reshape(J.shape), certified_upper(subject, X[None], gains=gains[None], height=height)[0]))
     words = f"seed {seed}: {subject}, height {height}"
-    return [(float(torch.linalg.matrix_norm(J, 2) / bound), words) for J, bound in found]
+    # Where a sink takes everything, both are zero.
+    return [(float(torch.linalg.matrix_norm(J, 2) / bound) if bool(J.any()) else 0.0, words) for J, bound in found]
 
 
 def worst_of(seeds) -> list[float]:
@@ -165,7 +166,7 @@ def worst_of(seeds) -> list[float]:
 
 def test_no_drawn_layer_exceeds_the_bound_from_strips():
     """Masks, additive terms, heads, sizes and scales at random; some of them reach the bound, so an error would show."""
-    found = worst_of(range(120))
+    found = worst_of(range(30))
     assert found[-1] > 1 - 1e-6
     assert found[len(found) // 2] > 0.3
 
