@@ -32,7 +32,7 @@ def main() -> None:
     lines = [
         "## Goals",
         "",
-        f"Written by `benchmarks/goals.py` from one run of `make bench` on one machine ({machine()}). Every figure is a "
+        f"Written by `benchmarks/goals.py` from the last run of every benchmark on one machine ({machine()}). Every figure is a "
         f"ratio inside one run, an exponent, or a share. {len(goals) - len(missed)} of {len(goals)} goals are met.",
         "",
         "| case | goal | measured | verdict |",
@@ -40,7 +40,7 @@ def main() -> None:
         *[f"| {goal.case} | {goal.goal} | {goal.measured} | {'met' if goal.met else '**missed**'} |" for goal in goals],
     ]
     if missed:
-        lines += ["", "Why goals are missed, as measured in the same run:", ""]
+        lines += ["", "Why goals are missed, as measured in the same runs:", ""]
         lines += [f"- {goal.case}: {goal.reason}." for goal in missed]
     if silent:
         lines += ["", f"Without a result in this run: {', '.join(f'`benchmarks/{name}.py`' for name in silent)}."]
