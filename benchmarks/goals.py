@@ -32,8 +32,8 @@ def main() -> None:
     lines = [
         "## Goals",
         "",
-        f"Written by `benchmarks/goals.py` from the last run of every benchmark on one machine ({machine()}). Every figure is "
-        f"a ratio inside one run, an exponent, or a share. {len(goals) - len(missed)} of {len(goals)} goals are met.",
+        f"Written by `benchmarks/goals.py` from the last run of every benchmark on one machine ({machine()}). Every figure "
+        f"is a ratio inside one run, an exponent, or a share. {len(goals) - len(missed)} of {len(goals)} goals are met.",
         "",
         "| case | goal | measured | verdict |",
         "|---|---|---|---|",
