@@ -17,7 +17,7 @@ from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, TEXT, RealLayer, pyplot, s
 from lipscope.adversarial import growth
 from lipscope.bounds import castin2024, refined
 from lipscope.models.fit import fit_growth
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.spectral.ends import span
 
 LAYER, INPUTS = 2, 6
 LENGTHS = [8, 16, 32, 64, 128, 256]
@@ -77,7 +77,7 @@ def main() -> None:
                 name,
                 *(f"{end:.3g}" for end in ends),
                 f"{fit.alpha:.2f}",
-                f"{round_down(fit.alpha_low, decimals=2)} … {round_up(fit.alpha_high, decimals=2)}",
+                span(fit.alpha_low, fit.alpha_high, decimals=2),
             ]
         )
     header = ["", f"n = {LENGTHS[0]}", f"n = {LENGTHS[-1]}", "α in c·n^α", "its 95 % interval"]

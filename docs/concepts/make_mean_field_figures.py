@@ -30,7 +30,7 @@ from lipscope.meanfield import (
     local_constant,
     parse_law,
 )
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.spectral.ends import round_up, span
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)
@@ -157,7 +157,7 @@ def gaussian(plt: Any) -> tuple[Any, str]:
             f"{std**2:g}",
             f"{sigma[0]:.3f}",
             f"{sigma[-1]:.3f}",
-            f"{round_down(growth.alpha_low, decimals=2)} … {round_up(growth.alpha_high, decimals=2)}",
+            span(growth.alpha_low, growth.alpha_high, decimals=2),
         ]
         cells += [f"{done.medians('radius')[-1]:.2f}", round_up(done.medians("bound")[-1], 2)]
         cells += [f"{local_constant(attention('full'), quadrature(std, k)).estimate:.4g}" for k in NODES]

@@ -12,7 +12,7 @@ import typer
 
 from lipscope.cli_options import AllowPickle, AsJson, Debug, Dtype, Memory, ModelName, Part, Precision, TrustCode
 from lipscope.cli_tables import print_table
-from lipscope.spectral.ends import interval, round_down, round_up
+from lipscope.spectral.ends import interval, round_down, round_up, span
 
 if TYPE_CHECKING:
     from lipscope.models.scan import Scan
@@ -241,7 +241,7 @@ def _print_scan(result: Scan, text: str, top: int) -> None:
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
             fit = fits[(s["layer"], s["head"])]
-            cells.append(f"{round_down(fit.alpha_low, decimals=2)} … {round_up(fit.alpha_high, decimals=2)}")
+            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2))
         rows.append(cells)
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, title=title, caption=caption)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]

@@ -15,7 +15,7 @@ from lipscope.paper.cast import Cast, Member
 from lipscope.paper.findings import PUBLISHED_LAYER, PUBLISHED_MODEL
 from lipscope.paper.plan import NORM_SCOPES
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_CASE_EXPONENT
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.spectral.ends import span
 
 # The colours of Okabe and Ito, which everyone can tell apart.
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#777777"
@@ -112,9 +112,7 @@ def _growth_series(curve: Curve) -> tuple[Series, ...]:
         series.append(Series("certified upper bound", x, y, GREEN, "marks"))
     elif x:
         # Drawn to scale it would press the measurements into one line.
-        series.append(
-            Series(f"certified upper bound {round_down(min(y), 2)} … {round_up(max(y), 2)}: above", [], [], GREEN, "marks")
-        )
+        series.append(Series(f"certified upper bound {span(min(y), max(y), 2)}: above", [], [], GREEN, "marks"))
     grid = [min(n) * (max(n) / min(n)) ** (step / _STEPS) for step in range(_STEPS + 1)]
     for estimator, color in ((SIGMA, BLUE), (COMPANION, ORANGE)):
         fit = curve.fit(estimator)

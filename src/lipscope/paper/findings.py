@@ -14,7 +14,7 @@ from lipscope.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.paper.cast import Cast
 from lipscope.paper.plan import ADVERSARIAL
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.spectral.ends import span
 
 # The public repository draws its curve for this model and layer.
 PUBLISHED_MODEL, PUBLISHED_LAYER = "gpt2-random", 6
@@ -229,7 +229,7 @@ def _two(value: float) -> str:
 
 
 def _ends(low: float, high: float, decimals: int) -> str:
-    return f"{round_down(low, decimals=decimals)} and {round_up(high, decimals=decimals)}"
+    return span(low, high, decimals=decimals, between=" and ")
 
 
 def _span(values: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ from lipscope.paper.findings import findings
 from lipscope.paper.page import Page, Section, Table
 from lipscope.paper.plan import GROWTH, NORM_SCOPES
 from lipscope.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, Settings
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.spectral.ends import round_up, span
 
 _PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
 _TOPIC_FIGURES = {
@@ -88,7 +88,7 @@ def exponent_table(fits: Sequence[FitRow]) -> Table:
             fit = cells.get((*key, estimator))
             row += ["–", "–"] if fit is None else [
                 analysis.power_law(fit),
-                f"{round_down(fit.alpha_low, decimals=3)} … {round_up(fit.alpha_high, decimals=3)}",
+                span(fit.alpha_low, fit.alpha_high, decimals=3),
             ]  # fmt: skip
         rows.append(row)
     return Table(["model", "layer", "mask", "inputs", "σ fits", "α, 95 %", "companion fits", "α, 95 %"], rows)
@@ -141,16 +141,14 @@ def _effect(rows: Sequence[Row], variant: str) -> str:
     table = [row for row in analysis.difference_table(rows) if row.variant == variant]
     if not table:
         return "Not measured in this run: no model here has it."
-    parts = [
-        f"{row.ratio:.3g} ({round_down(row.ratio_low, 3)} … {round_up(row.ratio_high, 3)}) for {row.model}" for row in table
-    ]
+    parts = [f"{row.ratio:.3g} ({span(row.ratio_low, row.ratio_high, 3)}) for {row.model}" for row in table]
     return f"Ratio {'; '.join(parts)}."
 
 
 def _differences(rows: Sequence[Row]) -> Table:
     lines = [
         [r.variant, r.model, str(r.layer), str(r.n), str(r.inputs), _number(r.reference), _number(r.value), _number(r.ratio),
-         f"{round_down(r.ratio_low, 3)} … {round_up(r.ratio_high, 3)}"]
+         span(r.ratio_low, r.ratio_high, 3)]
         for r in analysis.difference_table(rows)
     ]  # fmt: skip
     header = ["difference", "model", "layer", "n", "inputs", "without", "with", "ratio", "range"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
+from lipscope.sweep.work import torch_threads
 
 Map = Callable[[Tensor], Tensor]
 
@@ -99,17 +100,13 @@ def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequen
         ``seconds`` in all, and what was measured: ``samples``, ``sample_seconds`` and ``sample_steps``.
     """
     spent, work, steps = 0.0, 0.0, []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         for layer, X in samples:
             start = time.process_time()
             _, taken = power_loop(plain_forward(layer), X)
             spent += time.process_time() - start
             work += _work(*X.shape)
             steps.append(taken)
-    finally:
-        torch.set_num_threads(threads)
     total = sum(_work(n, d) for n, d in points)
     return {"seconds": spent * total / work, "samples": len(samples), "sample_seconds": spent, "sample_steps": steps}
 

@@ -45,7 +45,19 @@ def interval(lower: SupportsFloat, upper: SupportsFloat, digits: int = 4, *, dec
         >>> interval(1.00621, 1.00624), interval(0.4972, 0.5011, decimals=2)
         ('[1.006, 1.007]', '[0.49, 0.51]')
     """
-    return f"[{round_down(lower, digits, decimals=decimals)}, {round_up(upper, digits, decimals=decimals)}]"
+    return f"[{span(lower, upper, digits, decimals=decimals, between=', ')}]"
+
+
+def span(
+    lower: SupportsFloat, upper: SupportsFloat, digits: int = 4, *, decimals: int | None = None, between: str = " … "
+) -> str:
+    """The same without brackets.
+
+    Example:
+        >>> span(0.4972, 0.5011, decimals=2), span(1.00621, 1.00624, between=" and ")
+        ('0.49 … 0.51', '1.006 and 1.007')
+    """
+    return f"{round_down(lower, digits, decimals=decimals)}{between}{round_up(upper, digits, decimals=decimals)}"
 
 
 def rounded(value: float, rounding: str, digits: int, decimals: int | None = None) -> Decimal:

@@ -53,7 +53,7 @@ def run_job(job: Job) -> Iterator[Outcome]:
     kind: Kind = load_object(job.kind)()
     where = environment(job.threads)
     start = time.perf_counter()
-    with _one_at_a_time, _threads(job.threads):
+    with _one_at_a_time, torch_threads(job.threads):
         try:
             handle = loaded_model(job.model, job.dtype, job.fingerprint).handle
             recorded = kind.record(handle, job.payload)
@@ -85,7 +85,8 @@ def _failed(task: Task, error: Exception, start: float, where: dict[str, Any]) -
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """So many torch threads for a while; then as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
