@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import transformers as tf
 from torch import nn
 
 from lipscope.monitor import LipschitzCallback, Threshold
+from lipscope.monitor.decisions import JointDecision
 
 lightning = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("accelerate")
@@ -206,7 +209,7 @@ def test_lightning_saves_stops_and_validates(tmp_path):
 def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
     """The first measurement is at step 1, where the other processes do not wait for a decision."""
     asked = []
-    monkeypatch.setattr("lipscope.monitor.huggingface.agreed", lambda *wish: asked.append(wish) or wish)
+    monkeypatch.setattr("lipscope.monitor.decisions.agreed", lambda *wish: asked.append(wish) or wish)
     thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
     callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
     state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
@@ -227,7 +230,7 @@ def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypa
 
 @pytest.mark.filterwarnings("ignore:lipscope.monitor, step 1")
 def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr("lipscope.monitor.lightning.agreed", lambda *wish: wish)
+    monkeypatch.setattr("lipscope.monitor.decisions.agreed", lambda *wish: wish)
     saved = []
     run = SimpleNamespace(
         world_size=2, is_global_zero=True, global_step=0, default_root_dir=tmp_path, loggers=[], should_stop=False,
@@ -246,3 +249,18 @@ def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_pa
         assert run.should_stop == (step >= 3)
     callback.teardown(run, module, "fit")
     assert saved == ["lipscope-step=3.ckpt"]
+
+
+def decide(rank: int, meeting: str, found: str) -> None:
+    """One of two processes: only the first has anything to ask for."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    decision, wish = JointDecision(), SimpleNamespace(save=True, stop=False)
+    took = [decision.take(wish if rank == 0 and step == 1 else None, joint=True, due=step % 2 == 0) for step in range(1, 5)]
+    Path(found, str(rank)).write_text(json.dumps(took))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_take_the_decision_of_the_first_together(tmp_path):
+    torch.multiprocessing.spawn(decide, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    expected = [[False, False], [True, False], [False, False], [False, False]]
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]

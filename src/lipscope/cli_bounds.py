@@ -162,9 +162,8 @@ def _print(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_jso
     cells = []
     for bound in found.bounds:
         ratio = found.ratio(bound)
-        sign = "≥" if bound.side == "lower" else "→" if bound.kind == "limit" else "≤"
         shown = "" if ratio is None else f"{ratio:.4g}"
-        cells.append([bound.name, bound.kind, sign, bound.shown(), shown, bound.norm])
+        cells.append([bound.name, bound.kind, bound.sign, bound.shown(), shown, bound.norm])
     caption = "set: for all tokens of that norm · local: at these tokens · limit: for ever longer tokens\n"
     caption += "≥: tokens of that norm reach it" + ("" if found.sigma is None else " · × σ: bound over measured σ")
     names = ["bound", "kind", "", "value", "× σ", "norm"]

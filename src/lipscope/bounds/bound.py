@@ -59,11 +59,15 @@ class Bound:
             return f"{self.value:.{digits}g}"
         return round_up(self.value, digits) if self.side == "upper" else round_down(self.value, digits)
 
+    @property
+    def sign(self) -> str:
+        """How σ relates to the value: ≤ or ≥ it, or → it in a limit."""
+        return "≥" if self.side == "lower" else "→" if self.kind == "limit" else "≤"
+
     def __str__(self) -> str:
-        sign = "≤" if self.side == "upper" else "≥"
         given = ", ".join(f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {value}"
                           for name, value in self.inputs.items())  # fmt: skip
-        return f"{self.name} ({self.kind}): σ {sign} {self.shown()}  [{given}] for {self.holds_for}; {self.reference}"
+        return f"{self.name} ({self.kind}): σ {self.sign} {self.shown()}  [{given}] for {self.holds_for}; {self.reference}"
 
 
 CASTIN = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"

@@ -62,10 +62,9 @@ class BoundTable:
         lines = [head]
         for bound in self.bounds:
             ratio = self.ratio(bound)
-            sign = "≥" if bound.side == "lower" else "→" if bound.kind == "limit" else "≤"
             extra = f"  ×{ratio:.4g}" if ratio is not None else ""
             norm = "" if bound.norm == "Frobenius" else f"  (norm {bound.norm})"
-            lines.append(f"  {bound.name:<{width}}  {bound.kind:<5} {sign} {bound.shown()}{extra}{norm}")
+            lines.append(f"  {bound.name:<{width}}  {bound.kind:<5} {bound.sign} {bound.shown()}{extra}{norm}")
         return "\n".join(lines)
 
 

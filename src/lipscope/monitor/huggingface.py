@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lipscope.monitor.decisions import JointDecision
 from lipscope.monitor.monitor import Monitor
 from lipscope.monitor.readings import Record
-from lipscope.monitor.thresholds import agreed
 
 
 class LipschitzCallback(TrainerCallback):
@@ -37,7 +37,7 @@ class LipschitzCallback(TrainerCallback):
         self._options = {"every": every, **options}
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
-        self._pending = False, False
+        self._decision = JointDecision()
         self._training = False
         self._watched: nn.Module | None = None
 
@@ -56,16 +56,7 @@ class LipschitzCallback(TrainerCallback):
         record = None if self.monitor is None else self.monitor.step(step=state.global_step)
         if record is not None and record.readings:
             self._log(record, control)
-        save, stop = self._pending
-        if record is not None:
-            save, stop = save or record.save, stop or record.stop
-        if args.world_size > 1 and state.global_step % every:
-            # Joint decisions are taken where all processes know that there may be one; until then this one waits.
-            self._pending = save, stop
-            return
-        self._pending = False, False
-        if args.world_size > 1:
-            save, stop = agreed(save, stop)
+        save, stop = self._decision.take(record, joint=args.world_size > 1, due=state.global_step % every == 0)
         control.should_save = control.should_save or save
         control.should_training_stop = control.should_training_stop or stop
 

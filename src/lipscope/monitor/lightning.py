@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.monitor.decisions import JointDecision
 from lipscope.monitor.monitor import Monitor
 from lipscope.monitor.readings import Record
-from lipscope.monitor.thresholds import agreed
 
 try:
     from lightning.pytorch import Callback
@@ -46,7 +46,7 @@ class LipschitzCallback(Callback):
         self._model = model
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
-        self._pending = False, False
+        self._decision = JointDecision()
         self._last = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,16 +69,8 @@ class LipschitzCallback(Callback):
         record = None if self.monitor is None else self.monitor.step(batch, step=step)
         if record is not None and record.readings:
             self._log(trainer, pl_module, record)
-        save, stop = self._pending
-        if record is not None:
-            save, stop = save or record.save, stop or record.stop
-        if trainer.world_size > 1 and step % int(self._options["every"]):
-            # Joint decisions are taken where all processes know that there may be one; until then this one waits.
-            self._pending = save, stop
-            return
-        self._pending = False, False
-        if trainer.world_size > 1:
-            save, stop = agreed(save, stop)
+        due = step % int(self._options["every"]) == 0
+        save, stop = self._decision.take(record, joint=trainer.world_size > 1, due=due)
         if save:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / f"lipscope-step={step}.ckpt")
         trainer.should_stop = trainer.should_stop or stop

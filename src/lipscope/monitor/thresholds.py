@@ -128,14 +128,3 @@ class Guard:
                     self._beyond.add(key)
                     alarms.append(Alarm(layer, head, value, threshold))
         return tuple(alarms)
-
-
-def agreed(save: bool, stop: bool) -> tuple[bool, bool]:
-    """What the first process decided, in all of them: checkpoints and stops are joint actions of a distributed run."""
-    import torch
-
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return save, stop
-    decision = [(save, stop)]
-    torch.distributed.broadcast_object_list(decision, src=0)
-    return decision[0]
