@@ -38,10 +38,13 @@ def run(module, monkeypatch, *arguments) -> None:
 
 @pytest.mark.parametrize("peak", [1 << 30, 3 << 30])
 def test_a_missed_memory_goal_fails_after_everything_is_written(script, monkeypatch, tmp_path, capsys, peak):
+    def memory(lengths, steps):
+        return [], {n: peak * n // 16384 for n in lengths}, {n: n * 2e-3 for n in lengths}
+
     long_context, goals = script("long_context"), script("goals")
     monkeypatch.setattr(long_context, "against_attention", lambda n: (f"| {n} |", 4.0, 0.6))
     monkeypatch.setattr(long_context, "pair_seconds", lambda layer, n, repeats=3: n * 1e-3)
-    monkeypatch.setattr(long_context, "memory_rows", lambda lengths, steps: ([], {n: peak * n // 16384 for n in lengths}))
+    monkeypatch.setattr(long_context, "memory_rows", memory)
     page = tmp_path / "performance.md"
     for name in goals.ORDER:
         if name != "long_context":

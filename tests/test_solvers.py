@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from scipy.stats import binom
 
 import cases
 import lipscope
-from lipscope.spectral.basis import Basis
+from lipscope.spectral.basis import Basis, scaled_norm
 from lipscope.spectral.ritz import polynomial_upper_bound
 from lipscope.spectral.start import overlap_quantile
 
@@ -91,6 +92,35 @@ def test_polynomial_upper_bound_of_one_step_is_its_closed_form():
     start, overlap = torch.tensor([0]), torch.tensor([1e-3], dtype=torch.float64)
     upper = polynomial_upper_bound(alpha, beta, first=start, overlap=overlap, floor=torch.zeros(1, dtype=torch.float64))
     assert float(upper) == pytest.approx(math.sqrt(4 + 1 / 1e-3), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_polynomial_upper_bound_is_the_root_or_just_beyond_it(seed):
+    """Against SciPy's bracketing root finder on the same equation."""
+    generator = torch.Generator().manual_seed(seed)
+    k = int(torch.randint(1, 40, (1,), generator=generator))
+    alpha, beta = torch.rand(2, 1, k, dtype=torch.float64, generator=generator) ** 3
+    overlap = 10 ** (-12 * torch.rand(1, dtype=torch.float64, generator=generator))
+    upper = float(
+        polynomial_upper_bound(alpha, beta, first=torch.tensor([0]), overlap=overlap, floor=torch.zeros(1).double())
+    )
+    matrix = np.diag(alpha[0].numpy()) + np.diag(beta[0, :-1].numpy(), 1)
+    values = np.linalg.svd(matrix, compute_uv=False)
+    target = float(alpha.log().sum() + beta.log().sum() - overlap.log())
+
+    def excess(x: float) -> float:
+        return float(np.log((np.exp(x) + (1 - (values / values[0]) ** 2)) * values[0] ** 2).sum() - target)
+
+    root = scipy.optimize.brentq(excess, -80, 80, xtol=1e-13)
+    exact = values[0] * math.sqrt(1 + math.exp(root))
+    assert exact * (1 - 1e-13) <= upper <= exact * (1 + 1e-11)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
+@pytest.mark.parametrize("size", [7, 768, 98 * 768])
+def test_norm_of_float32_rows_keeps_its_digits_at_every_scale(size, scale):
+    x = scale * torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(scaled_norm(x), x.double().norm(dim=-1), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50, 10_000])

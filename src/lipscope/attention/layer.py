@@ -244,9 +244,10 @@ class Attention(Described):
         """The attention core linearised at tokens (B, n, d), with its n×n matrices."""
         return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
 
-    def linearise_tiled(self, X: Tensor) -> TiledLinearisation:
+    def linearise_tiled(self, X: Tensor, *, centred: bool = False) -> TiledLinearisation:
         """The same without n×n matrices: memory grows like n."""
-        return TiledLinearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True))
+        rule = self.score_rule(X.shape[1], X.shape[0], tiled=True)
+        return TiledLinearisation.at(*self.project(X), rule, centred=centred)
 
     def merge_heads(self, grouped: Tensor) -> Tensor:
         """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""

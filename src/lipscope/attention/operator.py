@@ -157,9 +157,14 @@ def linearise_for_products(layer: Attention, X: Tensor, tiled: bool | None = Non
     B, n, _ = X.shape
     if tiled is None:
         tiled = prefers_tiles(layer.score_rule(n, B, tiled=True), B * layer.heads, n, n, X)
-    core: AnyLinearisation = layer.linearise_tiled(X) if tiled else layer.linearise(X)
+    centred = layer.sinks is None
+    if tiled:
+        tiles = layer.linearise_tiled(X, centred=centred)
+        check_finite(tiles)
+        return tiles
+    core = layer.linearise(X)
     check_finite(core)
-    return core.with_centred_values() if layer.sinks is None else core
+    return core.with_centred_values() if centred else core
 
 
 def check_finite(core: AnyLinearisation | Core) -> None:

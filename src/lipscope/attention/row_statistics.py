@@ -9,7 +9,7 @@ so that one pass over the tiles gives it, without an n×n matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from lipscope.attention.core import Linearisation, ungroup_queries
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+from lipscope.attention.tiling import current_tiling
+from lipscope.attention.workspace import Workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,9 @@ def _from_matrices(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tens
 
 
 def _from_tiles(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor) -> RowStatistics:
-    core = TiledLinearisation.at(q, k, v[..., :1], rule)
+    # One pass over the tiles after this one: nothing is worth keeping.
+    core = TiledLinearisation.at(q, k, v[..., :1], rule, tiling=replace(current_tiling(), keep=0))
+    space = Workspace(core.queries)
     layout, shape = core.layout, core.peak.shape
     mass, energy, chosen = (core.peak.new_zeros(shape) for _ in range(3))
     top = core.peak.new_full(shape, float("-inf"))
@@ -89,7 +93,7 @@ def _from_tiles(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor)
         for strip in core.strips:
             rows = (items, slice(None), strip.rows)
             for tile in strip.tiles:
-                scores, _ = core.scores(items, strip, tile)
+                scores, _ = core.scores(items, strip, tile, space)
                 top[rows] = torch.maximum(top[rows], scores.amax(-1, keepdim=True))
                 below = scores.sub_(core.peak[rows])
                 E = below.exp()

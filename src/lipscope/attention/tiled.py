@@ -23,6 +23,7 @@ from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mask_owners
 from lipscope.attention.tiling import Tiling, current_tiling
+from lipscope.attention.workspace import Workspace
 
 Kept: TypeAlias = tuple[tuple[tuple[Tensor, Tensor], ...], ...]
 
@@ -59,6 +60,7 @@ class TiledLinearisation:
         rule: ScoreRule,
         *,
         tiling: Tiling | None = None,
+        centred: bool = False,
     ) -> TiledLinearisation:
         """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk) and values v (B, Hkv, m, dv).
 
@@ -68,24 +70,27 @@ class TiledLinearisation:
             v: values.
             rule: mask, additive term, soft-cap and sinks.
             tiling: sizes of the tiles and what is kept of them; by default the one in force.
+            centred: take the values about their mean, see ``Linearisation.with_centred_values``.
         """
         q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
+        if centred:
+            v = v - v.mean(-2, keepdim=True)
         (B, H, n, dk), (kv_heads, m) = q.shape, k.shape[1:3]
         layout = Layout(B, kv_heads, H // kv_heads)
         strips = make_strips(rule, (n, m), tiling.tile, q.device)
         additive = None if rule.additive is None else Term.of(rule.additive, layout)
         size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
-        queries = q.reshape(layout.items, layout.groups, n, dk)
+        queries = q.reshape(layout.items, layout.groups, n, dk).contiguous()
         rows = queries.new_zeros(*queries.shape[:3], 1)
         core = cls(
-            queries, k.reshape(layout.items, m, dk), v.reshape(layout.items, m, v.shape[-1]),
+            queries, k.reshape(layout.items, m, dk).contiguous(), v.reshape(layout.items, m, v.shape[-1]).contiguous(),
             queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
             mask_owners(rule, layout, m, q.device), rule.softcap, additive, size, tiling.tile_bytes,
         )  # fmt: skip
         core = core._normalised(rule.sinks)
         if B * core._exponential_count * q.element_size() <= tiling.keep:
             core = replace(core, kept=core._exponentials())
-        return replace(core, outputs=core._outputs(), score_size=size + core._additive_size())
+        return replace(core, score_size=size + core._additive_size())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,11 +116,6 @@ class TiledLinearisation:
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
         return {"scores": self.peak, "values": self.outputs, "queries": self.queries, "keys": self.keys}
-
-    def with_centred_values(self) -> TiledLinearisation:
-        """See ``Linearisation.with_centred_values``."""
-        core = replace(self, values=self.values - self.values.mean(-2, keepdim=True))
-        return replace(core, outputs=core._outputs())
 
     def per_head(self, heads: int) -> TiledLinearisation:
         """Every one of the query heads as an input of its own, ordered (input, head)."""
@@ -156,7 +156,8 @@ class TiledLinearisation:
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """DO (B, Hkv, G·n, dv) for perturbations of the scaled queries (B, Hkv, G·n, dk), keys and values."""
         dq, dk, dv = dq.reshape(self.queries.shape), dk.reshape(self.keys.shape), dv.reshape(self.values.shape)
-        result = torch.empty_like(self.outputs)
+        dv = dv.contiguous()
+        result, space = torch.empty_like(self.outputs), Workspace(self.queries)
         for items in self.item_parts():
             # dQ Kᵀ + Q dKᵀ as one product with a longer inner dimension.
             left = torch.cat([dq[items], self.queries[items]], dim=-1)
@@ -166,8 +167,8 @@ class TiledLinearisation:
                 total = rows.new_zeros(*rows.shape[:2], self.values.shape[-1])
                 row = rows.new_zeros(*rows.shape[:2], 1)
                 for t, tile in enumerate(strip.tiles):
-                    E, W = self._tile(items, s, t)
-                    T = torch.bmm(rows, right[:, :, tile.columns]).mul_(W)
+                    E, W = self._tile(items, s, t, space)
+                    T = space.product("T", rows, right[:, :, tile.columns]).mul_(W)
                     row += T.sum(-1, keepdim=True)
                     total.baddbmm_(T, self.values[items, tile.columns]).baddbmm_(E, dv[items, tile.columns])
                 total.addcmul_(row, _stacked(self.outputs[items], strip), value=-1)
@@ -180,6 +181,7 @@ class TiledLinearisation:
         scaled = g.reshape(self.outputs.shape) * self.scale
         inner = (scaled * self.outputs).sum(-1, keepdim=True)
         gq, gk, gv = torch.empty_like(self.queries), torch.zeros_like(self.keys), torch.zeros_like(self.values)
+        space = Workspace(self.queries)
         for items in self.item_parts():
             transposed = self.values[items].mT
             for s, strip in enumerate(self.strips):
@@ -187,8 +189,8 @@ class TiledLinearisation:
                 constant = _stacked(inner[items], strip)
                 total = torch.zeros_like(q)
                 for t, tile in enumerate(strip.tiles):
-                    E, W = self._tile(items, s, t)
-                    gS = torch.bmm(rows, transposed[:, :, tile.columns]).sub_(constant).mul_(W)
+                    E, W = self._tile(items, s, t, space)
+                    gS = space.product("T", rows, transposed[:, :, tile.columns]).sub_(constant).mul_(W)
                     total.baddbmm_(gS, self.keys[items, tile.columns])
                     gk[items, tile.columns].baddbmm_(gS.mT, q)
                     gv[items, tile.columns].baddbmm_(E.mT, rows)
@@ -198,47 +200,41 @@ class TiledLinearisation:
         return self._grouped(gq), gk.reshape(B, kv_heads, *gk.shape[1:]), gv.reshape(B, kv_heads, *gv.shape[1:])
 
     def _normalised(self, sinks: Tensor | None) -> TiledLinearisation:
-        """Fill in peak and scale, by a running maximum and sum over the tiles of each strip."""
-        shape = self.peak.shape
+        """Fill in peak, scale and outputs, by a running maximum, sum and product over the tiles of each strip."""
+        shape, space = self.peak.shape, Workspace(self.queries)
         peak, total = self.peak.new_full(shape, float("-inf")), self.peak.new_zeros(shape)
         if sinks is not None:
             peak = sinks.to(peak).reshape(1, self.layout.kv_heads, self.layout.groups, 1, 1)
             peak = peak.expand(self.layout.inputs, -1, -1, shape[2], 1).reshape(shape).clone()
             total = torch.ones_like(peak)
+        outputs = torch.zeros_like(self.outputs)
         for items in self.item_parts():
             for strip in self.strips:
                 top, mass = peak[items, :, strip.rows], total[items, :, strip.rows]
+                target = outputs[items, :, strip.rows]
                 for tile in strip.tiles:
-                    scores, _ = self.scores(items, strip, tile)
+                    scores, _ = self.scores(items, strip, tile, space)
                     new = torch.maximum(top, scores.amax(-1, keepdim=True))
                     safe = new.masked_fill(new == float("-inf"), 0.0)
-                    mass.mul_(torch.exp(top - safe)).add_(scores.sub_(safe).exp_().sum(-1, keepdim=True))
+                    E, shrink = scores.sub_(safe).exp_(), torch.exp(top - safe)
+                    mass.mul_(shrink).add_(E.sum(-1, keepdim=True))
+                    added = space.product("output", E.flatten(1, 2), self.values[items, tile.columns])
+                    target.mul_(shrink).add_(added.reshape(target.shape))
                     top.copy_(new)
-        return replace(
-            self,
-            peak=peak.masked_fill(peak == float("-inf"), 0.0),
-            scale=torch.where(total > 0, 1 / total, torch.zeros_like(total)),
-        )
-
-    def _outputs(self) -> Tensor:
-        outputs = torch.zeros_like(self.outputs)
-        for items in self.item_parts():
-            for s, strip in enumerate(self.strips):
-                target = outputs[items, :, strip.rows]
-                for t, tile in enumerate(strip.tiles):
-                    target += torch.bmm(self._tile(items, s, t)[0], self.values[items, tile.columns]).reshape(target.shape)
-        return outputs.mul_(self.scale)
+        scale = torch.where(total > 0, 1 / total, torch.zeros_like(total))
+        return replace(self, peak=peak.masked_fill(peak == float("-inf"), 0.0), scale=scale, outputs=outputs.mul_(scale))
 
     def _additive_size(self) -> float:
         """The largest additive term among the scores that matter; see ``NEGLIGIBLE``."""
         largest = 0.0
         if self.additive is None:
             return largest
+        space = Workspace(self.queries)
         for items in self.item_parts():
             for s, strip in enumerate(self.strips):
                 scale = _stacked(self.scale[items], strip)
                 for t, tile in enumerate(strip.tiles):
-                    matters = self._tile(items, s, t)[0] * scale > NEGLIGIBLE
+                    matters = self._tile(items, s, t, space)[0] * scale > NEGLIGIBLE
                     matters = matters.reshape(len(matters), self.layout.groups, -1, matters.shape[-1])
                     term = self.additive.tile(strip.rows, tile.columns, items)
                     largest = max(largest, float(torch.where(matters, term.abs(), 0.0).amax()))
@@ -246,8 +242,11 @@ class TiledLinearisation:
 
     def _exponentials(self) -> Kept:
         """E and W of every tile, over all items."""
+        everyone = slice(0, self.layout.items)
+        # Every tile has memory of its own.
         return tuple(
-            tuple(self._rebuilt(slice(0, self.layout.items), strip, tile) for tile in strip.tiles) for strip in self.strips
+            tuple(self._rebuilt(everyone, strip, tile, Workspace(self.queries)) for tile in strip.tiles)
+            for strip in self.strips
         )
 
     def _kept_per_head(self) -> Kept | None:
@@ -259,31 +258,33 @@ class TiledLinearisation:
 
         return tuple(tuple((e := apart(E), e if W is E else apart(W)) for E, W in row) for row in self.kept)
 
-    def _tile(self, items: slice, s: int, t: int) -> tuple[Tensor, Tensor]:
+    def _tile(self, items: slice, s: int, t: int, space: Workspace) -> tuple[Tensor, Tensor]:
         """E and W of one tile, (items, G·rows, columns)."""
         if self.kept is None:
-            return self._rebuilt(items, self.strips[s], self.strips[s].tiles[t])
+            return self._rebuilt(items, self.strips[s], self.strips[s].tiles[t], space)
         E, W = self.kept[s][t]
         return E[items], W[items]
 
-    def _rebuilt(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor]:
-        scores, slope = self.scores(items, strip, tile)
+    def _rebuilt(self, items: slice, strip: Strip, tile: Tile, space: Workspace) -> tuple[Tensor, Tensor]:
+        scores, slope = self.scores(items, strip, tile, space)
         E = scores.sub_(self.peak[items, :, strip.rows]).exp_().flatten(1, 2)
-        return E, E if slope is None else E * slope
+        return E, E if slope is None else slope.mul_(E)
 
-    def scores(self, items: slice, strip: Strip, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    def scores(self, items: slice, strip: Strip, tile: Tile, space: Workspace) -> tuple[Tensor, Tensor | None]:
         """Scores (items, G, rows, columns) with −inf where hidden, and the slope of the soft-cap, stacked like E."""
-        raw = torch.bmm(_stacked(self.queries[items], strip), self.keys[items, tile.columns].mT)
+        raw = space.product("scores", _stacked(self.queries[items], strip), self.keys[items, tile.columns].mT)
         slope = None
         if self.softcap is not None:
             bent = raw.div_(self.softcap).tanh_()
-            slope = 1 - bent.square()
+            slope = torch.square(bent, out=space.matrix("slope", *bent.shape)).neg_().add_(1)
             raw = bent.mul_(self.softcap)
         scores = raw.reshape(raw.shape[0], self.layout.groups, -1, raw.shape[-1])
         if self.additive is not None:
             scores += self.additive.tile(strip.rows, tile.columns, items)
         if tile.visible is not None:
-            scores.masked_fill_(~tile.visible.at(self.mask_owners[items]), float("-inf"))
+            hidden = ~tile.visible.at(self.mask_owners[items])
+            # A sum runs over all heads several times faster than a mask that they share.
+            scores += scores.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return scores, slope
 
     def item_parts(self) -> Iterator[slice]:

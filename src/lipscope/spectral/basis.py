@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
+
+# Most numbers that float32 adds up without losing digits, and norms whose squares it can hold.
+_SHORT, _SAFE = 256, (1e-15, 1e15)
 
 
 class Basis:
@@ -30,12 +35,13 @@ class Basis:
 
     def orthogonalise(self, x: Tensor) -> Tensor:
         """Remove the components of x along the stored vectors; the recurrence has removed most of them already."""
-        column = x.unsqueeze(-1)
-        # All coefficients of the same x: the correction of one block must not depend on the order of blocks.
-        parts = [(Q, torch.bmm(Q, column)) for Q in self._stored()]
-        for Q, coefficients in parts:
-            column = torch.baddbmm(column, Q.transpose(1, 2), coefficients, alpha=-1)
-        return column.squeeze(-1)
+        row = x.unsqueeze(1)
+        # All coefficients of the same x: the correction of one block must not depend on the order of blocks. As a row: with
+        # a column the same batched products take several times as long.
+        parts = [(torch.bmm(row, Q.mT), Q) for Q in self._stored()]
+        for coefficients, Q in parts:
+            row = torch.baddbmm(row, coefficients, Q, alpha=-1)
+        return row.squeeze(1)
 
     def append(self, x: Tensor) -> None:
         """Add one vector per item."""
@@ -83,7 +89,11 @@ class Basis:
 def scaled_norm(x: Tensor) -> Tensor:
     """‖x‖₂ of every row, in float64, without overflow or underflow of the squares."""
     if x.dtype != torch.float64:
-        wide: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        # In parts that are short enough for the sums of float32, which are much faster than those of converted numbers.
+        parts = torch.linalg.vector_norm(x.unflatten(-1, (-1, gcd(x.shape[-1], _SHORT))), dim=-1)
+        wide: Tensor = torch.linalg.vector_norm(parts.double(), dim=-1)
+        if not bool(((wide > _SAFE[0]) & (wide < _SAFE[1])).all()):
+            wide = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
         return wide
     peak = x.abs().amax(-1)
     safe = torch.where(peak > 0, peak, torch.ones_like(peak))
@@ -93,5 +103,6 @@ def scaled_norm(x: Tensor) -> Tensor:
 
 def unit_rows(x: Tensor, norm: Tensor) -> Tensor:
     """Each row over its norm, and zero where the norm is zero. Division, since the inverse of a tiny norm overflows."""
-    safe = torch.where(norm > 0, norm, torch.ones_like(norm)).to(x.dtype)
-    return torch.where((norm > 0)[:, None], x / safe[:, None], torch.zeros_like(x))
+    empty = ~(norm > 0)
+    unit = x / norm.masked_fill(empty, 1.0).to(x.dtype)[:, None]
+    return unit.masked_fill_(empty[:, None], 0.0) if bool(empty.any()) else unit

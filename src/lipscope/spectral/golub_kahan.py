@@ -186,13 +186,13 @@ class _Run:
         j = step - 1
         u = self.operator.matvec(self.V.last)
         if j > 0:
-            u = u - self.beta[:, j - 1, None].to(u.dtype) * self.U.last
+            u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), self.U.last, value=-1)
         u = self.U.orthogonalise(u)
         self.alpha[:, j] = norm = self._norm_or_zero(u)
         self.U.append(unit_rows(u, norm))
 
-        v = self.operator.rmatvec(self.U.last) - self.alpha[:, j, None].to(u.dtype) * self.V.last
-        v = self.V.orthogonalise(v)
+        v = self.operator.rmatvec(self.U.last)
+        v = self.V.orthogonalise(torch.addcmul(v, self.alpha[:, j, None].to(v.dtype), self.V.last, value=-1))
         self.beta[:, j] = norm = self._norm_or_zero(v)
         v = unit_rows(v, norm)
         exhausted = norm == 0

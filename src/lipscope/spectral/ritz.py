@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _TINY = torch.finfo(torch.float64).tiny
+# The least exponent that is looked for, how far rounding may carry one, and enough steps for the slowest case.
+_LEAST, _ROUNDING, _NEWTON_STEPS = -80.0, 1e-12, 100
 
 
 class RitzPairs:
@@ -43,8 +45,8 @@ def polynomial_upper_bound(alpha: Tensor, beta: Tensor, *, first: Tensor, overla
     It bounds σ on the complement of what came before, when the start of that recurrence has at least this overlap with
     the top singular vector there.
 
-    The left side increases in t beyond θ₁², so bisection in the logarithm of the relative distance finds the root;
-    logarithms keep the products in range.
+    In x = log(t/θ₁² − 1) the logarithm of the left side is increasing and convex, so that Newton's iteration from a point
+    beyond the root never falls below it: every iterate is a bound. Logarithms keep the products in range.
 
     Args:
         alpha: diagonals (B, k), float64.
@@ -70,14 +72,18 @@ def polynomial_upper_bound(alpha: Tensor, beta: Tensor, *, first: Tensor, overla
         return torch.where(current, (torch.maximum(entries, floor[:, None]) / scale).clamp_min(_TINY).log(), 0.0).sum(-1)
 
     target = log_over(alpha) + log_over(beta) - overlap.log()
-    # (t − 1)^count ≤ ∏(t − rootsᵢ), so this exponent brackets the root from above.
-    high = (target / count.clamp_min(1)).clamp(min=-80.0)
-    low = torch.full_like(high, -80.0)
-    for _ in range(64):
-        middle = (low + high) / 2
-        distance = middle.exp()[:, None] + (1 - roots)
-        above = torch.where(counted, distance.clamp_min(_TINY).log(), 0.0).sum(-1) >= target
-        high, low = torch.where(above, middle, high), torch.where(above, low, middle)
-    upper = scale[:, 0] * (1 + high.exp()).sqrt()
+    # (t − 1)^count ≤ ∏(t − rootsᵢ), so this exponent lies beyond the root.
+    high = (target / count.clamp_min(1)).clamp(min=_LEAST)
+    gaps = (1 - roots).clamp_min(0)
+    for _ in range(_NEWTON_STEPS):
+        near = high.exp()[:, None]
+        distance = near + gaps
+        excess = torch.where(counted, distance.log(), 0.0).sum(-1) - target
+        slope = torch.where(counted, near / distance, 0.0).sum(-1).clamp_min(_TINY)
+        step = torch.minimum((excess / slope).clamp_min(0), high - _LEAST)
+        high = high - step
+        if not bool((step > _ROUNDING).any()):
+            break
+    upper = scale[:, 0] * (1 + (high + _ROUNDING).exp()).sqrt()
     upper = torch.where(alpha.amax(1) > 0, upper, torch.zeros_like(upper))
     return torch.where(count > 0, upper, torch.full_like(upper, torch.inf))
