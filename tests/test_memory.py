@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from largest_tensor import LargestTensor
 from lipscope import facade
 from lipscope.attention.cost import TYPICAL_PAIRS
 from lipscope.attention.memory import TYPICAL_VECTORS, plan_memory
-from lipscope.attention.tiling import SMALL
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import TiledLinearisation
+from lipscope.attention.tiling import SMALL, Tiling
 from lipscope.facade import make_operator
 from lipscope.models.handle import Model
 from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
@@ -208,3 +213,34 @@ def test_scans_are_planned_before_they_start():
         assert (other["input"], other["n"]) == (one["input"], one["n"])
     with pytest.raises(MemoryError, match="n = 128 tokens need at least"):
         lipscope.scan(handle, "python-docs", memory=1000, **options)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize(
+    ("options", "width", "tokens", "inputs"),
+    [
+        ({"heads": 8, "mask": "causal"}, 64, 1536, 1),
+        ({"heads": 8, "mask": "causal"}, 32, 1536, 4),
+        ({"heads": 8, "mask": "causal&pad-left:0,700"}, 32, 1536, 2),
+        ({"heads": 8, "mask": "causal", "softcap": 5.0}, 64, 1536, 1),
+        ({"heads": 8, "mask": "causal", "kv_heads": 1}, 128, 3072, 1),
+        ({"heads": 8, "mask": "full"}, 64, 1024, 1),
+        ({"heads": 8, "mask": "full", "softcap": 5.0}, 64, 1024, 1),
+    ],
+)
+def test_measured_peaks_stay_within_the_plan_and_near_it(options, width, tokens, inputs):
+    """Kept exponentials of one input, of several and of padded ones, with a soft-cap, rebuilt ones, and n×n matrices."""
+    command = [sys.executable, Path(__file__).with_name("measured_memory.py"), json.dumps(options)]
+    sizes = [str(size) for size in (width, tokens, inputs)]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    peak, planned = json.loads(done.stdout)
+    assert 0.4 * planned < peak < planned, (peak >> 20, planned >> 20)
+
+
+def test_items_that_go_on_are_copied_once():
+    """Without a soft-cap the weights of the products are the exponentials themselves, also after a selection."""
+    q, k, v = (torch.randn(3, 2, 40, 4, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    core = TiledLinearisation.at(q, k, v, ScoreRule(), tiling=Tiling(tile=(16, 16))).select(torch.tensor([0, 2]))
+    assert core.kept is not None
+    assert all(E is W for row in core.kept for E, W in row)

@@ -3,7 +3,7 @@
 Beside the n×n matrices (or the tiles that stand for them) a solve holds a few copies of the projections and of the tokens,
 and the Krylov bases, of which the solver keeps what it is given room for:
 
-    peak ≈ bytes per number · n·( 3·(dq + dk + dv) + 4·heads·dv + 6·d ) + matrices + bases
+    peak ≈ bytes per number · n·( 3·(dq + dk + dv) + 4·heads·dv + 10·d ) + matrices + bases
 
 (dq, dk, dv: widths over all heads). The counts were fitted to measured peaks (benchmarks/long_context.py).
 """
@@ -107,7 +107,7 @@ def plan_memory(
         >>> W = torch.eye(768)
         >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=12, mask="causal")
         >>> print(plan_memory(layer, 4096))
-        expected peak 580 MiB above the weights: tiles 64 MiB, tokens 228 MiB, Krylov bases 288 MiB
+        expected peak 596 MiB above the weights: tiles 32 MiB, tokens 276 MiB, Krylov bases 288 MiB
     """
     if limit is None:
         return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM)
@@ -165,12 +165,12 @@ def _plan(
     if scope == "head":
         items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
     N, M = _vector(layer, n, scope), n * (layer.value_width if scope == "head" else layer.output_width)
-    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 6 * items * N * size
+    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 10 * items * N * size
     rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
     heads = inputs * layer.heads
     with using_tiling(tiling):
         tiled = prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=dtype))
-    matrices = matrix_bytes(tiling, tiled, rule, heads, n, layer.heads // layer.kv_heads, size)
+    matrices = matrix_bytes(tiling, tiled, rule, heads, n, layer.heads // layer.kv_heads, size, several=items > 1)
     if rule.additive is not None and (layer.bias is None or not _same_storage(rule.additive, layer.bias)):
         # Read off an additive mask, with what it hides beside it.
         matrices += rule.additive.numel() * (size + 1)
@@ -190,7 +190,17 @@ def typical_bases(shape: tuple[int, int], items: int, element_size: int, room: i
     return (TYPICAL_PAIRS + 1) * together * (M + N) * element_size
 
 
-def matrix_bytes(tiling: Tiling, tiled: bool, rule: ScoreRule, heads: int, n: int, groups: int, element_size: int) -> int:
+def matrix_bytes(
+    tiling: Tiling,
+    tiled: bool,
+    rule: ScoreRule,
+    heads: int,
+    n: int,
+    groups: int,
+    element_size: int,
+    *,
+    several: bool = False,
+) -> int:
     """Bytes of the n×n matrices of so many ``heads`` (over all inputs), or of tiles and what is kept of them.
 
     Args:
@@ -201,11 +211,18 @@ def matrix_bytes(tiling: Tiling, tiled: bool, rule: ScoreRule, heads: int, n: in
         n: number of tokens.
         groups: query heads per key head.
         element_size: bytes per number.
+        several: whether several items are solved together; those that take longer are copied when others are done.
     """
     if not tiled:
-        return (3 + exponentials(rule.softcap)) * heads * n * n * element_size
+        # Raw scores, probabilities and two on their way; with a soft-cap also its values, slope and weights.
+        return (1 + 3 * exponentials(rule.softcap)) * heads * n * n * element_size
     kept = exponentials(rule.softcap) * heads * visited_entries(rule, n, n) * element_size
-    return tiling.scratch(groups, element_size) + (kept if kept <= tiling.keep else 0)
+    if kept > tiling.keep:
+        kept = 0
+    elif several:
+        # The caller's, those of a copy with at most three quarters of them, and those of the next copy.
+        kept = kept * 37 // 16
+    return tiling.scratch(groups, element_size) + kept
 
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}

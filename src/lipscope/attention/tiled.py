@@ -146,7 +146,7 @@ class TiledLinearisation:
             additive = replace(additive, owners=additive.owners[index])
         kept = self.kept
         if kept is not None:
-            kept = tuple(tuple((E[index], E[index] if W is E else W[index]) for E, W in row) for row in kept)
+            kept = tuple(tuple((e := E[index], e if W is E else W[index]) for E, W in row) for row in kept)
         return replace(
             self, queries=self.queries[index], keys=self.keys[index], values=self.values[index], outputs=self.outputs[index],
             peak=self.peak[index], scale=self.scale[index], layout=replace(self.layout, inputs=int(items.numel())),

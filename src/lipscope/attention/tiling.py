@@ -32,7 +32,7 @@ class Tiling:
 
     def scratch(self, groups: int, element_size: int) -> int:
         """Bytes that the matrices of one tile take while it is worked on, for ``groups`` query heads per key head."""
-        return 16 * max(self.tile_bytes, self.tile[0] * self.tile[1] * groups * element_size)
+        return 8 * max(self.tile_bytes, self.tile[0] * self.tile[1] * groups * element_size)
 
 
 # The tiling for memory that is short: about 8 times less scratch, and products at about half the speed.
