@@ -6,7 +6,9 @@ python benchmarks/experiments.py [--write docs/performance.md] [--n 1024]
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,6 +74,45 @@ class _TwoSided(_Run):
         return self.steps, self.steps + 1
 
 
+def through_keys(n: int, inputs: int = 10) -> str:
+    """Scores of a perturbation from vectors a_i = W_Kᵀq_i and b_j = W_Qᵀk_j of every head, which spares two projections."""
+    layer = sharpened_layer()
+    u = torch.randn(inputs, n, WIDTH)
+    queries_and_keys = torch.randn(2 * WIDTH, WIDTH)
+    a, b = torch.randn(2, inputs, layer.heads * n, WIDTH)
+    left, right = torch.randn(2, inputs * layer.heads, n, WIDTH // layer.heads)
+
+    def projected() -> object:
+        first = u.flatten(0, 1) @ queries_and_keys.mT
+        return first, torch.baddbmm(torch.bmm(left, right.mT), left, right.mT)
+
+    ratio = in_turns(projected, lambda: torch.baddbmm(torch.bmm(a, u.mT), b, u.mT))
+    verdict = "would pay for so few tokens" if ratio < 1 else "does not pay"
+    return (
+        f"| how scores move through W_Kᵀq and W_Qᵀk instead of projections, n = {n}, {inputs} inputs | {ratio:.2f} of the "
+        f"time of that part | {verdict}; impossible with rotary embeddings; not used |"
+    )
+
+
+def compiled(n: int = 98, inputs: int = 10) -> str:
+    """The products through ``torch.compile``."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # what an earlier run compiled does not count
+    X = torch.randn(inputs, n, WIDTH, generator=torch.Generator().manual_seed(n))
+    operator, u = AttentionOperator(sharpened_layer(), X), torch.randn(inputs, n * WIDTH)
+    fast = torch.compile(operator.matvec)
+    idea = f"| `torch.compile` of J·u, n = {n}, {inputs} inputs |"
+    try:
+        seconds = timed(lambda: fast(u))[0]
+    except RuntimeError as error:  # no compiler on this machine
+        return f"{idea} not possible here: {type(error).__name__} | not used |"
+    plain = timed(lambda: operator.matvec(u), 3)[0]
+    ratio = in_turns(lambda: operator.matvec(u), lambda: fast(u))
+    return (
+        f"{idea} {ratio:.2f} of the time, after {seconds:.0f} s of compiling | that is {seconds / plain:.0f} products; "
+        "matrix products are most of the work, so it is not used |"
+    )
+
+
 def two_sided() -> str:
     """Re-orthogonalising both sides, which problems of more than a thousand dimensions do not."""
     layer = sharpened_layer()
@@ -132,6 +173,9 @@ def main() -> None:
         prefix_warm_start(256),
         prefix_warm_start(512),
         two_sided(),
+        through_keys(20),
+        through_keys(98),
+        compiled(),
         *tile_sizes(given.n),
     ]
     print("\n".join(lines))
