@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
+from lipscope.spectral.deflation import leading
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
 from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
@@ -51,15 +52,15 @@ class GolubKahan:
         rtol: requested relative accuracy of the estimate.
         max_steps: most operator pairs (J, Jᵀ) spent on one item.
         delta: allowed probability that ``upper`` fails.
-        k: number of leading singular triplets. A singular value that is repeated may be found once only: one start
-            vector sees one copy. ``Dense`` counts copies.
+        k: number of leading singular triplets. Repeated values count as often as they occur: with k > 1 a further solve
+            asks what is left for a copy that one start vector cannot see.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched (but
             for rounding).
         memory: bytes for Krylov bases. A batch whose first 32 vectors need more is solved in turns; a single problem that
-            does keeps what fits. Singular vectors and several values (k > 1) always come from whole bases.
+            does keeps what fits, its singular vectors come from short recurrences, and several values (k > 1) one by one.
     """
 
     rtol: float = 1e-4
@@ -98,16 +99,36 @@ class GolubKahan:
             raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
         turn = together_within((M, N), _element_size(operator), self.memory)
         if operator.batch <= turn:
-            return _Run(self, operator, start).solve()
+            return self._together(operator, start)
         parts = torch.arange(operator.batch, device=operator.device).split(turn)
         return SolverOutput.cat(
-            [_Run(self, operator.select(part), None if start is None else start[part]).solve() for part in parts]
+            [self._together(operator.select(part), None if start is None else start[part]) for part in parts]
         )
+
+    def _together(self, operator: Operator, start: Tensor | None) -> SolverOutput:
+        if self.k == 1:
+            return _Run(self, operator, start).solve()
+        # All at once where whole bases fit, and what they have missed one by one.
+        first = replace(self, vectors=True, k=self.k if whole_bases_fit(operator, self.memory) else 1)
+        single = replace(self, vectors=True, k=1)
+        found = leading(
+            operator,
+            _Run(first, operator, start).solve(),
+            self.k,
+            self.rtol,
+            lambda rest, number: _Run(replace(single, seed=self.seed + self.max_steps + number), rest).solve(),
+        )
+        return found if self.vectors else replace(found, right=None, left=None)
 
 
 def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
     """How many M×N problems are solved together: those whose first vectors of both sides fit, one at least."""
     return max(1, memory // (element_size * sum(shape) * Basis.CHUNK))
+
+
+def whole_bases_fit(operator: Operator, memory: int) -> bool:
+    """Whether the first vectors of both sides fit."""
+    return memory >= operator.batch * _element_size(operator) * sum(operator.shape) * Basis.CHUNK
 
 
 def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
@@ -132,8 +153,9 @@ class _Run:
         self.steps = min(config.max_steps, self.whole_space)
         self.active = torch.arange(operator.batch, device=operator.device)
         first, self.mixing = self._start(start, pure)
-        # Copies that rounding brings would pass for further singular values.
-        left, right = (None, None) if config.vectors or config.k > 1 else self._capacities()
+        # Of several values, copies that rounding brings would pass for further ones.
+        whole = pure or config.k > 1 or (config.vectors and whole_bases_fit(operator, config.memory))
+        left, right = (None, None) if whole else self._capacities()
         self.one_sided = left == 0
         self.V = Basis(operator.batch, N, first, right)
         self.U = Basis(operator.batch, M, first, left)
@@ -295,7 +317,14 @@ class _Run:
             right = self._finish(rows, items, right)
         out.record_energy(items, self.operator.token_energy(right[:, 0]))
         if self.config.vectors:
-            out.record_vectors(items, right, self.U.combine(rows, ritz.left[rows, :, :wanted]))
+            out.record_vectors(items, right, self._left(rows, ritz, right))
+
+    def _left(self, rows: Tensor, ritz: RitzPairs, right: Tensor) -> Tensor:
+        """Left vectors of the listed rows: from their basis, or as images of the right ones where it was not kept."""
+        if self.U.complete:
+            return self.U.combine(rows, ritz.left[rows, :, : right.shape[1]])
+        image = self.operator.select(rows).matvec(right[:, 0])
+        return unit_rows(image, scaled_norm(image))[:, None]
 
     def _finish(self, rows: Tensor, items: Tensor, right: Tensor) -> Tensor:
         """The top right vector when part of the basis was let go: short recurrences, each from the best vector so far."""

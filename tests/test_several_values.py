@@ -1,0 +1,90 @@
+"""Several leading singular values: repeated ones count as often as they occur, with or without room for whole bases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cases
+import lipscope
+from test_solvers import spectrum
+
+LITTLE = 1 << 12  # bytes: bases of a few vectors
+
+
+def check_triplets(A: torch.Tensor, solver: lipscope.GolubKahan, accuracy: float = 1e-6) -> None:
+    """Against NumPy's SVD: values, orthonormal vectors, and both products."""
+    out, k = lipscope.spectral_norm(lipscope.DenseOperator(A), solver), solver.k
+    exact, values = np.linalg.svd(A.numpy(), compute_uv=False)[:k], out.singular_values.flatten()
+    np.testing.assert_allclose(values.numpy(), exact, rtol=accuracy)
+    for vectors in (out.right, out.left):
+        torch.testing.assert_close(vectors @ vectors.T, torch.eye(k, dtype=A.dtype), rtol=0, atol=accuracy)
+    off = 10 * accuracy * exact[0]
+    torch.testing.assert_close(A @ out.right.T, out.left.T * values, rtol=0, atol=off)
+    torch.testing.assert_close(A.T @ out.left.T, out.right.T * values, rtol=0, atol=off)
+    assert out.converged
+    assert out.lower <= exact[0] <= out.upper
+
+
+@pytest.mark.parametrize("memory", [1 << 30, LITTLE])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5.0, 5.0, 5.0, 5.0, 5.0, 1.0],
+        [5.0, 4.0, 4.0, 4.0, 3.0, 3.0],
+        [5.0, 4.0, 3.0, 3.0, 2.0, 1.0],
+        [5.0, 5.0 - 1e-7, 4.0, 4.0 - 1e-9, 4.0 - 2e-9, 1.0],
+        [6.0, 5.0, 4.0, 3.0, 2.0, 1.0],
+    ],
+)
+def test_repeated_values_are_counted(values, memory):
+    A = spectrum([*values, *np.linspace(0.9, 0.1, 40)], 70, 60, seed=1)
+    check_triplets(A, lipscope.GolubKahan(rtol=1e-10, k=4, vectors=True, memory=memory))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([3.0, 2.5, 2.0, 1.0]), min_size=6, max_size=12),
+    k=st.integers(2, 6),
+    shape=st.sampled_from([(14, 20), (20, 14), (30, 30)]),
+    seed=st.integers(0, 10),
+)
+def test_any_pattern_of_copies(values, k, shape, seed):
+    A = spectrum(sorted(values, reverse=True), *shape, seed=seed)
+    check_triplets(A, lipscope.GolubKahan(rtol=1e-10, k=k, vectors=True))
+
+
+def test_items_of_a_batch_have_copies_of_their_own():
+    spectra = [[4.0, 4.0, 4.0, 1.0], [4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 3.0, 1.0], [2.0, 2.0, 1.0, 1.0]]
+    A = torch.stack([spectrum(values, 40, 30, seed=s) for s, values in enumerate(spectra)])
+    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-9, k=3))
+    expected = torch.tensor([values[:3] for values in spectra], dtype=torch.float64)
+    torch.testing.assert_close(out.singular_values, expected, rtol=1e-7, atol=0)
+    assert out.right is None
+    assert out.converged.all()
+
+
+def test_tokens_that_see_only_themselves_share_every_value():
+    """J is block-diagonal with the same block for every token, so σ occurs n times."""
+    layer = cases.layer(heads=2, d=24, dk=8, dv=8, d_out=24).with_mask("window:1")
+    X = cases.random(1, 40, 24, seed=0).to(layer.dtype)
+    solvers = (lipscope.GolubKahan(k=3, rtol=1e-6), lipscope.Dense(k=3))
+    found, dense = (lipscope.local_lipschitz(layer, X, certificate=False, solver=solver) for solver in solvers)
+    torch.testing.assert_close(found.singular_values, dense.singular_values, rtol=1e-5, atol=0)
+    assert float(dense.singular_values[0, 0]) == pytest.approx(float(dense.singular_values[0, 2]), rel=1e-9)
+
+
+def test_as_many_values_as_there_are_and_more_than_the_rank():
+    A = spectrum([2.0, 2.0, 1.0], 7, 5, seed=3)
+    for k in (3, 5):
+        out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(k=k, rtol=1e-9))
+        expected = torch.tensor([2.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)[:k]
+        torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-8, atol=1e-7)
+
+
+def test_vectors_of_a_problem_without_room_for_whole_bases():
+    A = spectrum(np.linspace(3, 0.1, 50), 80, 60, seed=5)
+    check_triplets(A, lipscope.GolubKahan(rtol=1e-8, k=1, vectors=True, memory=LITTLE, max_steps=2000), accuracy=1e-3)
