@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,6 +35,11 @@ def sigma(function, X) -> float:
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
+# A soft-cap that is almost saturated.
+@example(
+    n=1, d=1, kv_heads=1, group=1, dk=2, dv=1, extras="biases softcap score-bias sinks scale", causal=False, sharp=10.0,
+    seed=370, dtype=torch.float32,
+)  # fmt: skip
 def test_interval_contains_the_dense_value(n, d, kv_heads, group, dk, dv, extras, causal, sharp, seed, dtype):
     layer = cases.layer(
         heads=kv_heads * group, kv_heads=kv_heads, extras=extras, seed=seed, d=d, dk=dk, dv=dv, n=n, sharp=sharp, dtype=dtype

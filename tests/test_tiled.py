@@ -215,6 +215,22 @@ def test_terms_that_leave_no_digits_are_refused(tiled):
         AttentionOperator(layer(None, 2, torch.float32, bias=additive), X, tiled=tiled)
 
 
+@pytest.mark.parametrize("sharp", [1.0, 8.0, 40.0])
+def test_a_saturated_softcap_keeps_its_digits_in_float32(sharp):
+    """1 − tanh² loses them where tanh is almost 1; there the slope is small but all that moves the output."""
+    q, k, v = (sharp**0.5 * cases.random(2, 3, 40, 8, seed=s) for s in range(3))
+    rule, tiling = ScoreRule(softcap=2.0), Tiling(tile=(16, 16))
+    exact = Linearisation.at(q, k, v, rule).W
+    single = [t.float() for t in (q, k, v)]
+    held = exact > 1e-30  # float32 has no smaller numbers of full length
+    error = Linearisation.at(*single, rule).W.double() / exact - 1
+    assert float(error[held].abs().max()) < 1e-5 * sharp
+    tiles = TiledLinearisation.at(*single, rule, tiling=tiling)
+    assert tiles.kept is not None
+    W = torch.cat([torch.cat([W for _, W in row], -1) for row in tiles.kept], -2).double() * tiles.scale.flatten(1, 2)
+    assert float((W.reshape(exact.shape) / exact - 1)[held].abs().max()) < 1e-5 * sharp
+
+
 def mask_bytes(core: TiledLinearisation) -> int:
     """What the masks of all tiles take."""
     factors = [f for strip in core.strips for tile in strip.tiles if tile.visible for f in tile.visible.factors]

@@ -26,6 +26,7 @@ from torch import Tensor
 from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.layer import Attention
 from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.scores import tanh_slope
 from lipscope.attention.variants.layer import Variant
 from lipscope.attention.variants.operator import VariantOperator
 
@@ -88,12 +89,12 @@ def core_gradient(core: Linearisation, softcap: float | None, g: Tensor, dq: Ten
     about = gP - (g * core.o).sum(-1, keepdim=True)
     gS = W * about
     moved = dS * about
-    bent = None if softcap is None else torch.tanh(q @ k.mT / softcap)
-    C = g @ dv.mT + (moved if bent is None else moved * (1 - bent.square()))
+    inner = None if softcap is None else q @ k.mT / softcap
+    C = g @ dv.mT + (moved if inner is None else moved * tanh_slope(inner))
     PC = P * C.addcmul_(t, gP, value=-1)
     gRaw = PC.addcmul_(P, PC.sum(-1, keepdim=True), value=-1)
-    if bent is not None and softcap is not None:
-        gRaw = (1 - bent.square()) * (gRaw - P * moved * (2 / softcap) * bent)
+    if inner is not None and softcap is not None:
+        gRaw = tanh_slope(inner) * (gRaw - P * moved * (2 / softcap) * torch.tanh(inner))
     gq = gRaw @ k + gS @ dk
     gk = gRaw.mT @ q + gS.mT @ dq
     gv = (T - t * P).mT @ g

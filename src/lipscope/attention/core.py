@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lipscope.attention.scores import ScoreRule
+from lipscope.attention.scores import ScoreRule, softcap_size
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
@@ -54,7 +54,7 @@ class Linearisation:
         grouped = group_queries(q, kv_heads)
         raw = grouped @ k.transpose(-1, -2)
         P, W = rule.probabilities(raw.reshape(*q.shape[:3], n_keys))
-        size = float(q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax())
+        size = softcap_size(float(q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax()), rule.softcap)
         if rule.additive is not None:
             size += float(torch.where(P.detach() > NEGLIGIBLE, rule.additive.abs(), 0.0).amax())
         P, W = (t.reshape(raw.shape) for t in (P, W))

@@ -59,8 +59,8 @@ class ScoreRule:
         scores = raw
         slope = None
         if self.softcap is not None:
-            bent = torch.tanh(raw / self.softcap)
-            scores, slope = self.softcap * bent, 1 - bent.square()
+            inner = raw / self.softcap
+            scores, slope = self.softcap * torch.tanh(inner), tanh_slope(inner)
         if self.additive is not None:
             scores = scores + tile_of(self.additive, rows, columns)
         visible = self.visible(rows, columns, n, scores.device)
@@ -68,6 +68,17 @@ class ScoreRule:
             scores = scores.masked_fill(~visible, float("-inf"))
         P = safe_softmax(scores, self.sinks)
         return P, P if slope is None else P * slope
+
+
+def tanh_slope(x: Tensor) -> Tensor:
+    """The derivative 1 − tanh²(x) as 4e/(1 + e)², e = exp(−2|x|): with its digits also where tanh is almost ±1."""
+    e = torch.exp(-2 * x.abs())
+    return 4 * e / (1 + e).square()
+
+
+def softcap_size(size: float, softcap: float | None) -> float:
+    """Sizes of scores as rounding sees them: a soft-cap's slope, besides, is known up to twice the error of s/c."""
+    return size if softcap is None else size * (1 + 1 / softcap)
 
 
 def tile_of(tensor: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple
-from lipscope.attention.scores import ScoreRule
+from lipscope.attention.scores import ScoreRule, softcap_size
 from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mask_owners
 from lipscope.attention.tiling import Tiling, current_tiling
 from lipscope.attention.workspace import Workspace
@@ -79,7 +79,7 @@ class TiledLinearisation:
         layout = Layout(B, kv_heads, H // kv_heads)
         strips = make_strips(rule, (n, m), tiling.tile, q.device)
         additive = None if rule.additive is None else Term.of(rule.additive, layout)
-        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
+        size = softcap_size(float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()), rule.softcap)
         queries = q.reshape(layout.items, layout.groups, n, dk).contiguous()
         rows = queries.new_zeros(*queries.shape[:3], 1)
         core = cls(
@@ -275,9 +275,12 @@ class TiledLinearisation:
         raw = space.product("scores", _stacked(self.queries[items], strip), self.keys[items, tile.columns].mT)
         slope = None
         if self.softcap is not None:
-            bent = raw.div_(self.softcap).tanh_()
-            slope = torch.square(bent, out=space.matrix("slope", *bent.shape)).neg_().add_(1)
-            raw = bent.mul_(self.softcap)
+            inner = raw.div_(self.softcap)
+            # As in ``tanh_slope``, in place.
+            slope = torch.abs(inner, out=space.matrix("slope", *inner.shape)).mul_(-2).exp_()
+            below = torch.add(slope, 1, out=space.matrix("below", *inner.shape)).square_()
+            slope.mul_(4).div_(below)
+            raw = inner.tanh_().mul_(self.softcap)
         scores = raw.reshape(raw.shape[0], self.layout.groups, -1, raw.shape[-1])
         if self.additive is not None:
             scores += self.additive.tile(strip.rows, tile.columns, items)
