@@ -29,8 +29,8 @@ WIDTH, HEADS = 768, 12
 GIB = 1 << 30
 # Tokens → most bytes above the weights for one σ.
 MEMORY_GOALS = {16384: 2 * GIB, 32768: 4 * GIB}
-# Tokens up to which one pair is timed several times.
-OFTEN = 4096
+# Tokens up to which one pair is timed several times, and steps of the search for the top vector that are simulated.
+OFTEN, SEARCH = 4096, 20
 
 
 def make_layer(mask: str = "causal") -> lipscope.Attention:
@@ -76,11 +76,12 @@ def against_attention(n: int) -> tuple[str, float, float]:
 class FewRealProducts(lipscope.Operator):
     """The operator for its first pair; afterwards cheap stand-ins of the same shapes, so that memory peaks as in a solve.
 
-    All that a solve allocates is allocated by its first pair and by the bases, which grow with every step.
+    All that a solve allocates is allocated by its first pair and by the bases, which grow with every step. Random products
+    never converge, so that all steps are taken, and some more in search of the top vector; the identity ends that search.
     """
 
-    def __init__(self, real: AttentionOperator, pairs: int = 1) -> None:
-        self.real, self.left, self.seconds = real, 2 * pairs, 0.0
+    def __init__(self, real: AttentionOperator, steps: int) -> None:
+        self.real, self.count, self.random, self.seconds = real, 0, 2 * (steps + SEARCH), 0.0
         self.batch, self.dtype, self.device = real.batch, real.dtype, real.device
         self.input_shape, self.output_shape = real.input_shape, real.output_shape
 
@@ -93,9 +94,9 @@ class FewRealProducts(lipscope.Operator):
         return self._product(self.real.rmatvec, g)
 
     def _product(self, real: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            return torch.randn_like(x)
+        self.count += 1
+        if self.count > 2:
+            return torch.randn_like(x) if self.count <= self.random else x.clone()
         seconds, product = timed(lambda: real(x))
         self.seconds += seconds
         return product
@@ -119,11 +120,10 @@ def measure_memory(n: int, steps: int) -> None:
     torch.mm(torch.randn(64, 64), torch.randn(64, 64))
     before = resident()
     plan = plan_memory(layer, n, limit=MEMORY_GOALS.get(n))
-    # The same number of kept vectors at every length, as far as the goal allows. Random products never converge, so all
-    # steps are taken.
+    # The same number of kept vectors at every length, as far as the goal allows.
     bases = min(plan.room, TYPICAL_VECTORS * n * WIDTH * 4)
     with plan.in_force():
-        operator = FewRealProducts(AttentionOperator(layer, tokens(n)))
+        operator = FewRealProducts(AttentionOperator(layer, tokens(n)), steps)
         lipscope.GolubKahan(max_steps=steps, memory=bases).solve(operator)
     expected = plan.matrices + plan.tokens + bases
     print(json.dumps({"peak": resident() - before, "expected": expected, "seconds": operator.seconds}))

@@ -1,6 +1,6 @@
 """A whole model on a long text: all layers of a causal language model, in forward passes' time; and the command's start-up.
 
-    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--layers 30] [--write docs/performance.md]
+    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--every 3] [--write docs/performance.md]
 
 The unit is one forward pass of the same model on the same tokens with its own fused attention, timed in the same run.
 """
@@ -41,14 +41,16 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--text", default="alice")
     parser.add_argument("--n", type=int, default=2048)
-    parser.add_argument("--layers", type=int, help="only the first layers; the count of forward passes is scaled up")
+    parser.add_argument(
+        "--every", type=int, default=3, help="one layer in so many; the count of forward passes is scaled up"
+    )
     parser.add_argument("--write", type=Path, help="page whose section is replaced")
     given = parser.parse_args()
     starting = start_up("from lipscope.cli import main; main()")
     bare, library = start_up("pass"), start_up("import typer, rich")
     handle = lipscope.load(given.model)
     count = len(handle.layers)
-    layers = range(count if given.layers is None else given.layers)
+    layers = range(0, count, given.every)
     ids = chunk_of(handle, read_text(given.text), given.n)[None]
     inputs = handle.token_inputs(input_ids=ids)
     print(f"n = {given.n}: {plan_layers(handle, given.n, list(layers))}", flush=True)
@@ -71,14 +73,15 @@ def main() -> None:
         "",
         f"Written by `benchmarks/model_scan.py`: scope attention, rtol {RTOL:g} with intervals of at most 10 %, set "
         f"bounds and what attention looks like included, float32, {machine()}. The unit is one forward pass of the model "
-        f"on the same tokens with its own fused attention ({forward:.2f} s in this run).",
+        f"on the same tokens with its own fused attention ({forward:.2f} s in this run). One layer in {given.every} was "
+        f"measured, {len(spent)} of {count}, and the sum of the scan is scaled to all.",
         "",
         "| what | forward passes |",
         "|---|---|",
         f"| recording all layers, on our attention core | {recorded / forward:.2f} |",
         f"| σ of {len(spent)} layers, {pairs:.1f} pairs (J·u, Jᵀ·g) each | {solving / forward:.1f} |",
         f"| statistics and set bounds of these layers | {(sum(spent) - solving) / forward:.1f} |",
-        f"| **the scan: all {count} layers of one input** | **{whole:.1f}** |",
+        f"| **the scan: recording, and all {count} layers of one input** | **{whole:.1f}** |",
         f"| reading off the projections of {len(spent)} layers, once per model | {probed / forward:.1f} |",
         "",
         "Scans record every length on its own piece of text, which keeps their inputs independent; one recorded pass of "

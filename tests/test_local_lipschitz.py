@@ -50,14 +50,15 @@ def test_interval_contains_the_dense_value(n, d, kv_heads, group, dk, dv, extras
     exact = layer.to(torch.float64)
     truth = sigma(lambda x: reference.attention(exact, x, visible), X.double())
     tight = lipscope.GolubKahan(interval=1e-3)
+    smallest = torch.finfo(dtype).tiny  # a σ below it is 0 in this dtype: sinks can hide a token that well
     for solver, accuracy in ((lipscope.GolubKahan(), 0.11), (tight, 2e-3), (lipscope.Dense(), 1e-3)):
         result = lipscope.local_lipschitz(layer, X, mask="causal" if causal else "full", solver=solver)
-        assert result.lower <= truth <= result.upper
-        assert result.estimate == pytest.approx(truth, rel=accuracy)
+        assert result.lower <= truth <= max(result.upper, smallest)
+        assert result.estimate == pytest.approx(truth, rel=accuracy, abs=smallest)
     heads = lipscope.local_lipschitz(layer, X, scope="head", mask="causal" if causal else "full")
     for h in range(layer.heads):
         truth = sigma(lambda x, h=h: reference.head(exact, h, x, visible), X.double())
-        assert heads.lower[h] <= truth <= heads.upper[h]
+        assert heads.lower[h] <= truth <= max(heads.upper[h], smallest)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
