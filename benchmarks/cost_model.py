@@ -1,6 +1,6 @@
 """The cost model against measurements at three sizes, and what it says about a model that does not fit here.
 
-    python benchmarks/cost_model.py [--write docs/performance.md] [--sizes 512,2048,4096]
+    python benchmarks/cost_model.py [--write docs/performance.md] [--sizes 512,2048,3072]
 
 The only number taken from a measurement is the speed of one pair of products at n = 1,024; everything else follows from
 ``lipscope.attention.cost``.
@@ -105,7 +105,7 @@ def main() -> None:
     """Measure, predict, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="page whose section is replaced")
-    parser.add_argument("--sizes", default="512,2048,4096")
+    parser.add_argument("--sizes", default="512,2048,3072")
     given = parser.parse_args()
     shape = LayerShape.of(make_layer())
     calibrated, _, _ = measured_solve(CALIBRATION)

@@ -22,9 +22,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lipscope.monitor import Monitor
 from sections import Goal, write_goals, write_section
 
-EVERY, TURNS, MEASUREMENTS, TARGET = 100, 40, 5, 0.03
+EVERY, MEASUREMENTS, TARGET = 100, 4, 0.03
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 512, "vocab_size": 4096}
-BATCHES = ((8, 128), (16, 128))
+# Rows, tokens, and pairs of steps that are timed.
+BATCHES = ((8, 128, 32), (16, 128, 16))
 
 
 def cpu_seconds(function) -> float:
@@ -51,7 +52,7 @@ class Training:
             self.monitor.step(step=1)
 
 
-def compare(rows: int, n: int) -> dict[str, float]:
+def compare(rows: int, n: int, turns: int) -> dict[str, float]:
     """Medians in seconds: plain step, added by hooks, one measurement, set-up; and the overhead as a ratio."""
     torch.manual_seed(0)
     plain = Training(GPT2LMHeadModel(GPT2Config(**SHAPE, bos_token_id=0, eos_token_id=0)))
@@ -61,7 +62,7 @@ def compare(rows: int, n: int) -> dict[str, float]:
     set_up = time.process_time() - begin
     generator = torch.Generator().manual_seed(0)
     pairs = []
-    for turn in range(TURNS + 3):
+    for turn in range(turns + 3):
         ids = torch.randint(SHAPE["vocab_size"], (rows, n), generator=generator)
         order = (plain, watched) if turn % 2 else (watched, plain)
         spent = {training: cpu_seconds(lambda training=training, ids=ids: training.step(ids)) for training in order}
@@ -100,8 +101,8 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     goals = []
-    for rows, n in BATCHES:
-        found = compare(rows, n)
+    for rows, n, turns in BATCHES:
+        found = compare(rows, n, turns)
         case = f"training watched every {EVERY} steps, GPT-2 with 4 layers, batch {rows} × {n}"
         hooks = f"{found['hooks']:+.2%} ({found['low']:+.1%} … {found['high']:+.1%})"
         why = f"hooks add {hooks}, a measurement takes {found['measurement'] / found['step']:.2f} steps"

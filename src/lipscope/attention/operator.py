@@ -61,7 +61,10 @@ class AttentionOperator(Operator):
         ]
         if self.turn is not None:
             cotangents[:2] = [self.turn.transpose(t) for t in cotangents[:2]]
-        merged = torch.cat([t.transpose(1, 2).flatten(2) for t in cotangents], dim=-1)
+        # Side by side in one tensor, each written once.
+        merged = g.new_empty(self.batch, self.n, layer.qkv.shape[0])
+        for part, t in zip(merged.split([t.shape[1] * t.shape[3] for t in cotangents], dim=-1), cotangents, strict=True):
+            part.unflatten(-1, (t.shape[1], t.shape[3])).copy_(t.transpose(1, 2))
         return (merged.flatten(0, 1) @ layer.qkv).reshape(self.batch, -1)
 
     def select(self, items: Tensor) -> AttentionOperator:
