@@ -130,7 +130,7 @@ def main() -> None:
         "",
         f"Written by `benchmarks/cost_model.py`: one causal layer, d = {WIDTH}, {HEADS} heads, probabilities rebuilt, "
         f"float32, {machine()}. One pair takes 4·n·(weights) + (12·d_k + 8·d_v)·(visible entries of all heads) "
-        "operations, a linearisation 2·n·(weights) + 4·(d_k + d_v)·(visible entries), and a solve one linearisation and "
+        "operations, a linearisation 2·n·(weights) + 2·(d_k + d_v)·(visible entries), and a solve one linearisation and "
         f"its pairs (`lipscope.attention.cost`). The speed, {rate / 1e9:.0f} GFLOP/s, is that of one pair at n = "
         f"{CALIBRATION:,}; the rest is predicted from it.",
         "",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def sharpened_layer() -> lipscope.Attention:
     return lipscope.Attention(weight(SHARP), weight(SHARP), weight(1), weight(1), heads=HEADS)
 
 
+def usual_time(function: Callable[[], object], runs: int = 5) -> tuple[float, object]:
+    """Median time of a few runs of what is done in a second or two; the others take longer, and one run."""
+    found = [timed(function) for _ in range(runs)]
+    return statistics.median(seconds for seconds, _ in found), found[-1][1]
+
+
 def compare(layer: lipscope.Attention, n: int, causal: bool, inputs: int) -> list[Run]:
     """All methods on the same inputs."""
     X = torch.randn(inputs, n, WIDTH, generator=torch.Generator().manual_seed(n))
@@ -79,8 +86,8 @@ def compare(layer: lipscope.Attention, n: int, causal: bool, inputs: int) -> lis
     # Without the certificate, and once without the interval: the methods beside it give a bare number.
     bare = lipscope.Auto(rtol=ACCURACY, interval=None)
     lipscope.local_lipschitz(layer, X[:2], certificate=False)  # warm-up of threads and kernels, for everyone
-    ours, result = timed(lambda: lipscope.local_lipschitz(layer, X, certificate=False), 4)
-    alone, number = timed(lambda: lipscope.local_lipschitz(layer, X, certificate=False, solver=bare), 4)
+    ours, result = usual_time(lambda: lipscope.local_lipschitz(layer, X, certificate=False))
+    alone, number = usual_time(lambda: lipscope.local_lipschitz(layer, X, certificate=False, solver=bare))
     loop, values = timed(lambda: [power_loop(one, x) for x in X[:peers]])
     scipy, scipy_values = timed(lambda: [scipy_over_autograd(one, x) for x in X[:peers]])
     power, (powered, steps) = timed(lambda: power_until(AttentionOperator(layer, X), reference, ACCURACY))
@@ -168,7 +175,8 @@ def main() -> None:
         f"products on all inputs at once, and an oracle that knows σ stops them at an error of {ACCURACY:g}. *lipscope*: "
         f"default settings, with an interval of at most 10 %; *a bare number*: rtol {ACCURACY:g} and no interval, as the "
         "others have none. *Error*: worst relative error over the inputs against a float64 reference at rtol 1e-10. "
-        "*Ratio*: time over lipscope's with its interval. *Pairs*: products with J and Jᵀ per input.",
+        "*Seconds*: lipscope's are the median of five runs, those of the others one run. *Ratio*: time over lipscope's, "
+        "with its interval. *Pairs*: products with J and Jᵀ per input.",
         "",
         "| mask | n | method | seconds | ratio | worst error | pairs |",
         "|---|---|---|---|---|---|---|",

@@ -60,7 +60,7 @@ def against_attention(n: int) -> tuple[str, float, float]:
     operator = AttentionOperator(layer, tokens(n))
     u = torch.randn(1, n * WIDTH)
     pair, _ = timed(lambda: (operator.matvec(u), operator.rmatvec(u)), 4)
-    # Only the operations that mathematics asks for: half of the entries, and no exponential or score computed twice.
+    # Half of the entries, and no exponentials; scores are counted where tiles compute them again.
     tiled = not hasattr(operator.core, "P")
     flops = pair_of_products(
         LayerShape.of(layer), n, visible=0.5 if tiled else 1.0, rebuilt=tiled and operator.core.kept is None

@@ -85,6 +85,32 @@ def test_as_many_values_as_there_are_and_more_than_the_rank():
         torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-8, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("memory", [1 << 30, 30_000])
+@pytest.mark.parametrize("k", [4, 6, 20])
+def test_values_at_the_level_of_rounding_leave_the_others_alone(k, memory, dtype):
+    """Vectors of vanishing values may repeat a direction, which a projection must not take out twice."""
+    A = torch.zeros(200, 150, dtype=dtype)
+    A[0, 0], A[1, 1], A[2, 2] = 5, 4, 3
+    decay = torch.diag(torch.tensor([0.03**j for j in range(150)], dtype=dtype))
+    for matrix in (A, decay):
+        out = lipscope.spectral_norm(lipscope.DenseOperator(matrix), lipscope.GolubKahan(k=k, memory=memory))
+        exact = torch.linalg.svdvals(matrix.double())[:k]
+        off = 1e-5 if dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(out.singular_values.flatten(), exact, rtol=1e-4, atol=off * float(exact[0]))
+        assert out.lower <= float(exact[0]) <= out.upper
+
+
+@pytest.mark.parametrize("vectors", [1, 4, 12])
+def test_little_memory_gives_right_values_or_says_so(vectors):
+    A = cases.random(300, 300, seed=0)
+    solver = lipscope.GolubKahan(k=2, vectors=True, memory=vectors * 600 * 8, max_steps=600)
+    out, exact = lipscope.spectral_norm(lipscope.DenseOperator(A), solver), torch.linalg.svdvals(A)[:2]
+    torch.testing.assert_close(out.singular_values.flatten(), exact, rtol=1e-4, atol=0)
+    gains = (A @ out.right.T).norm(dim=0) / exact - 1
+    assert float(gains.abs().max()) < 1e-4 or not out.converged
+
+
 def test_vectors_of_a_problem_without_room_for_whole_bases():
     A = spectrum(np.linspace(3, 0.1, 50), 80, 60, seed=5)
     check_triplets(A, lipscope.GolubKahan(rtol=1e-8, k=1, vectors=True, memory=LITTLE, max_steps=2000), accuracy=1e-3)

@@ -6,7 +6,7 @@ entry of the scores of every head
     8·d_k + 8·d_v     operations with the probabilities at hand
     12·d_k + 8·d_v    when tiles rebuild them: one more product of length d_k for J and for Jᵀ
 
-A solve is one linearisation (4·d_k + 4·d_v per entry, tiles) and k pairs, k about 18 for an interval of 10 % whatever n. Its
+A solve is one linearisation (2·d_k + 2·d_v per entry) and k pairs, k about 18 for an interval of 10 % whatever n. Its
 memory is planned in ``attention.memory``. Checked at several sizes by benchmarks/cost_model.py.
 """
 
@@ -79,8 +79,8 @@ def pair_of_products(shape: LayerShape, n: int, *, visible: float = 1.0, rebuilt
 
 
 def linearisation(shape: LayerShape, n: int, *, visible: float = 1.0) -> float:
-    """Floating-point operations of what happens once per input: projections, normalisers and outputs, the latter twice."""
-    per_entry = 4 * shape.key_width + 4 * shape.value_width
+    """Floating-point operations of what happens once per input: projections, normalisers and outputs."""
+    per_entry = 2 * shape.key_width + 2 * shape.value_width
     return 2.0 * n * shape.weights + visible * n * n * shape.heads * per_entry
 
 
@@ -103,4 +103,4 @@ def working_bytes(shape: LayerShape, n: int, *, vectors: int, element: int = 4) 
     """Bytes of one σ beside the weights with ``vectors`` Krylov vectors; tiles and what is kept of them left out."""
     rows = shape.heads * shape.key_width + shape.kv_heads * (shape.key_width + shape.value_width)
     tokens = n * element * (3 * rows + 4 * shape.heads * shape.value_width)
-    return tokens + (6 + vectors) * vector_bytes(shape, n, element=element)
+    return tokens + (10 + vectors) * vector_bytes(shape, n, element=element)

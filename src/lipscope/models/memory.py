@@ -53,7 +53,7 @@ def plan_scan(
     Example:
         >>> import lipscope
         >>> print(plan_scan(lipscope.load("gpt2-mini"), 128))
-        expected peak 8.88 MiB above the weights: n×n matrices 2 MiB, tokens 3.88 MiB, Krylov bases 3 MiB
+        expected peak 9.38 MiB above the weights: n×n matrices 2 MiB, tokens 4.38 MiB, Krylov bases 3 MiB
     """
     plans = _ways_of(handle, n, inputs, scope, layer, limited=limit is not None)
     return plans[0] if limit is None else first_fitting(plans, n, _vector(handle, n, layer), limit)

@@ -14,18 +14,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lipscope.spectral.basis import scaled_norm
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
 
+# Length that a unit vector must have left beside those found before to count as a new direction.
+_NEWS = 0.5
 # How a rest is solved for its largest value, with a start vector of this number.
 Solve = Callable[[Operator, int], SolverOutput]
 
 
 class Rest(Operator):
-    """J restricted to what is orthogonal to given directions ``(B, m, N)``, orthonormal rows for every item."""
+    """J restricted to what is orthogonal to given directions ``(B, m, N)``, orthonormal rows for every item.
 
-    def __init__(self, operator: Operator, directions: Tensor) -> None:
-        self._operator, self._directions = operator, directions
+    Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were taken out, and count as zero.
+    """
+
+    def __init__(self, operator: Operator, directions: Tensor, floor: Tensor) -> None:
+        self._operator, self._directions, self._floor = operator, directions, floor
         self.batch, self.dtype, self.device = operator.batch, operator.dtype, operator.device
         self.input_shape, self.output_shape = operator.input_shape, operator.output_shape
 
@@ -36,21 +42,38 @@ class Rest(Operator):
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u for the part of u that is left."""
-        return self._operator.matvec(without(u, self._directions))
+        return self._above(self._operator.matvec(without(u, self._directions)), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """What is left of Jᵀ·g."""
-        return without(self._operator.rmatvec(g), self._directions)
+        return self._above(without(self._operator.rmatvec(g), self._directions), g)
 
     def select(self, items: Tensor) -> Rest:
         """Keep the listed items."""
-        return Rest(self._operator.select(items), self._directions[items])
+        return Rest(self._operator.select(items), self._directions[items], self._floor[items])
+
+    def _above(self, product: Tensor, x: Tensor) -> Tensor:
+        noise = scaled_norm(product) <= self._floor * scaled_norm(x)
+        return product.masked_fill(noise[:, None], 0.0)
 
 
 def without(x: Tensor, directions: Tensor) -> Tensor:
     """Rows x (B, N) minus their components along orthonormal directions (B, m, N)."""
     row = x.unsqueeze(1)
     return torch.baddbmm(row, torch.bmm(row, directions.mT), directions, alpha=-1).squeeze(1)
+
+
+def orthonormal(rows: Tensor) -> Tensor:
+    """Rows (B, m, N) made orthonormal one after the other; those that earlier ones span become zero.
+
+    The vectors of vanishing singular values may be anything, and a projection must not take a direction out twice.
+    """
+    result = torch.zeros_like(rows)
+    for j in range(rows.shape[1]):
+        row = without(without(rows[:, j], result[:, :j]), result[:, :j])
+        norm = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        result[:, j] = torch.where(norm > _NEWS, row / norm, torch.zeros_like(row))
+    return result
 
 
 def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve: Solve) -> SolverOutput:
@@ -66,17 +89,21 @@ def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve:
     assert found.right is not None
     assert found.left is not None
     values, right, left = found.singular_values.clone(), found.right.clone(), found.left.clone()
-    pending, taken = torch.arange(operator.batch, device=operator.device), found.right
+    pending, taken = torch.arange(operator.batch, device=operator.device), orthonormal(found.right)
     attempt = 0
     # Every attempt but the last finds a value that counts, or completes the list; rounding may bring a few more.
     while pending.numel() and taken.shape[1] < min(operator.shape):
         attempt += 1
-        rest = solve(Rest(operator.select(pending), taken), attempt)
+        noise = operator.rounding * values[pending].amax(1)
+        everyone = pending.numel() == operator.batch
+        floor = 4 * torch.finfo(operator.dtype).eps * values[pending].amax(1)
+        rest = solve(Rest(operator if everyone else operator.select(pending), taken, floor), attempt)
         assert rest.right is not None
         assert rest.left is not None
-        next_right = torch.nn.functional.normalize(without(rest.right[:, 0], taken), dim=-1)[:, None]
+        next_right = orthonormal(torch.cat([taken, rest.right], 1))[:, -1:]
         missing = k - values.shape[1]
-        larger = rest.estimate > (1 + rtol) * values[pending].amin(1) if missing <= 0 else torch.ones_like(rest.converged)
+        larger = rest.estimate > (1 + rtol) * values[pending].amin(1) + noise
+        larger |= missing > 0
         found.iterations[pending] += rest.iterations
         found.converged[pending] &= rest.converged
         if missing > 0:

@@ -53,7 +53,7 @@ class GolubKahan:
         max_steps: most operator pairs (J, Jᵀ) spent on one item.
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets. Repeated values count as often as they occur: with k > 1 a further solve
-            asks what is left for a copy that one start vector cannot see.
+            asks what is left for a copy that one start vector cannot see. Values below the rounding of the products are 0.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
@@ -61,6 +61,7 @@ class GolubKahan:
             for rounding).
         memory: bytes for Krylov bases. A batch whose first 32 vectors need more is solved in turns; a single problem that
             does keeps what fits, its singular vectors come from short recurrences, and several values (k > 1) one by one.
+            Where 32 vectors do fit, singular vectors and several values come from whole bases, however long they get.
     """
 
     rtol: float = 1e-4
@@ -337,8 +338,12 @@ class _Run:
         else:
             room //= 2  # the others still need theirs
         fitting = room // (operator.batch * (M + N) * _element_size(operator))
-        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1))
-        for _ in range(_FINISHING):
+        # Vectors that are handed out need a residual below rtol: few steps see too little of the spectrum for the gap, by
+        # which the error of a value is judged. They are looked for longer, and the result says when that was not enough.
+        rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol
+        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1), rtol=rtol)
+        rounds = self.config.max_steps // short.max_steps if self.config.vectors else 0
+        for _ in range(max(_FINISHING, rounds)):
             found = _Run(short, operator, right[:, 0], pure=True).solve()
             assert found.right is not None
             right = found.right
@@ -348,6 +353,11 @@ class _Run:
             self.output.singular_values[items, 0] = better
             if bool(found.converged.all()):
                 break
+        if self.config.vectors:
+            self.output.converged[items] &= found.converged
+            for item, ok in zip(items.tolist(), found.converged.tolist(), strict=True):
+                if not ok:
+                    self.output.status[item] = Status.MAX_STEPS
         return right
 
     def _keep(self, rows: Tensor) -> None:
