@@ -90,11 +90,12 @@ def core_gradient(core: Linearisation, softcap: float | None, g: Tensor, dq: Ten
     gS = W * about
     moved = dS * about
     inner = None if softcap is None else q @ k.mT / softcap
-    C = g @ dv.mT + (moved if inner is None else moved * tanh_slope(inner))
+    slope = None if inner is None else tanh_slope(inner)
+    C = g @ dv.mT + (moved if slope is None else moved * slope)
     PC = P * C.addcmul_(t, gP, value=-1)
     gRaw = PC.addcmul_(P, PC.sum(-1, keepdim=True), value=-1)
-    if inner is not None and softcap is not None:
-        gRaw = tanh_slope(inner) * (gRaw - P * moved * (2 / softcap) * torch.tanh(inner))
+    if inner is not None and slope is not None and softcap is not None:
+        gRaw = slope * (gRaw - P * moved * (2 / softcap) * torch.tanh(inner))
     gq = gRaw @ k + gS @ dk
     gk = gRaw.mT @ q + gS.mT @ dq
     gv = (T - t * P).mT @ g

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Operator pairs of a typical solve (mean over the inputs of benchmarks/local_lipschitz.py), and with room for harder ones.
 TYPICAL_PAIRS, PAIRS = 18, 20
+# Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; fitted to measurements.
+PROJECTIONS, OUTPUTS, TOKENS = 3, 4, 10
 
 
 @dataclass(frozen=True)
@@ -102,5 +104,5 @@ def vector_bytes(shape: LayerShape, n: int, *, element: int = 4) -> int:
 def working_bytes(shape: LayerShape, n: int, *, vectors: int, element: int = 4) -> int:
     """Bytes of one σ beside the weights with ``vectors`` Krylov vectors; tiles and what is kept of them left out."""
     rows = shape.heads * shape.key_width + shape.kv_heads * (shape.key_width + shape.value_width)
-    tokens = n * element * (3 * rows + 4 * shape.heads * shape.value_width)
-    return tokens + (10 + vectors) * vector_bytes(shape, n, element=element)
+    tokens = n * element * (PROJECTIONS * rows + OUTPUTS * shape.heads * shape.value_width)
+    return tokens + (TOKENS + vectors) * vector_bytes(shape, n, element=element)

@@ -5,7 +5,7 @@ and the Krylov bases, of which the solver keeps what it is given room for:
 
     peak ≈ bytes per number · n·( 3·(dq + dk + dv) + 4·heads·dv + 10·d ) + matrices + bases
 
-(dq, dk, dv: widths over all heads). The counts were fitted to measured peaks (benchmarks/long_context.py).
+(dq, dk, dv: widths over all heads). The counts are those of ``attention.cost``, fitted to measured peaks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipscope.attention.cost import TYPICAL_PAIRS
+from lipscope.attention.cost import OUTPUTS, PROJECTIONS, TOKENS, TYPICAL_PAIRS
 from lipscope.attention.layer import Attention
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import exponentials, prefers_tiles
@@ -165,7 +165,8 @@ def _plan(
     if scope == "head":
         items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
     N, M = _vector(layer, n, scope), n * (layer.value_width if scope == "head" else layer.output_width)
-    tokens = inputs * n * size * (3 * rows + 4 * layer.heads * layer.value_width) + 10 * items * N * size
+    held = PROJECTIONS * rows + OUTPUTS * layer.heads * layer.value_width
+    tokens = inputs * n * size * held + TOKENS * items * N * size
     rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
     heads = inputs * layer.heads
     with using_tiling(tiling):

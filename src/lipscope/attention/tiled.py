@@ -276,7 +276,7 @@ class TiledLinearisation:
         slope = None
         if self.softcap is not None:
             inner = raw.div_(self.softcap)
-            # As in ``tanh_slope``, in place.
+            # As in ``tanh_slope``, in place: its temporaries would be as large as what is kept of the tile.
             slope = torch.abs(inner, out=space.matrix("slope", *inner.shape)).mul_(-2).exp_()
             below = torch.add(slope, 1, out=space.matrix("below", *inner.shape)).square_()
             slope.mul_(4).div_(below)

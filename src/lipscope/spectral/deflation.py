@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import scaled_norm
+from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput, Status
+from lipscope.spectral.output import SolverOutput
 
 # Length that a unit vector must have left beside those found before to count as a new direction.
 _NEWS = 0.5
@@ -70,10 +70,15 @@ def orthonormal(rows: Tensor) -> Tensor:
     """
     result = torch.zeros_like(rows)
     for j in range(rows.shape[1]):
-        row = without(without(rows[:, j], result[:, :j]), result[:, :j])
-        norm = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
-        result[:, j] = torch.where(norm > _NEWS, row / norm, torch.zeros_like(row))
+        result[:, j] = _news(rows[:, j], result[:, :j])
     return result
+
+
+def _news(x: Tensor, directions: Tensor) -> Tensor:
+    """The unit direction in which x (B, N) leaves orthonormal directions (B, m, N); zero where they span it."""
+    row = without(without(x, directions), directions)
+    norm = scaled_norm(row)
+    return unit_rows(row, norm.masked_fill(norm <= _NEWS, 0.0))
 
 
 def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve: Solve) -> SolverOutput:
@@ -100,12 +105,12 @@ def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve:
         rest = solve(Rest(operator if everyone else operator.select(pending), taken, floor), attempt)
         assert rest.right is not None
         assert rest.left is not None
-        next_right = orthonormal(torch.cat([taken, rest.right], 1))[:, -1:]
+        next_right = _news(rest.right[:, 0], taken)[:, None]
         missing = k - values.shape[1]
         larger = rest.estimate > (1 + rtol) * values[pending].amin(1) + noise
         larger |= missing > 0
         found.iterations[pending] += rest.iterations
-        found.converged[pending] &= rest.converged
+        found.doubt(pending, rest.converged)
         if missing > 0:
             values = torch.cat([values, rest.estimate[:, None]], 1)
             right, left = torch.cat([right, next_right], 1), torch.cat([left, rest.left], 1)
@@ -119,17 +124,12 @@ def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve:
             )
         pending, taken = pending[larger], torch.cat([taken[larger], next_right[larger]], 1)
         if attempt > 2 * k + 2:
-            found.converged[pending] = False
+            found.doubt(pending, torch.zeros_like(larger[larger]))
             break
     values, right, left = _best(values, right, left, k)
-    status = [
-        Status.MAX_STEPS if state is Status.CONVERGED and not ok else state
-        for state, ok in zip(found.status, found.converged.tolist(), strict=True)
-    ]
     estimate = torch.maximum(found.estimate, values[:, 0])
     return replace(
-        found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values, right=right, left=left,
-        status=status,
+        found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values, right=right, left=left
     )  # fmt: skip
 
 

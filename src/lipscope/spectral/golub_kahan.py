@@ -110,7 +110,7 @@ class GolubKahan:
         if self.k == 1:
             return _Run(self, operator, start).solve()
         # All at once where whole bases fit, and what they have missed one by one.
-        first = replace(self, vectors=True, k=self.k if whole_bases_fit(operator, self.memory) else 1)
+        first = replace(self, vectors=True, k=self.k if _whole_bases_fit(operator, self.memory) else 1)
         single = replace(self, vectors=True, k=1)
         found = leading(
             operator,
@@ -127,15 +127,19 @@ def together_within(shape: tuple[int, int], element_size: int, memory: int) -> i
     return max(1, memory // (element_size * sum(shape) * Basis.CHUNK))
 
 
-def whole_bases_fit(operator: Operator, memory: int) -> bool:
-    """Whether the first vectors of both sides fit."""
-    return memory >= operator.batch * _element_size(operator) * sum(operator.shape) * Basis.CHUNK
+def both_sides_fit(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
+    """Whether there is room for the first vectors of both sides."""
+    return memory >= batch * element_size * sum(shape) * Basis.CHUNK
 
 
 def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
     """Whether only right vectors are kept: of large problems, and where memory has no room for many of both sides."""
     M, N = shape
-    return min(M + 1, N) > _SMALL or memory // ((M + N) * batch * element_size) < Basis.CHUNK
+    return min(M + 1, N) > _SMALL or not both_sides_fit(shape, batch, element_size, memory)
+
+
+def _whole_bases_fit(operator: Operator, memory: int) -> bool:
+    return both_sides_fit(operator.shape, operator.batch, _element_size(operator), memory)
 
 
 def _element_size(operator: Operator) -> int:
@@ -155,7 +159,7 @@ class _Run:
         self.active = torch.arange(operator.batch, device=operator.device)
         first, self.mixing = self._start(start, pure)
         # Of several values, copies that rounding brings would pass for further ones.
-        whole = pure or config.k > 1 or (config.vectors and whole_bases_fit(operator, config.memory))
+        whole = pure or config.k > 1 or (config.vectors and _whole_bases_fit(operator, config.memory))
         left, right = (None, None) if whole else self._capacities()
         self.one_sided = left == 0
         self.V = Basis(operator.batch, N, first, right)
@@ -354,10 +358,7 @@ class _Run:
             if bool(found.converged.all()):
                 break
         if self.config.vectors:
-            self.output.converged[items] &= found.converged
-            for item, ok in zip(items.tolist(), found.converged.tolist(), strict=True):
-                if not ok:
-                    self.output.status[item] = Status.MAX_STEPS
+            self.output.doubt(items, found.converged)
         return right
 
     def _keep(self, rows: Tensor) -> None:

@@ -94,6 +94,12 @@ class SolverOutput:
             self.right[items] = right
             self.left[items] = left
 
+    def doubt(self, items: Tensor, ok: Tensor) -> None:
+        """The listed items have not converged where something they rest on is not ``ok``."""
+        self.converged[items] &= ok
+        for item in items[~ok].tolist():
+            self.status[item] = Status.MAX_STEPS
+
     @classmethod
     def cat(cls, parts: list[SolverOutput]) -> SolverOutput:
         """Join the outputs of consecutive sub-batches."""
