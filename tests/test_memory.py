@@ -24,7 +24,7 @@ from lipscope.attention.tiling import SMALL, Tiling
 from lipscope.facade import make_operator
 from lipscope.models.handle import Model
 from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
-from lipscope.spectral.golub_kahan import _Run
+from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from test_cli import run
 
 N, D, H = 700, 24, 4
@@ -107,7 +107,7 @@ def test_bases_are_planned_as_the_solver_keeps_them(n, scope):
     weights = [cases.random(D, D, seed=s).float() / D**0.5 for s in range(4)]
     subject = lipscope.Attention(*weights, heads=H, mask="causal")
     operator = make_operator(subject, cases.random(2, n, D, seed=1).float(), scope)
-    run = _Run(lipscope.GolubKahan(rtol=1e-30, interval=1e-30), operator)
+    run = Bidiagonalisation(lipscope.GolubKahan(rtol=1e-30, interval=1e-30), operator)
     M, N_ = operator.shape
     kept = operator.batch * 4 * (N_ + (0 if run.one_sided else M))
     assert run.one_sided == (min(M + 1, N_) > 1024)
@@ -230,12 +230,25 @@ def test_scans_are_planned_before_they_start():
 )
 def test_measured_peaks_stay_within_the_plan_and_near_it(options, width, tokens, inputs):
     """Kept exponentials of one input, of several and of padded ones, with a soft-cap, rebuilt ones, and n×n matrices."""
-    command = [sys.executable, Path(__file__).with_name("measured_memory.py"), json.dumps(options)]
-    sizes = [str(size) for size in (width, tokens, inputs)]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    peak, planned = json.loads(done.stdout)
+    peak, planned = measured(json.dumps(options), width, tokens, inputs)
     assert 0.4 * planned < peak < planned, (peak >> 20, planned >> 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize("share", [0.7, 0.9, 1.0])
+@pytest.mark.parametrize("solver", [{"k": 1, "vectors": True}, {"k": 2}, {"k": 6, "vectors": True}])
+def test_several_values_and_vectors_keep_to_the_memory(solver, share):
+    peak, planned = measured('{"heads": 8, "mask": "causal"}', 128, 1024, 1, json.dumps(solver), share)
+    assert 0.4 * planned < peak < planned, (peak >> 20, planned >> 20)
+
+
+def measured(*arguments: object) -> list[int]:
+    """Peak and plan, in bytes, of a process of its own."""
+    command = [sys.executable, Path(__file__).with_name("measured_memory.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    found: list[int] = json.loads(done.stdout)
+    return found
 
 
 def test_items_that_go_on_are_copied_once():

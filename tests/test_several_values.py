@@ -77,6 +77,45 @@ def test_tokens_that_see_only_themselves_share_every_value():
     assert float(dense.singular_values[0, 0]) == pytest.approx(float(dense.singular_values[0, 2]), rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("memory", [1 << 30, 40 * 14 * 8, LITTLE])
+@pytest.mark.parametrize(
+    "values", [[3.0, 2.0, 2.0, 1.0, 1.0], [1.0] * 5, [2.0, 2.0, 1.0, 1.0, 0.5], [3.0, 3.0, 1.0, 0.0, 0.0]]
+)
+def test_all_values_of_wide_and_tall_maps(values, memory, dtype):
+    """Of a wide one many directions are ignored, which must not pass for the rest of its values."""
+    A = spectrum(values, 5, 9, seed=2).to(dtype)
+    for matrix in (A, A.T):
+        out = lipscope.spectral_norm(
+            lipscope.DenseOperator(matrix), lipscope.GolubKahan(rtol=1e-6, k=5, vectors=True, memory=memory)
+        )
+        expected = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-5, atol=1e-5)
+        for vectors in (out.right, out.left):
+            torch.testing.assert_close(vectors @ vectors.T, torch.eye(5, dtype=dtype), rtol=0, atol=1e-4)
+        torch.testing.assert_close(matrix @ out.right.T, out.left.T * expected.to(dtype), rtol=0, atol=1e-3)
+
+
+def test_small_values_do_not_suffer_from_the_vectors_of_large_ones():
+    """What is taken out of one side alone leaves the error of its vectors times the largest value."""
+    A = spectrum([1e5, 5e4, 1e3, 10.0, 1.0, 0.1], 60, 50, seed=4)
+    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-4, k=5, memory=6 * 110 * 8))
+    expected = torch.tensor([1e5, 5e4, 1e3, 10.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_vector_belongs_to_the_value_when_no_part_of_it_was_kept(seed, dtype):
+    """Few distinct values exhaust many recurrences, and the top vector may lie in one that was not kept."""
+    values = [3.0] * 8 + [2.5] * 7 + [2.0] * 8 + [1.0] * 7
+    A = spectrum(values, 30, 30, seed=seed).to(dtype)
+    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(vectors=True, memory=720, seed=seed))
+    gain = float((A @ out.right.flatten()).norm())
+    assert gain == pytest.approx(3.0, rel=1e-3)
+    assert float(out.left.flatten() @ A @ out.right.flatten()) == pytest.approx(3.0, rel=1e-3)
+
+
 def test_as_many_values_as_there_are_and_more_than_the_rank():
     A = spectrum([2.0, 2.0, 1.0], 7, 5, seed=3)
     for k in (3, 5):

@@ -17,7 +17,7 @@ from lipscope.bounds.certificates import affordable, certified_upper
 from lipscope.bounds.strips import height_within
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.dense import Auto
-from lipscope.spectral.norm import Solver, within
+from lipscope.spectral.norm import Solver, triplets, within
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
 
@@ -57,8 +57,7 @@ def local_lipschitz(
             within a small ``memory``) from strips of rows, in memory that grows like n. None: when that is estimated to
             cost no more than the measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
-            ``attention.memory.plan_memory`` for what is done to keep to it. Planned is the largest singular value alone; a
-            solver that is asked for vectors or for several values may take more.
+            ``attention.memory.plan_memory`` for what is done to keep to it.
 
     Returns:
         A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a
@@ -131,7 +130,10 @@ def _planned(
     """How to keep to ``memory``, and the solver that does."""
     if not isinstance(map, Attention):
         raise ValueError("memory is planned for Attention layers only: what a general map takes is not known beforehand")
-    plan = plan_memory(map, X.shape[1], dtype=dtype, inputs=len(X), limit=read_bytes(memory), scope=scope or "attention")
+    plan = plan_memory(
+        map, X.shape[1], dtype=dtype, inputs=len(X), limit=read_bytes(memory), scope=scope or "attention",
+        triplets=triplets(solver),
+    )  # fmt: skip
     return plan, within(solver, plan.room)
 
 

@@ -5,7 +5,8 @@ and the Krylov bases, of which the solver keeps what it is given room for:
 
     peak ≈ bytes per number · n·( 3·(dq + dk + dv) + 4·heads·dv + 10·d ) + matrices + bases
 
-(dq, dk, dv: widths over all heads). The counts are those of ``attention.cost``, fitted to measured peaks.
+(dq, dk, dv: widths over all heads). The counts are those of ``attention.cost``, fitted to measured peaks. Singular vectors
+that a solver is asked for, or takes out to find the next ones, count twice: they are copied to be handed over.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import exponentials, prefers_tiles
 from lipscope.attention.tiles import visited_entries
 from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
-from lipscope.spectral.golub_kahan import one_sided, together_within
+from lipscope.spectral.room import FEWEST, one_sided, together_within
 
-# Vectors of the Krylov bases that a typical solve needs, and the fewest that the solver keeps.
-TYPICAL_VECTORS, FEWEST_VECTORS = 24, 4
+# Vectors of the Krylov bases that a typical solve needs.
+TYPICAL_VECTORS = 24
 # What the solver takes for its bases when nobody limits it.
 SOLVER_ROOM = 1 << 30
 
@@ -41,6 +42,7 @@ class MemoryPlan:
         matrices: n×n matrices, or tiles and what is kept of them.
         tokens: copies of tokens and projections.
         bases: Krylov bases.
+        vectors: singular vectors beside them, where several are looked for or they are asked for.
         tiled: whether n×n matrices are avoided.
         tiling: sizes of the tiles.
         alone: inputs are measured one after the other.
@@ -50,6 +52,7 @@ class MemoryPlan:
     matrices: int
     tokens: int
     bases: int
+    vectors: int
     tiled: bool
     tiling: Tiling
     alone: bool
@@ -58,7 +61,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Expected peak above the weights."""
-        return self.matrices + self.tokens + self.bases
+        return self.fixed + self.bases
+
+    @property
+    def fixed(self) -> int:
+        """All of it but the bases, which are made to fit."""
+        return self.matrices + self.tokens + self.vectors
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -68,9 +76,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         kind = "tiles" if self.tiled else "n×n matrices"
+        vectors = f", singular vectors {show_bytes(self.vectors)}" if self.vectors else ""
         return (
             f"expected peak {show_bytes(self.total)} above the weights: {kind} {show_bytes(self.matrices)}, "
-            f"tokens {show_bytes(self.tokens)}, Krylov bases {show_bytes(self.bases)}"
+            f"tokens {show_bytes(self.tokens)}, Krylov bases {show_bytes(self.bases)}{vectors}"
         )
 
 
@@ -82,6 +91,7 @@ def plan_memory(
     inputs: int = 1,
     limit: int | None = None,
     scope: str = "attention",
+    triplets: int = 0,
 ) -> MemoryPlan:
     """What one batch of σ at n tokens takes, and how to stay within ``limit`` bytes.
 
@@ -95,6 +105,7 @@ def plan_memory(
         inputs: sequences in the batch.
         limit: bytes that may be used above the weights.
         scope: ``"attention"`` or ``"norm+attention"``, or ``"head"``.
+        triplets: singular vectors of either side that are held per input; see ``spectral.norm.triplets``.
 
     Returns:
         The plan; give ``plan.room`` to the solver as its ``memory``, and compute inside ``plan.in_force()``.
@@ -109,10 +120,12 @@ def plan_memory(
         >>> print(plan_memory(layer, 4096))
         expected peak 596 MiB above the weights: tiles 32 MiB, tokens 276 MiB, Krylov bases 288 MiB
     """
+    returned = inputs * triplets
     if limit is None:
-        return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM)
+        return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM, returned)
     candidates = [
-        _plan(layer, n, dtype, together, scope, tiling, SOLVER_ROOM, alone=alone) for together, alone, tiling in ways(inputs)
+        _plan(layer, n, dtype, together, scope, tiling, SOLVER_ROOM, returned, alone=alone)
+        for together, alone, tiling in ways(inputs)
     ]
     return first_fitting(candidates, n, _vector(layer, n, scope) * torch.finfo(dtype).bits // 8, limit)
 
@@ -129,12 +142,12 @@ def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) 
     Raises:
         MemoryError: when nothing fits.
     """
-    for enough in (TYPICAL_VECTORS, FEWEST_VECTORS):
+    for enough in (TYPICAL_VECTORS, FEWEST):
         for plan in plans:
-            left = limit - plan.matrices - plan.tokens
+            left = limit - plan.fixed
             if left >= enough * vector:
                 return replace(plan, bases=min(plan.bases, left), room=min(plan.room, left))
-    least = min(plan.matrices + plan.tokens for plan in plans) + FEWEST_VECTORS * vector
+    least = min(plan.fixed for plan in plans) + FEWEST * vector
     raise MemoryError(
         f"n = {n} tokens need at least {show_bytes(least)} above the weights, but memory is limited to {show_bytes(limit)}"
     )
@@ -157,7 +170,15 @@ def _vector(layer: Attention, n: int, scope: str) -> int:
 
 
 def _plan(
-    layer: Attention, n: int, dtype: torch.dtype, inputs: int, scope: str, tiling: Tiling, room: int, alone: bool = False
+    layer: Attention,
+    n: int,
+    dtype: torch.dtype,
+    inputs: int,
+    scope: str,
+    tiling: Tiling,
+    room: int,
+    triplets: int,
+    alone: bool = False,
 ) -> MemoryPlan:
     size = torch.finfo(dtype).bits // 8
     rows = layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]
@@ -165,6 +186,7 @@ def _plan(
     if scope == "head":
         items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
     N, M = _vector(layer, n, scope), n * (layer.value_width if scope == "head" else layer.output_width)
+    vectors = triplet_bytes(triplets * (items // inputs), M + n * layer.width, size)
     held = PROJECTIONS * rows + OUTPUTS * layer.heads * layer.value_width
     tokens = inputs * n * size * held + TOKENS * items * N * size
     rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
@@ -175,11 +197,17 @@ def _plan(
     if rule.additive is not None and (layer.bias is None or not _same_storage(rule.additive, layer.bias)):
         # Read off an additive mask, with what it hides beside it.
         matrices += rule.additive.numel() * (size + 1)
-    return MemoryPlan(matrices, tokens, typical_bases((M, N), items, size, room), tiled, tiling, alone, room)
+    bases = typical_bases((M, N), items, size, room)
+    return MemoryPlan(matrices, tokens, bases, vectors, tiled, tiling, alone, room)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def triplet_bytes(triplets: int, numbers: int, element_size: int) -> int:
+    """Bytes of so many singular vectors of both sides together, and of a copy."""
+    return 2 * triplets * numbers * element_size
 
 
 def typical_bases(shape: tuple[int, int], items: int, element_size: int, room: int) -> int:

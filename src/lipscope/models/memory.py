@@ -17,6 +17,7 @@ from lipscope.attention.memory import (
     matrix_bytes,
     plan_memory,
     read_bytes,
+    triplet_bytes,
     typical_bases,
     ways,
 )
@@ -67,19 +68,21 @@ def plan_layers(
     inputs: int = 1,
     scope: str = "attention",
     memory: float | str | None = None,
+    triplets: int = 0,
 ) -> MemoryPlan:
     """One plan for all of the listed layers, within ``memory`` (bytes, or a size such as "4GiB").
 
     Layers of several kinds, say with and without a sliding window, are computed with the same tiling, so a way of doing it
-    counts with what it takes for the layer that takes most, and for recording those that are not listed.
+    counts with what it takes for the layer that takes most, and for recording those that are not listed. ``triplets``
+    singular vectors of either side are held per input.
     """
     limit = None if memory is None else read_bytes(memory)
     kinds = {_kind(handle, i): i for i in layers}.values()
-    each = [_ways_of(handle, n, inputs, scope, i, limited=limit is not None) for i in kinds]
+    each = [_ways_of(handle, n, inputs, scope, i, triplets, limited=limit is not None) for i in kinds]
     recorded = {_kind(handle, i): i for i in range(len(handle.layers))}.values()
     plans = []
     for same_way in zip(*each, strict=True):
-        worst = max(same_way, key=lambda plan: plan.matrices + plan.tokens)
+        worst = max(same_way, key=lambda plan: plan.fixed)
         together = 1 if worst.alone else inputs
         passing = max(_through_autograd(handle, n, together, "attention", i, worst.tiling).matrices for i in recorded)
         bases = max(plan.bases for plan in same_way)
@@ -87,7 +90,9 @@ def plan_layers(
     return plans[0] if limit is None else first_fitting(plans, n, max(_vector(handle, n, i) for i in kinds), limit)
 
 
-def _ways_of(handle: Model, n: int, inputs: int, scope: str, layer: int, *, limited: bool) -> list[MemoryPlan]:
+def _ways_of(
+    handle: Model, n: int, inputs: int, scope: str, layer: int, triplets: int = 0, *, limited: bool
+) -> list[MemoryPlan]:
     """What σ of one layer takes by every way of doing it; only by the usual one when memory is not limited."""
     where = handle.layer(layer)
     attention = handle.attention(layer, handle.probe_recording) if scope in ("attention", "head") else None
@@ -97,9 +102,10 @@ def _ways_of(handle: Model, n: int, inputs: int, scope: str, layer: int, *, limi
     for together, alone, tiling in ways(inputs) if limited else [(inputs, False, current_tiling())]:
         with using_tiling(tiling):
             if attention is not None:
-                plan = plan_memory(attention.with_mask(where.mask), n, dtype=handle.dtype, inputs=together, scope=scope)
+                same_mask = attention.with_mask(where.mask)
+                plan = plan_memory(same_mask, n, dtype=handle.dtype, inputs=together, scope=scope, triplets=triplets)
             else:
-                plan = _through_autograd(handle, n, together, scope, layer, tiling)
+                plan = _through_autograd(handle, n, together, scope, layer, tiling, triplets)
         tokens = plan.tokens + recorded_bytes(handle, n, together)
         plans.append(replace(plan, tokens=tokens, alone=alone, tiling=tiling))
     return plans
@@ -132,7 +138,9 @@ def token_width(handle: Model, layer: int) -> int:
     return int(handle.probe_recording.hosts[handle.layer(layer).index].tokens.shape[-1])
 
 
-def _through_autograd(handle: Model, n: int, inputs: int, scope: str, layer: int, tiling: Tiling) -> MemoryPlan:
+def _through_autograd(
+    handle: Model, n: int, inputs: int, scope: str, layer: int, tiling: Tiling, triplets: int = 0
+) -> MemoryPlan:
     where, width, size = handle.layer(layer), token_width(handle, layer), handle.dtype.itemsize
     layers = len(handle.layers) if scope == "model" else 1
     mask = as_mask(where.mask) if _named(where.mask) else as_mask(None)
@@ -144,7 +152,8 @@ def _through_autograd(handle: Model, n: int, inputs: int, scope: str, layer: int
     matrices = matrix_bytes(tiling, tiled, rule, heads, n, groups, size)
     tokens = (BLOCK_ACTIVATIONS * layers + 6) * inputs * n * width * size
     bases = typical_bases((n * width, n * width), inputs, size, SOLVER_ROOM)
-    return MemoryPlan(layers * matrices, tokens, bases, tiled, tiling, False, SOLVER_ROOM)
+    vectors = triplet_bytes(inputs * triplets, 2 * n * width, size)
+    return MemoryPlan(layers * matrices, tokens, bases, vectors, tiled, tiling, False, SOLVER_ROOM)
 
 
 def _softcap(handle: Model, layer: int) -> float | None:

@@ -32,7 +32,7 @@ from lipscope.models.tokens import TokenView
 from lipscope.models.worst_tokens import worst_views
 from lipscope.spectral.dense import Auto
 from lipscope.spectral.ends import interval
-from lipscope.spectral.norm import Solver, within
+from lipscope.spectral.norm import Solver, triplets, within
 
 Progress = Callable[[int, int, str], None]
 
@@ -235,9 +235,12 @@ def scan(
     if memory is not None:
         # All of them before the first measurement: what does not fit is refused at once.
         plans = {
-            n: plan_layers(handle, n, chosen, inputs=batch_size(n, inputs, batch_tokens, pack), scope=scope, memory=memory)
+            n: plan_layers(
+                handle, n, chosen, inputs=batch_size(n, inputs, batch_tokens, pack), scope=scope, memory=memory,
+                triplets=triplets(solver),
+            )
             for n in sizes
-        }
+        }  # fmt: skip
     how: dict[str, Any] = {"scope": scope, "heads": chosen_heads, "certificate": certificate}
     if pack:
         for n, bundle in packed_chunks(documents, tokenizer, sizes, inputs, seed).items():

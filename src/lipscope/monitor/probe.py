@@ -2,7 +2,7 @@
 
 Weights move little in k steps, so the top singular vectors of the last measurement are nearly those of this one. They
 enter the start of the next solve, mixed with a random direction, which keeps the interval valid (see
-``spectral.golub_kahan``).
+``spectral.bidiagonalisation``).
 """
 
 from __future__ import annotations

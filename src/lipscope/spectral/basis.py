@@ -49,7 +49,8 @@ class Basis:
         if self._capacity is None or self.count < self._capacity:
             block, row = divmod(self.count, self._block)
             if row == 0:
-                self._blocks.append(self._like.new_empty(x.shape[0], self._block, self._size))
+                room = self._block if self._capacity is None else min(self._block, self._capacity - self.count)
+                self._blocks.append(self._like.new_empty(x.shape[0], room, self._size))
             self._blocks[block][:, row] = x
             # A view, not a second copy.
             self.last = self._blocks[block][:, row]
@@ -69,12 +70,11 @@ class Basis:
     def keep(self, rows: Tensor) -> None:
         """Forget all items but the listed ones."""
         for index, stored in enumerate(self._stored()):
-            kept = stored.new_empty(rows.numel(), self._block, self._size)
+            kept = stored.new_empty(rows.numel(), self._blocks[index].shape[1], self._size)
             kept[:, : stored.shape[1]] = stored[rows]
             self._blocks[index] = kept
-        stored_last = self._capacity is None or self.count <= self._capacity
         block, row = divmod(self.count - 1, self._block)
-        self.last = self._blocks[block][:, row] if stored_last else self.last[rows]
+        self.last = self._blocks[block][:, row] if self.complete else self.last[rows]
 
     def release(self) -> None:
         """Let go of every vector but the newest: nothing of this basis is asked for any more."""

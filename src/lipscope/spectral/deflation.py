@@ -1,9 +1,11 @@
 """Several singular values: what was found is taken out, and the rest is asked again until it has nothing larger.
 
-One start vector sees one copy of a repeated singular value, and values that lie close together nearly so. With V the right
-singular vectors found so far, the largest singular value of J(I − VVᵀ) is the next one of J, copies included (Courant and
-Fischer; with vectors that are off by ε it is off by O(ε²)). When it does not exceed the least of the k values in hand, these
-are the k leading ones.
+One start vector sees one copy of a repeated singular value, and values that lie close together nearly so. With V and U the
+right and left singular vectors found so far, the largest singular value of (I − UUᵀ)J(I − VVᵀ) is the next one of J, copies
+included. When it does not exceed the least of the k values in hand, these are the k leading ones.
+
+Both sides: with vectors that are off by ε, J(I − VVᵀ) alone keeps ε·σ₁ of what was taken out, and both keep ε²·σ₁. Where U
+spans the image of V, what is missing has the rank of U, so that the next value is never underestimated.
 """
 
 from __future__ import annotations
@@ -17,21 +19,24 @@ from torch import Tensor
 from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput
+from lipscope.spectral.start import random_direction
 
 # Length that a unit vector must have left beside those found before to count as a new direction.
 _NEWS = 0.5
+# Start of the random directions that stand for vectors of the value zero.
+_SEED = 0
 # How a rest is solved for its largest value, with a start vector of this number.
 Solve = Callable[[Operator, int], SolverOutput]
 
 
 class Rest(Operator):
-    """J restricted to what is orthogonal to given directions ``(B, m, N)``, orthonormal rows for every item.
+    """J between what is orthogonal to given ``right`` (B, m, N) and ``left`` (B, m, M) vectors, orthonormal rows or zero.
 
     Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were taken out, and count as zero.
     """
 
-    def __init__(self, operator: Operator, directions: Tensor, floor: Tensor) -> None:
-        self._operator, self._directions, self._floor = operator, directions, floor
+    def __init__(self, operator: Operator, right: Tensor, left: Tensor, floor: Tensor) -> None:
+        self._operator, self.right, self.left, self._floor = operator, right, left, floor
         self.batch, self.dtype, self.device = operator.batch, operator.dtype, operator.device
         self.input_shape, self.output_shape = operator.input_shape, operator.output_shape
 
@@ -41,20 +46,20 @@ class Rest(Operator):
         return self._operator.rounding
 
     def matvec(self, u: Tensor) -> Tensor:
-        """J·u for the part of u that is left."""
-        return self._above(self._operator.matvec(without(u, self._directions)), u)
+        """What is left of J·u for the part of u that is left."""
+        return self._above(without(self._operator.matvec(without(u, self.right)), self.left), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """What is left of Jᵀ·g."""
-        return self._above(without(self._operator.rmatvec(g), self._directions), g)
+        """What is left of Jᵀ·g for the part of g that is left."""
+        return self._above(without(self._operator.rmatvec(without(g, self.left)), self.right), g)
 
     def select(self, items: Tensor) -> Rest:
         """Keep the listed items."""
-        return Rest(self._operator.select(items), self._directions[items], self._floor[items])
+        return Rest(self._operator.select(items), self.right[items], self.left[items], self._floor[items])
 
     def _above(self, product: Tensor, x: Tensor) -> Tensor:
         noise = scaled_norm(product) <= self._floor * scaled_norm(x)
-        return product.masked_fill(noise[:, None], 0.0)
+        return product.masked_fill(noise[:, None], 0.0) if bool(noise.any()) else product
 
 
 def without(x: Tensor, directions: Tensor) -> Tensor:
@@ -63,15 +68,29 @@ def without(x: Tensor, directions: Tensor) -> Tensor:
     return torch.baddbmm(row, torch.bmm(row, directions.mT), directions, alpha=-1).squeeze(1)
 
 
-def orthonormal(rows: Tensor) -> Tensor:
-    """Rows (B, m, N) made orthonormal one after the other; those that earlier ones span become zero.
+def orthonormalise(rows: Tensor) -> None:
+    """Make rows (B, m, N) orthonormal, one after the other and in place; those that earlier ones span become zero.
 
     The vectors of vanishing singular values may be anything, and a projection must not take a direction out twice.
     """
-    result = torch.zeros_like(rows)
     for j in range(rows.shape[1]):
-        result[:, j] = _news(rows[:, j], result[:, :j])
-    return result
+        rows[:, j] = _news(rows[:, j], rows[:, :j])
+
+
+def complete(rows: Tensor, seed: int) -> None:
+    """Put random directions orthogonal to all others in the place of zero rows of (B, m, N), m ≤ N.
+
+    Where the rows that are there span all that a map does not send to zero, these are singular vectors of the value zero.
+    """
+    for j in range(rows.shape[1]):
+        empty = ~rows[:, j].any(-1)
+        if bool(empty.any()):
+            x = random_direction(rows.shape[2], seed + j, rows).expand_as(rows[:, j])
+            # However little of it is left, the second pass makes it as orthogonal as the first would have made a long one.
+            for _ in range(2):
+                x = without(x, rows)
+                x = unit_rows(x, scaled_norm(x))
+            rows[:, j] = torch.where(empty[:, None], x, rows[:, j])
 
 
 def _news(x: Tensor, directions: Tensor) -> Tensor:
@@ -81,64 +100,66 @@ def _news(x: Tensor, directions: Tensor) -> Tensor:
     return unit_rows(row, norm.masked_fill(norm <= _NEWS, 0.0))
 
 
-def leading(operator: Operator, found: SolverOutput, k: int, rtol: float, solve: Solve) -> SolverOutput:
+def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) -> SolverOutput:
     """The k leading singular triplets, from those that a first solve has found.
 
     Args:
         operator: the maps.
-        found: at most k triplets of every item, with their vectors.
-        k: how many are wanted.
+        found: k triplets of every item, those that are not known yet with the value −∞ and zero vectors. It is used up.
         rtol: relative differences that do not count.
         solve: the solver for the largest value of what is left.
     """
+    values, right, left = found.singular_values, found.right, found.left
+    assert right is not None
+    assert left is not None
+    k = values.shape[1]
+    orthonormalise(right)
+    orthonormalise(left)
+    pending = torch.arange(operator.batch, device=operator.device)
+    # Every attempt but the last finds a value that counts, or completes the list; rounding may bring a few more.
+    for attempt in range(1, 2 * k + 4):
+        # Where there are as many values as dimensions nothing is left. Zeros do not count: of a wide map they may belong to
+        # directions that it ignores, with others left that it does not.
+        positive = values > operator.rounding * values.amax(1, keepdim=True)
+        pending = pending[positive.sum(1)[pending] < min(operator.shape)]
+        if not pending.numel():
+            break
+        if attempt == 2 * k + 3:
+            found.doubt(pending, torch.zeros_like(pending, dtype=torch.bool))
+            break
+        everyone = pending.numel() == operator.batch
+        largest, (least, slot) = values[pending].amax(1), values[pending].min(1)
+        rest = Rest(
+            operator if everyone else operator.select(pending),
+            right if everyone else right[pending],
+            left if everyone else left[pending],
+            4 * torch.finfo(operator.dtype).eps * largest,
+        )
+        further = solve(rest, attempt)
+        assert further.right is not None
+        assert further.left is not None
+        found.iterations[pending] += further.iterations
+        found.doubt(pending, further.converged)
+        counts = further.estimate > (1 + rtol) * least + operator.rounding * largest
+        # In the place of the least value, which needs not be taken out: nothing less than the new least counts.
+        next_right, next_left = _news(further.right[:, 0], rest.right), _news(further.left[:, 0], rest.left)
+        pending, slot = pending[counts], slot[counts]
+        values[pending, slot] = further.estimate[counts]
+        right[pending, slot], left[pending, slot] = next_right[counts], next_left[counts]
+        del rest, further, next_right, next_left  # before the next solve needs the room
+    return _in_order(operator, found)
+
+
+def _in_order(operator: Operator, found: SolverOutput) -> SolverOutput:
+    """The triplets of every item with falling values, and what the result says of the first of them."""
     assert found.right is not None
     assert found.left is not None
-    values, right, left = found.singular_values.clone(), found.right.clone(), found.left.clone()
-    pending, taken = torch.arange(operator.batch, device=operator.device), orthonormal(found.right)
-    attempt = 0
-    # Every attempt but the last finds a value that counts, or completes the list; rounding may bring a few more.
-    while pending.numel() and taken.shape[1] < min(operator.shape):
-        attempt += 1
-        noise = operator.rounding * values[pending].amax(1)
-        everyone = pending.numel() == operator.batch
-        floor = 4 * torch.finfo(operator.dtype).eps * values[pending].amax(1)
-        rest = solve(Rest(operator if everyone else operator.select(pending), taken, floor), attempt)
-        assert rest.right is not None
-        assert rest.left is not None
-        next_right = _news(rest.right[:, 0], taken)[:, None]
-        missing = k - values.shape[1]
-        larger = rest.estimate > (1 + rtol) * values[pending].amin(1) + noise
-        larger |= missing > 0
-        found.iterations[pending] += rest.iterations
-        found.doubt(pending, rest.converged)
-        if missing > 0:
-            values = torch.cat([values, rest.estimate[:, None]], 1)
-            right, left = torch.cat([right, next_right], 1), torch.cat([left, rest.left], 1)
-        else:
-            rows = pending[larger]
-            values[rows], right[rows], left[rows] = _best(
-                torch.cat([values[rows], rest.estimate[larger, None]], 1),
-                torch.cat([right[rows], next_right[larger]], 1),
-                torch.cat([left[rows], rest.left[larger]], 1),
-                k,
-            )
-        pending, taken = pending[larger], torch.cat([taken[larger], next_right[larger]], 1)
-        if attempt > 2 * k + 2:
-            found.doubt(pending, torch.zeros_like(larger[larger]))
-            break
-    values, right, left = _best(values, right, left, k)
+    values, order = found.singular_values.sort(dim=1, descending=True, stable=True)
+    for vectors in (found.right, found.left):
+        vectors[:] = vectors.gather(1, order[:, :, None].expand_as(vectors))
+    complete(found.right, _SEED)
+    complete(found.left, _SEED)
+    everyone = torch.arange(operator.batch, device=operator.device)
+    found.record_energy(everyone, operator.token_energy(found.right[:, 0]))
     estimate = torch.maximum(found.estimate, values[:, 0])
-    return replace(
-        found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values, right=right, left=left
-    )  # fmt: skip
-
-
-def _best(values: Tensor, right: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest values of every item in falling order, with their vectors."""
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    order = order[:, :k, None]
-    return (
-        values[:, :k],
-        right.gather(1, order.expand(-1, -1, right.shape[2])),
-        left.gather(1, order.expand(-1, -1, left.shape[2])),
-    )
+    return replace(found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values)

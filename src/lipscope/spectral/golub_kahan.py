@@ -1,28 +1,6 @@
-"""Golub–Kahan–Lanczos bidiagonalisation, batched, with a two-sided interval for the largest singular value.
+"""The Golub–Kahan–Lanczos solver: its options, how a batch is divided to fit into memory, and several values.
 
-After k steps from a unit vector v₁ drawn uniformly on the sphere, J V_k = U_k B_k with B_k upper bidiagonal (diagonal α,
-superdiagonal β) and Jᵀ U_k = V_k B_kᵀ + β_k v_{k+1} e_kᵀ. The largest singular value θ₁ of B_k is a **lower** bound for σ.
-
-**Upper bound** (the idea of Hochstenbach, *Probabilistic upper bounds for the matrix two-norm*, J. Sci. Comput. 57, 2013):
-v_{k+1} = q_k(JᵀJ) v₁ has norm one, with q_k(t) = ∏ᵢ(t − θᵢ²) / ∏ⱼ αⱼβⱼ, so γ·q_k(σ²) ≤ 1 where γ = |⟨v₁, top right
-singular vector⟩|. Except with probability δ, γ ≥ g(δ), and then σ² is at most the root t > θ₁² of q_k(t) = 1/g(δ). The
-failure event does not depend on k, so the bound holds at a stopping time chosen by looking at the iterates.
-
-**Exhaustion.** When β_k vanishes to rounding, the Krylov space is invariant and says nothing more. The iteration goes on
-from a fresh random vector orthogonal to it: the rest of the space gets its own recurrence and its own bound, with half of
-the failure probability left, and σ is at most the larger of that bound and the values already found.
-
-**Warm starts.** A direction w from a nearby problem is mixed with the random one, v₁ ∝ w + r. By Anderson's inequality
-|⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, so the bound holds with g(δ)/‖w + r‖ for g(δ).
-
-**One side.** Large problems keep the right basis only: with orthonormal V_k the left vectors lose orthogonality in
-proportion to the condition of B_k alone, in directions that do not touch its largest values (Simon and Zha, SIAM J. Sci.
-Comput. 21, 2000). Norms below the rounding of the products count as zero then, and an exhausted space whose bound is as
-narrow as that rounding ends the iteration: what came next would be orthogonal to nothing.
-
-**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; later vectors follow the recurrence,
-re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no value beyond σ
-(Paige 1980), and changes γ·q_k(σ²) by about eps/γ relative, far less than the interval.
+The iteration itself, and why its interval holds, is in ``spectral.bidiagonalisation``.
 """
 
 from __future__ import annotations
@@ -32,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
+from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.deflation import leading
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput, Status
-from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
-from lipscope.spectral.start import check_delta, overlap_quantile, random_unit_vector
+from lipscope.spectral.output import SolverOutput
+from lipscope.spectral.room import pairs_within, together_within
+from lipscope.spectral.start import check_delta
 
 
 @dataclass(frozen=True)
@@ -54,14 +32,15 @@ class GolubKahan:
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets. Repeated values count as often as they occur: with k > 1 a further solve
             asks what is left for a copy that one start vector cannot see. Values below the rounding of the products are 0.
+            The interval is that of the largest; the others come with the error estimate alone.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched (but
             for rounding).
-        memory: bytes for Krylov bases. A batch whose first 32 vectors need more is solved in turns; a single problem that
-            does keeps what fits, its singular vectors come from short recurrences, and several values (k > 1) one by one.
-            Where 32 vectors do fit, singular vectors and several values come from whole bases, however long they get.
+        memory: bytes for Krylov bases; singular vectors that are found come on top. A batch whose first 32 vectors of both
+            sides need more is solved in turns. A problem whose bases grow beyond it keeps what fits, its singular vectors
+            come from short recurrences, and several values (k > 1) one by one.
     """
 
     rtol: float = 1e-4
@@ -98,7 +77,7 @@ class GolubKahan:
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
         if start is not None and start.shape != (operator.batch, N):
             raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
-        turn = together_within((M, N), _element_size(operator), self.memory)
+        turn = together_within((M, N), operator.dtype.itemsize, self.memory)
         if operator.batch <= turn:
             return self._together(operator, start)
         parts = torch.arange(operator.batch, device=operator.device).split(turn)
@@ -108,277 +87,28 @@ class GolubKahan:
 
     def _together(self, operator: Operator, start: Tensor | None) -> SolverOutput:
         if self.k == 1:
-            return _Run(self, operator, start).solve()
-        # All at once where whole bases fit, and what they have missed one by one.
-        first = replace(self, vectors=True, k=self.k if _whole_bases_fit(operator, self.memory) else 1)
-        single = replace(self, vectors=True, k=1)
-        found = leading(
-            operator,
-            _Run(first, operator, start).solve(),
-            self.k,
-            self.rtol,
-            lambda rest, number: _Run(replace(single, seed=self.seed + self.max_steps + number), rest).solve(),
-        )
+            return Bidiagonalisation(self, operator, start).solve()
+        one = replace(self, vectors=True, k=1)
+
+        def solve(rest: Operator, number: int) -> SolverOutput:
+            return Bidiagonalisation(replace(one, seed=self.seed + self.max_steps + number), rest).solve()
+
+        found = leading(operator, self._first(operator, start, one), self.rtol, solve)
         return found if self.vectors else replace(found, right=None, left=None)
 
-
-def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
-    """How many M×N problems are solved together: those whose first vectors of both sides fit, one at least."""
-    return max(1, memory // (element_size * sum(shape) * Basis.CHUNK))
-
-
-def both_sides_fit(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
-    """Whether there is room for the first vectors of both sides."""
-    return memory >= batch * element_size * sum(shape) * Basis.CHUNK
-
-
-def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
-    """Whether only right vectors are kept: of large problems, and where memory has no room for many of both sides."""
-    M, N = shape
-    return min(M + 1, N) > _SMALL or not both_sides_fit(shape, batch, element_size, memory)
-
-
-def _whole_bases_fit(operator: Operator, memory: int) -> bool:
-    return both_sides_fit(operator.shape, operator.batch, _element_size(operator), memory)
-
-
-def _element_size(operator: Operator) -> int:
-    return torch.finfo(operator.dtype).bits // 8
-
-
-class _Run:
-    """One batched bidiagonalisation: the growing bases, and the items that have not converged yet."""
-
-    def __init__(self, config: GolubKahan, operator: Operator, start: Tensor | None = None, pure: bool = False) -> None:
-        self.config = config
-        self.operator = operator
-        M, N = operator.shape
-        # With fewer outputs than inputs it takes one step more than M to see the whole space: v_{M+1} is still news.
-        self.whole_space = min(M + 1, N)
-        self.steps = min(config.max_steps, self.whole_space)
-        self.active = torch.arange(operator.batch, device=operator.device)
-        first, self.mixing = self._start(start, pure)
-        # Of several values, copies that rounding brings would pass for further ones.
-        whole = pure or config.k > 1 or (config.vectors and _whole_bases_fit(operator, config.memory))
-        left, right = (None, None) if whole else self._capacities()
-        self.one_sided = left == 0
-        self.V = Basis(operator.batch, N, first, right)
-        self.U = Basis(operator.batch, M, first, left)
-        self.V.append(first)
-        # Bidiagonal entries in float64 whatever the operator's dtype: the small problem is never the weak link.
-        self.alpha = first.new_zeros(operator.batch, self.steps, dtype=torch.float64)
-        self.beta = torch.zeros_like(self.alpha)
-        # Where the recurrence of each item last started afresh, and how often it did.
-        self.fresh = torch.zeros(operator.batch, dtype=torch.int64, device=operator.device)
-        self.restarts = torch.zeros_like(self.fresh)
-        # The bounds of recurrences that have ended.
-        self.known = torch.full_like(self.alpha[:, 0], torch.inf)
-        self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
-
-    def _start(self, given: Tensor | None, pure: bool) -> tuple[Tensor, Tensor]:
-        """Unit start vectors (B, N), and by how much mixing shortened their random part."""
-        B, N = self.operator.batch, self.operator.shape[1]
-        if given is not None and pure:
-            return given, torch.ones(B, dtype=torch.float64, device=given.device)
-        random = random_unit_vector(self.operator, self.config.seed).expand(B, N)
-        if given is None:
-            return random, torch.ones(B, dtype=torch.float64, device=random.device)
-        given = given.to(random)
-        mixed = unit_rows(given, scaled_norm(given)) + random
-        norm = scaled_norm(mixed)
-        return unit_rows(mixed, norm), 1 / norm
-
-    def _capacities(self) -> tuple[int, int]:
-        """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
-        M, N = self.operator.shape
-        size = self.operator.batch * _element_size(self.operator)
-        if one_sided((M, N), self.operator.batch, _element_size(self.operator), self.config.memory):
-            return 0, max(_FEWEST, self.config.memory // (N * size))
-        both = self.config.memory // ((M + N) * size)
-        return both, both
-
-    def solve(self) -> SolverOutput:
-        for step in range(1, self.steps + 1):
-            self._extend(step)
-            # Every other step: small SVDs of many items cost as much as the products.
-            due = step == self.steps or (step >= self.config.k and step % 2 == 0)
-            if due or (self.one_sided and bool(self.restarts.any())):
-                self._retire_converged(step)
-                if self.active.numel() == 0:
-                    break
-        return self.output
-
-    def _extend(self, step: int) -> None:
-        """One operator pair: append u_step and v_{step+1} to the bases."""
-        j = step - 1
-        u = self.operator.matvec(self.V.last)
-        if j > 0:
-            u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), self.U.last, value=-1)
-        u = self.U.orthogonalise(u)
-        self.alpha[:, j] = norm = self._norm_or_zero(u)
-        self.U.append(unit_rows(u, norm))
-
-        v = self.operator.rmatvec(self.U.last)
-        v = self.V.orthogonalise(torch.addcmul(v, self.alpha[:, j, None].to(v.dtype), self.V.last, value=-1))
-        self.beta[:, j] = norm = self._norm_or_zero(v)
-        v = unit_rows(v, norm)
-        exhausted = norm == 0
-        if bool(exhausted.any()):
-            everyone = torch.arange(exhausted.numel(), device=exhausted.device)
-            self.known = torch.where(exhausted, torch.minimum(self.known, self._current(everyone, step)), self.known)
-            v = torch.where(exhausted[:, None], self._fresh_direction(step), v)
-            self.fresh = torch.where(exhausted, step, self.fresh)
-            self.restarts = self.restarts + exhausted.long()
-        self.V.append(v)
-
-    def _norm_or_zero(self, x: Tensor) -> Tensor:
-        """‖x‖, or zero when it is at the rounding level of what the recurrence has seen."""
-        norm = scaled_norm(x)
-        return norm.masked_fill(norm <= self._negligible(x.dtype), 0.0)
-
-    def _negligible(self, dtype: torch.dtype) -> Tensor:
-        level = 8 * torch.finfo(dtype).eps
-        if self.one_sided:
-            # Left vectors that are rounding errors of the products would not be orthogonal to the earlier ones.
-            level = max(level, self.operator.rounding)
-        return level * torch.maximum(self.alpha.amax(1), self.beta.amax(1))
-
-    def _fresh_direction(self, step: int) -> Tensor:
-        """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
-        x = random_unit_vector(self.operator, self.config.seed + step).expand(self.operator.batch, -1)
-        for _ in range(2):
-            x = self.V.orthogonalise(x)
-        norm = scaled_norm(x)
-        return unit_rows(x, norm.masked_fill(norm <= 1e-3 / self.operator.shape[1] ** 0.5, 0.0))
-
-    def _retire_converged(self, step: int) -> None:
-        if not bool(torch.isfinite(self.alpha + self.beta).all()):
-            raise FloatingPointError(_NON_FINITE)
-        ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
-        done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
-        candidates = done.nonzero()[:, 0]
-        if self.config.interval is not None and candidates.numel():
-            widest = (1 + self.config.interval) * ritz.values[candidates, 0]
-            done[candidates] = self._upper(ritz, candidates, step) <= widest
-        if self._exhaustive(step):
-            done = torch.ones_like(done)
-        if self.one_sided and bool((fresh := self.restarts > 0).any()):
-            # An interval as narrow as the rounding of the products is all that an exhausted space can give.
-            narrow = (1 + 4 * self.operator.rounding) * ritz.values[:, 0]
-            done |= fresh & (self._upper(ritz, torch.arange(len(fresh), device=fresh.device), step) <= narrow)
-        recorded = self.output.iterations[self.active] > 0
-        leaving = torch.ones_like(done) if step == self.steps else done
-        self._record(step, ritz, (leaving & ~recorded).nonzero()[:, 0], done)
-
-        staying = (~(leaving | recorded)).nonzero()[:, 0]
-        # Copying bases costs about one product: compact only when it saves a quarter of the work.
-        if staying.numel() <= 0.75 * self.active.numel():
-            self._keep(staying)
-
-    def _exhaustive(self, step: int) -> bool:
-        """Whether the basis spans the whole space, which it does only while every vector is kept orthogonal to all."""
-        return step == self.whole_space and self.V.complete
-
-    def _upper(self, ritz: RitzPairs, rows: Tensor, step: int) -> Tensor:
-        """The least upper bound known for the listed rows, after ``step`` steps."""
-        values = ritz.values[rows, 0]
-        if self._exhaustive(step):
-            return values
-        # What was found before the current recurrence began lies in its complement and counts too.
-        bound = torch.minimum(self.known[rows], torch.maximum(self._current(rows, step), values))
-        return torch.maximum(bound, values)
-
-    def _current(self, rows: Tensor, step: int) -> Tensor:
-        """The bound of the current recurrences. The r-th may fail with probability δ/2^{r+1}, together at most δ."""
-        N, most = self.operator.shape[1], int(self.restarts[rows].max())
-        overlap = [overlap_quantile(N, self.config.delta / 2 ** (r + 1)) for r in range(most + 1)]
-        return polynomial_upper_bound(
-            self.alpha[rows, :step],
-            self.beta[rows, :step],
-            first=self.fresh[rows],
-            overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]] * self.mixing[rows],
-            floor=self._negligible(self.operator.dtype)[rows],
-        )
-
-    def _record(self, step: int, ritz: RitzPairs, rows: Tensor, done: Tensor) -> None:
-        """Write the results of the rows that stop now; they are never touched again."""
-        if rows.numel() == 0:
-            return
-        items = self.active[rows]
-        out, k = self.output, self.config.k
-        values = ritz.values[rows]
-        out.estimate[items] = values[:, 0]
-        out.upper[items] = self._upper(ritz, rows, step)
-        out.singular_values[items] = values[:, :k]
-        out.iterations[items] = step
-        out.residual[items] = ritz.residual[rows, 0]
-        out.converged[items] = done[rows]
-        for item, ok in zip(items.tolist(), done[rows].tolist(), strict=True):
-            out.status[item] = Status.CONVERGED if ok else Status.MAX_STEPS
-
-        wanted = k if self.config.vectors else 1
-        right = self.V.combine(rows, ritz.right[rows, :, :wanted])
-        if not self.V.complete:
-            right = self._finish(rows, items, right)
-        out.record_energy(items, self.operator.token_energy(right[:, 0]))
-        if self.config.vectors:
-            out.record_vectors(items, right, self._left(rows, ritz, right))
-
-    def _left(self, rows: Tensor, ritz: RitzPairs, right: Tensor) -> Tensor:
-        """Left vectors of the listed rows: from their basis, or as images of the right ones where it was not kept."""
-        if self.U.complete:
-            return self.U.combine(rows, ritz.left[rows, :, : right.shape[1]])
-        image = self.operator.select(rows).matvec(right[:, 0])
-        return unit_rows(image, scaled_norm(image))[:, None]
-
-    def _finish(self, rows: Tensor, items: Tensor, right: Tensor) -> Tensor:
-        """The top right vector when part of the basis was let go: short recurrences, each from the best vector so far."""
-        operator = self.operator.select(rows)
-        M, N = operator.shape
-        room = self.config.memory
-        if bool((self.output.iterations[self.active] > 0).all()):
-            self.U.release()
-            self.V.release()
-        else:
-            room //= 2  # the others still need theirs
-        fitting = room // (operator.batch * (M + N) * _element_size(operator))
-        # Vectors that are handed out need a residual below rtol: few steps see too little of the spectrum for the gap, by
-        # which the error of a value is judged. They are looked for longer, and the result says when that was not enough.
-        rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol
-        short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1), rtol=rtol)
-        rounds = self.config.max_steps // short.max_steps if self.config.vectors else 0
-        for _ in range(max(_FINISHING, rounds)):
-            found = _Run(short, operator, right[:, 0], pure=True).solve()
+    def _first(self, operator: Operator, start: Tensor | None, one: GolubKahan) -> SolverOutput:
+        """All values at once where whole bases fit; of the items for which they do not, the largest value alone."""
+        fitting = pairs_within(operator.shape, operator.batch, operator.dtype.itemsize, self.memory) - 1
+        if fitting >= self.max_steps:
+            return Bidiagonalisation(replace(self, vectors=True), operator, start, whole=True).solve()
+        found = SolverOutput.empty(operator, self.k, True, "golub_kahan", self.delta)
+        if fitting >= self.k:
+            short = replace(self, vectors=True, max_steps=fitting)
+            found = Bidiagonalisation(short, operator, start, whole=True).solve()
             assert found.right is not None
-            right = found.right
-            better = torch.maximum(self.output.estimate[items], found.estimate)
-            self.output.estimate[items] = better
-            self.output.upper[items] = torch.maximum(self.output.upper[items], better)
-            self.output.singular_values[items, 0] = better
-            if bool(found.converged.all()):
-                break
-        if self.config.vectors:
-            self.output.doubt(items, found.converged)
-        return right
-
-    def _keep(self, rows: Tensor) -> None:
-        self.active = self.active[rows]
-        if rows.numel() == 0:
-            return
-        self.operator = self.operator.select(rows)
-        self.alpha, self.beta = self.alpha[rows], self.beta[rows]
-        self.fresh, self.restarts, self.known = self.fresh[rows], self.restarts[rows], self.known[rows]
-        self.mixing = self.mixing[rows]
-        self.U.keep(rows)
-        self.V.keep(rows)
-
-
-# Right vectors kept however small the memory, and most short recurrences spent on finding the top vector afterwards.
-_FEWEST, _FINISHING = 4, 20
-# A recurrence may exhaust a space of so many dimensions, and then counts on both bases.
-_SMALL = 1024
-
-_NON_FINITE = (
-    "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input: check the input and "
-    "the weights for extreme values, compute in float64, or rescale."
-)
+            start = found.right[:, 0]
+        cut = (~found.converged).nonzero()[:, 0]
+        if cut.numel():
+            items = operator if cut.numel() == operator.batch else operator.select(cut)
+            found.restart(cut, Bidiagonalisation(one, items, None if start is None else start[cut]).solve())
+        return found

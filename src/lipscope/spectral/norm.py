@@ -27,6 +27,15 @@ def within(solver: Solver, memory: int) -> Solver:
     return replace(solver, memory=min(memory, solver.memory))
 
 
+def triplets(solver: Solver) -> int:
+    """How many singular vectors of either side a solver holds per problem beside its bases; none for the norm alone.
+
+    Several are taken out of the products while the next one is looked for, which makes two more of them.
+    """
+    k, vectors = getattr(solver, "k", 1), getattr(solver, "vectors", False)
+    return k + 2 if k > 1 else int(vectors)
+
+
 def spectral_norm(operator: Operator, solver: Solver | None = None) -> SpectralNorm:
     """Largest singular value of every item of ``operator``, as an interval.
 

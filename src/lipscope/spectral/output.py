@@ -100,6 +100,22 @@ class SolverOutput:
         for item in items[~ok].tolist():
             self.status[item] = Status.MAX_STEPS
 
+    def restart(self, items: Tensor, largest: SolverOutput) -> None:
+        """Instead of k values of the listed items their largest ones, with vectors; the others are not known (−∞)."""
+        assert self.right is not None
+        assert self.left is not None
+        assert largest.right is not None
+        assert largest.left is not None
+        for name in ("estimate", "upper", "residual", "converged"):
+            getattr(self, name)[items] = getattr(largest, name)
+        self.iterations[items] += largest.iterations
+        self.singular_values[items] = -torch.inf
+        self.singular_values[items, 0] = largest.estimate
+        for item, status in zip(items.tolist(), largest.status, strict=True):
+            self.status[item] = status
+        self.right[items], self.left[items] = 0.0, 0.0
+        self.right[items, 0], self.left[items, 0] = largest.right[:, 0], largest.left[:, 0]
+
     @classmethod
     def cat(cls, parts: list[SolverOutput]) -> SolverOutput:
         """Join the outputs of consecutive sub-batches."""

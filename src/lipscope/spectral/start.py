@@ -10,15 +10,20 @@ from torch import Tensor
 from lipscope.spectral.operator import Operator
 
 
-def random_unit_vector(operator: Operator, seed: int) -> Tensor:
-    """A vector uniform on the unit sphere of R^N, shape ``(1, N)``.
+def random_direction(size: int, seed: int, like: Tensor | Operator) -> Tensor:
+    """A vector uniform on the unit sphere of R^size, shape ``(1, size)``, of the dtype and on the device of ``like``.
 
     It is drawn on the CPU in float64, so that the same seed gives the same direction on every device and in every dtype.
     """
     generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(1, operator.shape[1], generator=generator, dtype=torch.float64)
+    vector = torch.randn(1, size, generator=generator, dtype=torch.float64)
     unit: Tensor = vector / torch.linalg.vector_norm(vector)
-    return unit.to(dtype=operator.dtype, device=operator.device)
+    return unit.to(dtype=like.dtype, device=like.device)
+
+
+def random_unit_vector(operator: Operator, seed: int) -> Tensor:
+    """A random direction of the operator's inputs, ``(1, N)``."""
+    return random_direction(operator.shape[1], seed, operator)
 
 
 def check_delta(delta: float) -> None:
