@@ -394,6 +394,55 @@ def test_one_basis_ends_where_the_space_is_exhausted(seed, memory):
     assert 1 - 1e-6 <= result.upper <= 1.001
 
 
+@pytest.mark.parametrize("options", [{}, {"k": 3}])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_almost_isometric_layer(seed, options):
+    """Uniform averages of orthogonal maps: values that cluster at 1 above a null space."""
+    q, k, v, out = (torch.linalg.qr(cases.random(32, 32, seed=s)).Q for s in range(4))
+    layer = lipscope.Attention(1e-3 * q, 1e-3 * k, v, out, heads=4).to(torch.float32)
+    X = cases.random(64, 32, seed=9).float()
+    solver = lipscope.GolubKahan(rtol=1e-6, interval=1e-4, seed=seed, **options)
+    found = lipscope.local_lipschitz(layer, X, solver=solver, certificate=False)
+    exact = lipscope.local_lipschitz(layer, X, solver=lipscope.Dense(), certificate=False, dtype=torch.float64).estimate
+    assert found.lower <= exact <= found.upper < exact * 1.0002
+    assert found.converged
+    assert found.iterations < 40
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "memory"), [(100, 50, 20 * 100 * 8), (1100, 1000, 1 << 30), (100, 100, 10 * 100 * 8)]
+)
+@pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-12])
+def test_clusters_above_a_null_space(size, rank, memory, spread):
+    values = torch.where(torch.arange(size) < rank, 1 - spread * torch.linspace(0, 1, size), 0.0).double()
+    A = spectrum(values.tolist(), size, size, seed=3)
+    for k in (1, 2):
+        solver = lipscope.GolubKahan(rtol=1e-9, interval=1e-6, max_steps=60, memory=memory, k=k)
+        result = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+        assert result.lower <= 1 <= result.upper
+        assert result.estimate > 1 - spread
+
+
+def test_a_start_opposite_to_the_random_one():
+    operator = lipscope.DenseOperator(torch.full((1, 5, 1), 3.0))
+    for start in (torch.ones(1, 1), -torch.ones(1, 1)):
+        found = lipscope.GolubKahan().solve(operator, start)
+        assert float(found.estimate) == pytest.approx(3 * math.sqrt(5), rel=1e-6)
+        assert float(found.upper) >= float(found.estimate)
+
+
+def test_letting_items_go_copies_a_block_at_a_time():
+    basis = Basis(4, 50, torch.zeros(0, dtype=torch.float64), capacity=64)
+    vectors = cases.random(40, 4, 50, seed=1)
+    for x in vectors:
+        basis.append(x)
+    assert all(block.shape[1] <= 8 for block in basis._blocks)
+    basis.keep(torch.tensor([1, 3]))
+    stored = torch.cat(basis._stored(), 1)
+    assert torch.equal(stored, vectors[:, [1, 3]].transpose(0, 1))
+    assert torch.equal(basis.last, vectors[-1, [1, 3]])
+
+
 @pytest.mark.parametrize("options", [{}, {"vectors": True}, {"k": 2}, {"k": 5, "vectors": True}])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_bases_stay_within_their_memory(batch, options, monkeypatch):

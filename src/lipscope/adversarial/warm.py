@@ -46,17 +46,18 @@ def warm_pair(operator: Operator, start: Tensor, steps: int) -> TopPair:
     alpha = torch.zeros(operator.batch, steps, dtype=torch.float64, device=start.device)
     beta = torch.zeros_like(alpha)
     for j in range(steps):
-        u = U.orthogonalise(operator.matvec(V.last))
+        u = U.remove(operator.matvec(V.last))
         alpha[:, j] = scaled_norm(u)
         U.append(unit_rows(u, alpha[:, j]))
         if j + 1 == steps:
             break  # J V = U B is complete: the last Jᵀ would only tell the residual
-        v = V.orthogonalise(operator.rmatvec(U.last))
+        v = V.remove(operator.rmatvec(U.last))
         # What is left after an exhausted recurrence is rounding: it must not become a direction.
         norm = scaled_norm(v)
         beta[:, j] = norm.masked_fill(norm <= 8 * torch.finfo(v.dtype).eps * alpha.amax(1), 0.0)
         V.append(unit_rows(v, beta[:, j]))
     ritz = RitzPairs(alpha, beta, 1)
+    assert ritz.left is not None
     rows = torch.arange(operator.batch, device=start.device)
     right, left = V.combine(rows, ritz.right[:, :, :1])[:, 0], U.combine(rows, ritz.left[:, :, :1])[:, 0]
     return TopPair(ritz.values[:, 0], left, right)

@@ -26,6 +26,9 @@ from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput
 from lipscope.spectral.result import SpectralNorm
 
+# Seeds between two measurements: one solve may use as many as it has steps.
+_STRIDE = 100_003
+
 
 class WarmStart:
     """A solver that starts from where it ended on the last problem of the same place in a measurement."""
@@ -33,11 +36,12 @@ class WarmStart:
     def __init__(self, config: GolubKahan) -> None:
         self.config = replace(config, k=1, vectors=True)
         self._known: list[Tensor] = []
-        self._next = 0
+        self._next = self._measurement = 0
 
     def begin(self) -> None:
         """A new measurement: its first problem is near the first one of the last measurement, and so on."""
         self._next = 0
+        self._measurement += 1
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item."""
@@ -45,7 +49,8 @@ class WarmStart:
         start = self._known[place] if place < len(self._known) else None
         if start is not None and start.shape != (operator.batch, operator.shape[1]):
             start = None
-        output = self.config.solve(operator, start)
+        # Another random direction every time: the interval needs one that knows nothing of the start it is mixed with.
+        output = replace(self.config, seed=self.config.seed + _STRIDE * self._measurement).solve(operator, start)
         assert output.right is not None
         self._known[place : place + 1] = [output.right[:, 0].clone()]
         return output

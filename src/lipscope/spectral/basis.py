@@ -20,6 +20,9 @@ class Basis:
 
     def __init__(self, batch: int, size: int, like: Tensor, capacity: int | None = None) -> None:
         fitting = self.BLOCK_BYTES // max(1, batch * size * like.element_size())
+        if capacity is not None and batch > 1:
+            # A block is copied when items leave.
+            fitting = min(fitting, max(4, capacity // 8))
         self._block = max(1, min(self.CHUNK, fitting))
         self._capacity = capacity
         self._blocks: list[Tensor] = []
@@ -33,15 +36,37 @@ class Basis:
         """Whether every vector is stored."""
         return self._capacity is None or self.count <= self._capacity
 
-    def orthogonalise(self, x: Tensor) -> Tensor:
-        """Remove the components of x along the stored vectors; the recurrence has removed most of them already."""
+    def orthogonalise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Remove what x has along the basis, and give the norm of the rest too; zero where the basis spans x.
+
+        The recurrence has removed most of it already. Once vectors had to be let go nothing is removed any more: the
+        recurrence would not know of it, and what it says of the largest value holds for its own rounding only.
+        """
+        if not self.complete:
+            return x, scaled_norm(x)
+        x, removed = self._without(x)
+        norm = scaled_norm(x)
+        # Where less is left than was removed, rounding is part of it. Twice is enough, or nothing was left (Kahan, Parlett).
+        if bool((removed > norm).any()):
+            x, _ = self._without(x)
+            again = scaled_norm(x)
+            norm = again.masked_fill(again < 0.5 * norm, 0.0)
+        return x, norm
+
+    def remove(self, x: Tensor) -> Tensor:
+        """Remove the components of x along the stored vectors."""
+        return self._without(x)[0]
+
+    def _without(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Remove the components of x along the stored vectors; also gives their length together (B,)."""
         row = x.unsqueeze(1)
         # All coefficients of the same x: the correction of one block must not depend on the order of blocks. As a row: with
         # a column the same batched products take several times as long.
         parts = [(torch.bmm(row, Q.mT), Q) for Q in self._stored()]
         for coefficients, Q in parts:
             row = torch.baddbmm(row, coefficients, Q, alpha=-1)
-        return row.squeeze(1)
+        along = [coefficients.squeeze(1).double() for coefficients, _ in parts] or [x.new_zeros(len(x), 1).double()]
+        return row.squeeze(1), scaled_norm(torch.cat(along, 1))
 
     def append(self, x: Tensor) -> None:
         """Add one vector per item."""
@@ -69,12 +94,12 @@ class Basis:
 
     def keep(self, rows: Tensor) -> None:
         """Forget all items but the listed ones."""
-        for index, stored in enumerate(self._stored()):
-            kept = stored.new_empty(rows.numel(), self._blocks[index].shape[1], self._size)
-            kept[:, : stored.shape[1]] = stored[rows]
-            self._blocks[index] = kept
+        self.last = self.last[rows]
+        for index in range(len(self._blocks)):
+            self._blocks[index] = self._blocks[index].index_select(0, rows)
         block, row = divmod(self.count - 1, self._block)
-        self.last = self._blocks[block][:, row] if self.complete else self.last[rows]
+        if self.complete:
+            self.last = self._blocks[block][:, row]
 
     def release(self) -> None:
         """Let go of every vector but the newest: nothing of this basis is asked for any more."""

@@ -15,15 +15,15 @@ the failure probability left, and σ is at most the larger of that bound and the
 **Warm starts.** A direction w from a nearby problem is mixed with the random one, v₁ ∝ w + r. By Anderson's inequality
 |⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, so the bound holds with g(δ)/‖w + r‖ for g(δ).
 
-**One side.** Large problems keep the right basis only: with orthonormal V_k the left vectors lose orthogonality in
-proportion to the condition of B_k alone, in directions that do not touch its largest values (Simon and Zha, SIAM J. Sci.
-Comput. 21, 2000). Norms below the rounding of the products count as zero then, and an exhausted space whose bound is as
-narrow as that rounding ends the iteration: what came next would be orthogonal to nothing.
+**One side.** Large problems keep the right basis only. Left vectors that are not kept orthogonal lose it by a factor β/α per
+step, without limit where values cluster above a null space, so there are none: JᵀJ V = V T + v_{k+1} b_k e_kᵀ with T
+tridiagonal from the gains ‖J vⱼ‖. T knows JᵀJ up to the rounding of the products, which is all that the largest value needs.
+Where rounding is all that leads out of a space, it is followed: to the recurrence it is part of the map.
 
-**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; later vectors follow the recurrence,
-re-orthogonalised against those kept. Rounding then brings copies of values that have converged, but no value beyond σ
-(Paige 1980), and changes γ·q_k(σ²) by about eps/γ relative, far less than the interval. The top vector is found afterwards,
-by short recurrences in the place of the bases.
+**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; from there on vectors follow the recurrence
+alone. Rounding then brings copies of values that have converged, but no value beyond σ but for rounding (Paige 1980), as
+the exact recurrence would for values in tiny clusters (Greenbaum 1989). The top vector is found afterwards, by short
+recurrences in the place of the bases.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ class Bidiagonalisation:
         left, right = self.steps if whole else 0, self.steps + 1
         if not (whole or pure):
             left, right = capacities((M, N), operator.batch, operator.dtype.itemsize, config.memory)
-        self.one_sided = left == 0
         self.V = Basis(operator.batch, N, first, right)
-        self.U = Basis(operator.batch, M, first, left)
+        self.U = Basis(operator.batch, M, first, left) if left else None
         self.V.append(first)
-        # Bidiagonal entries in float64 whatever the operator's dtype: the small problem is never the weak link.
+        # v_{j−1} beside V.last = v_j.
+        self.before = torch.zeros_like(self.V.last)
+        # Entries of the small matrix in float64 whatever the operator's dtype: the small problem is never the weak link.
         self.alpha = first.new_zeros(operator.batch, self.steps, dtype=torch.float64)
         self.beta = torch.zeros_like(self.alpha)
         # Where the recurrence of each item last started afresh, and how often it did.
@@ -93,6 +94,11 @@ class Bidiagonalisation:
         self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
         # Items and their top vectors over that part of the basis which was kept.
         self.unfinished: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether there are right vectors only."""
+        return self.U is None
 
     def _start(self, given: Tensor | None, pure: bool) -> tuple[Tensor, Tensor]:
         """Unit start vectors (B, N), and by how much mixing shortened their random part."""
@@ -105,7 +111,10 @@ class Bidiagonalisation:
         given = given.to(random)
         mixed = unit_rows(given, scaled_norm(given)) + random
         norm = scaled_norm(mixed)
-        return unit_rows(mixed, norm), 1 / norm
+        # Opposite directions, which in one dimension are as likely as equal ones.
+        nothing = norm < 1e-3
+        norm = norm.masked_fill(nothing, 1.0)
+        return torch.where(nothing[:, None], random, unit_rows(mixed, norm)), 1 / norm
 
     def solve(self) -> SolverOutput:
         """Leading singular values of every item."""
@@ -122,18 +131,10 @@ class Bidiagonalisation:
         return self.output
 
     def _extend(self, step: int) -> None:
-        """One operator pair: append u_step and v_{step+1} to the bases."""
+        """One operator pair: the next entries of the small matrix, and v_{step+1}."""
         j = step - 1
-        u = self.operator.matvec(self.V.last)
-        if j > 0:
-            u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), self.U.last, value=-1)
-        u = self.U.orthogonalise(u)
-        self.alpha[:, j] = norm = self._norm_or_zero(u)
-        self.U.append(unit_rows(u, norm))
-
-        v = self.operator.rmatvec(self.U.last)
-        v = self.V.orthogonalise(torch.addcmul(v, self.alpha[:, j, None].to(v.dtype), self.V.last, value=-1))
-        self.beta[:, j] = norm = self._norm_or_zero(v)
+        v, norm = self._one_sided_pair(j) if self.U is None else self._two_sided_pair(j, self.U)
+        self.beta[:, j] = norm
         v = unit_rows(v, norm)
         exhausted = norm == 0
         if bool(exhausted.any()):
@@ -142,32 +143,55 @@ class Bidiagonalisation:
             v = torch.where(exhausted[:, None], self._fresh_direction(step), v)
             self.fresh = torch.where(exhausted, step, self.fresh)
             self.restarts = self.restarts + exhausted.long()
+        self.before = self.V.last
         self.V.append(v)
 
-    def _norm_or_zero(self, x: Tensor) -> Tensor:
-        """‖x‖, or zero when it is at the rounding level of what the recurrence has seen."""
-        norm = scaled_norm(x)
-        return norm.masked_fill(norm <= self._negligible(x.dtype), 0.0)
+    def _two_sided_pair(self, j: int, U: Basis) -> tuple[Tensor, Tensor]:
+        """α_j u_j = J v_j − β_{j−1} u_{j−1}, then Jᵀu_j − α_j v_j with its length; both orthogonal to all before."""
+        u = self.operator.matvec(self.V.last)
+        if j > 0:
+            u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), U.last, value=-1)
+        u, norm = U.orthogonalise(u)
+        self.alpha[:, j] = norm = norm.masked_fill(norm <= self._negligible(), 0.0)
+        U.append(unit_rows(u, norm))
+        v = self.operator.rmatvec(U.last)
+        v, norm = self.V.orthogonalise(torch.addcmul(v, self.alpha[:, j, None].to(v.dtype), self.V.last, value=-1))
+        return v, norm.masked_fill(norm <= self._negligible(), 0.0)
 
-    def _negligible(self, dtype: torch.dtype) -> Tensor:
-        level = 8 * torch.finfo(dtype).eps
-        if self.one_sided:
-            # Left vectors that are rounding errors of the products would not be orthogonal to the earlier ones.
-            level = max(level, self.operator.rounding)
-        return level * torch.maximum(self.alpha.amax(1), self.beta.amax(1))
+    def _one_sided_pair(self, j: int) -> tuple[Tensor, Tensor]:
+        """α_j = ‖J v_j‖, then (JᵀJ v_j − α_j² v_j − α_{j−1}β_{j−1} v_{j−1}) / α_j with its length, orthogonal to all v."""
+        u = self.operator.matvec(self.V.last)
+        self.alpha[:, j] = gain = scaled_norm(u)
+        v = self.operator.rmatvec(unit_rows(u, gain))
+        v = torch.addcmul(v, gain[:, None].to(v.dtype), self.V.last, value=-1)
+        if j > 0:
+            coupling = self.alpha[:, j - 1] * (self.beta[:, j - 1] / gain.masked_fill(gain == 0, torch.inf))
+            v = torch.addcmul(v, coupling[:, None].to(v.dtype), self.before, value=-1)
+        v, norm = self.V.orthogonalise(v)
+        if not self.V.complete:
+            # Directions that are rounding errors of the products would not be orthogonal to those that were let go.
+            norm = norm.masked_fill(gain * norm <= self.operator.rounding * self._largest().square(), 0.0)
+        return v, norm
+
+    def _largest(self) -> Tensor:
+        return torch.maximum(self.alpha.amax(1), self.beta.amax(1))
+
+    def _negligible(self) -> Tensor:
+        """Norms at the level of rounding of what the recurrence has seen."""
+        return 8 * torch.finfo(self.operator.dtype).eps * self._largest()
 
     def _fresh_direction(self, step: int) -> Tensor:
         """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
         x = random_unit_vector(self.operator, self.config.seed + step).expand(self.operator.batch, -1)
         for _ in range(2):
-            x = self.V.orthogonalise(x)
+            x = self.V.remove(x)
         norm = scaled_norm(x)
         return unit_rows(x, norm.masked_fill(norm <= 1e-3 / self.operator.shape[1] ** 0.5, 0.0))
 
     def _retire_converged(self, step: int) -> None:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
-        ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k)
+        ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k, one_sided=self.one_sided)
         done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
         candidates = done.nonzero()[:, 0]
         if self.config.interval is not None and candidates.numel():
@@ -212,7 +236,8 @@ class Bidiagonalisation:
             self.beta[rows, :step],
             first=self.fresh[rows],
             overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]] * self.mixing[rows],
-            floor=self._negligible(self.operator.dtype)[rows],
+            floor=self._negligible()[rows],
+            one_sided=self.one_sided,
         )
 
     def _record(self, step: int, ritz: RitzPairs, rows: Tensor, done: Tensor) -> None:
@@ -242,7 +267,7 @@ class Bidiagonalisation:
 
     def _left(self, rows: Tensor, ritz: RitzPairs, right: Tensor) -> Tensor:
         """Left vectors of the listed rows: from their basis, or as images of the right ones where it was not kept."""
-        if self.U.complete:
+        if self.U is not None and self.U.complete and ritz.left is not None:
             return self.U.combine(rows, ritz.left[rows, :, : right.shape[1]])
         # One product of all items: a selection of some would copy what the operator holds.
         everyone = right.new_zeros(self.operator.batch, right.shape[2])
@@ -254,8 +279,9 @@ class Bidiagonalisation:
 
         They wait for the end of the others, since the bases have to make room for them.
         """
-        self.U.release()
-        self.V.release()
+        for basis in (self.U, self.V):
+            if basis is not None:
+                basis.release()
         items, right = (torch.cat(parts) for parts in zip(*self.unfinished, strict=True))
         items, order = items.sort()
         right, self.unfinished = right[order], []
@@ -296,9 +322,10 @@ class Bidiagonalisation:
         self.operator = self.operator.select(rows)
         self.alpha, self.beta = self.alpha[rows], self.beta[rows]
         self.fresh, self.restarts, self.known = self.fresh[rows], self.restarts[rows], self.known[rows]
-        self.mixing = self.mixing[rows]
-        self.U.keep(rows)
-        self.V.keep(rows)
+        self.mixing, self.before = self.mixing[rows], self.before[rows]
+        for basis in (self.U, self.V):
+            if basis is not None:
+                basis.keep(rows)
 
 
 def _unit_image(operator: Operator, right: Tensor) -> Tensor:

@@ -88,15 +88,18 @@ class GolubKahan:
     def _together(self, operator: Operator, start: Tensor | None) -> SolverOutput:
         if self.k == 1:
             return Bidiagonalisation(self, operator, start).solve()
-        one = replace(self, vectors=True, k=1)
 
         def solve(rest: Operator, number: int) -> SolverOutput:
-            return Bidiagonalisation(replace(one, seed=self.seed + self.max_steps + number), rest).solve()
+            return Bidiagonalisation(self._for_one(number), rest).solve()
 
-        found = leading(operator, self._first(operator, start, one), self.rtol, solve)
+        found = leading(operator, self._first(operator, start), self.rtol, solve)
         return found if self.vectors else replace(found, right=None, left=None)
 
-    def _first(self, operator: Operator, start: Tensor | None, one: GolubKahan) -> SolverOutput:
+    def _for_one(self, number: int) -> GolubKahan:
+        """The options for one value and its vectors, with a start that does not depend on what was found before."""
+        return replace(self, vectors=True, k=1, seed=self.seed + self.max_steps + number)
+
+    def _first(self, operator: Operator, start: Tensor | None) -> SolverOutput:
         """All values at once where whole bases fit; of the items for which they do not, the largest value alone."""
         fitting = pairs_within(operator.shape, operator.batch, operator.dtype.itemsize, self.memory) - 1
         if fitting >= self.max_steps:
@@ -110,5 +113,5 @@ class GolubKahan:
         cut = (~found.converged).nonzero()[:, 0]
         if cut.numel():
             items = operator if cut.numel() == operator.batch else operator.select(cut)
-            found.restart(cut, Bidiagonalisation(one, items, None if start is None else start[cut]).solve())
+            found.restart(cut, Bidiagonalisation(self._for_one(0), items, None if start is None else start[cut]).solve())
         return found

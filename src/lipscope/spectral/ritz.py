@@ -1,24 +1,46 @@
-"""What the small bidiagonal matrices say: Ritz values, their error, and the polynomial upper bound."""
+"""What the small matrices of a recurrence say: Ritz values, their error, and the polynomial upper bound.
+
+They come in two forms. Two-sided recurrences give a bidiagonal matrix with diagonal α and superdiagonal β. One-sided ones
+give the gains αⱼ = ‖J vⱼ‖ and the lengths βⱼ of what Jᵀ leads out of the space, from which VᵀJᵀJV is tridiagonal with
+diagonal αⱼ² and off-diagonal αⱼβⱼ. In both, αⱼβⱼ are the factors by which the polynomial of v_{k+1} is divided.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_TINY = torch.finfo(torch.float64).tiny
+_TINY, _MOST = torch.finfo(torch.float64).tiny, 1e100
 # The least exponent that is looked for, how far rounding may carry one, and enough steps for the slowest case.
 _LEAST, _ROUNDING, _NEWTON_STEPS = -80.0, 1e-12, 100
 
 
 class RitzPairs:
-    """Singular values of the small bidiagonals, their vectors, and the residuals ‖Jᵀu − θv‖ = β_k·|last entry of x|."""
+    """Singular values in the space of a recurrence, their vectors over its bases, and the residuals ‖Jᵀu − θv‖.
 
-    def __init__(self, alpha: Tensor, beta: Tensor, k: int) -> None:
-        left, values, right_t = torch.linalg.svd(bidiagonal(alpha, beta))
+    Args:
+        alpha: diagonals (B, k), or gains.
+        beta: superdiagonals (B, k), or lengths; the last one leads out of the space.
+        k: how many leading values are asked for.
+        one_sided: which of the two forms it is; there are no left bases then.
+    """
+
+    def __init__(self, alpha: Tensor, beta: Tensor, k: int, *, one_sided: bool = False) -> None:
         self.k = k
-        self.values: Tensor = values
-        self.left, self.right = left, right_t.transpose(1, 2)
-        self.residual: Tensor = beta[:, -1:] * left[:, -1, :].abs()
+        self.values: Tensor
+        self.left: Tensor | None = None
+        if one_sided:
+            scale = _scale(alpha)
+            squares, vectors = torch.linalg.eigh(gram(alpha / scale, beta / scale))
+            self.values = scale * squares.flip(-1).clamp_min(0).sqrt()
+            self.right = vectors.flip(-1)
+            # JᵀJv − θ²v has the length αβ·|last entry|, and u is J·v over θ.
+            share = (alpha[:, -1:] / self.values.clamp_min(_TINY)).clamp_max(_MOST)
+            self.residual: Tensor = beta[:, -1:] * share * self.right[:, -1, :].abs()
+        else:
+            self.left, self.values, right_t = torch.linalg.svd(bidiagonal(alpha, beta))
+            self.right = right_t.transpose(1, 2)
+            self.residual = beta[:, -1:] * self.left[:, -1, :].abs()
 
     def relative_error(self, rounding: float) -> Tensor:
         """Estimated relative error of the k leading values: the largest of min(r, r²/2gap)/θ over them."""
@@ -39,7 +61,20 @@ def bidiagonal(alpha: Tensor, beta: Tensor) -> Tensor:
     return torch.diag_embed(alpha) + torch.nn.functional.pad(torch.diag_embed(beta[:, :-1]), (1, 0, 0, 1))
 
 
-def polynomial_upper_bound(alpha: Tensor, beta: Tensor, *, first: Tensor, overlap: Tensor, floor: Tensor) -> Tensor:
+def gram(alpha: Tensor, beta: Tensor) -> Tensor:
+    """Tridiagonal matrices (B, k, k) with diagonal α² and off-diagonal αβ (the last β is not used)."""
+    off = torch.nn.functional.pad(torch.diag_embed((alpha * beta)[:, :-1]), (1, 0, 0, 1))
+    return torch.diag_embed(alpha.square()) + off + off.mT
+
+
+def _scale(alpha: Tensor) -> Tensor:
+    """The largest gain (B, 1), by which a matrix is divided before it is squared."""
+    return alpha.amax(1, keepdim=True).clamp_min(_TINY)
+
+
+def polynomial_upper_bound(
+    alpha: Tensor, beta: Tensor, *, first: Tensor, overlap: Tensor, floor: Tensor, one_sided: bool = False
+) -> Tensor:
     """The root t ≥ θ₁² of ∏(t − θᵢ²) = ∏ αⱼβⱼ / overlap, as √t, over the recurrence that began at step ``first``.
 
     It bounds σ on the complement of what came before, when the start of that recurrence has at least this overlap with
@@ -49,11 +84,12 @@ def polynomial_upper_bound(alpha: Tensor, beta: Tensor, *, first: Tensor, overla
     beyond the root never falls below it: every iterate is a bound. Logarithms keep the products in range.
 
     Args:
-        alpha: diagonals (B, k), float64.
-        beta: superdiagonals (B, k); the last one leads to v_{k+1}.
+        alpha: diagonals (B, k), or gains; float64.
+        beta: superdiagonals (B, k), or lengths; the last one leads to v_{k+1}.
         first: index of the first step of the current recurrence (B,); infinity is returned where it equals k.
         overlap: g(δ) of the current recurrence (B,).
         floor: norms below this are rounding, and count as this much (B,).
+        one_sided: which form it is.
 
     Returns:
         Upper bounds (B,).
@@ -63,15 +99,20 @@ def polynomial_upper_bound(alpha: Tensor, beta: Tensor, *, first: Tensor, overla
     current = position[None] >= first[:, None]
     count = current.sum(-1)
     # Steps before ``first`` are cut out; their zeros sort behind the values that count.
-    values = torch.linalg.svdvals(bidiagonal(alpha * current, beta * current))
+    if one_sided:
+        unit = _scale(alpha)
+        squares = torch.linalg.eigvalsh(gram(alpha * current / unit, beta * current / unit))
+        values = unit * squares.flip(-1).clamp_min(0).sqrt()
+    else:
+        values = torch.linalg.svdvals(bidiagonal(alpha * current, beta * current))
     scale = torch.maximum(values[:, :1], floor[:, None]).clamp_min(_TINY)
     counted = position[None] < count[:, None]
     roots = (values / scale).square()
 
-    def log_over(entries: Tensor) -> Tensor:
-        return torch.where(current, (torch.maximum(entries, floor[:, None]) / scale).clamp_min(_TINY).log(), 0.0).sum(-1)
-
-    target = log_over(alpha) + log_over(beta) - overlap.log()
+    a, b, least = alpha / scale, beta / scale, floor[:, None] / scale
+    # The rounding of JᵀJ, and that of J.
+    factors = torch.maximum(a * b, least) if one_sided else torch.maximum(a, least) * torch.maximum(b, least)
+    target = torch.where(current, factors.clamp_min(_TINY).log(), 0.0).sum(-1) - overlap.log()
     # (t − 1)^count ≤ ∏(t − rootsᵢ), so this exponent lies beyond the root.
     high = (target / count.clamp_min(1)).clamp(min=_LEAST)
     gaps = (1 - roots).clamp_min(0)
