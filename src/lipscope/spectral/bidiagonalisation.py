@@ -212,13 +212,15 @@ class Bidiagonalisation:
             self._keep(staying)
 
     def _exhaustive(self, step: int) -> Tensor:
-        """Whether the bases span all that matters, which they do only while every right vector is kept.
+        """Whether the bases span all that matters, which they do only while every vector is kept.
 
         That is all inputs; or all outputs, when M + 1 steps of one recurrence have seen them: v_{M+1} is still news.
         """
         M, N = self.operator.shape
-        unbroken = (self.restarts == 0) | ((self.restarts == 1) & (self.fresh == step))
-        return ((unbroken & (step > M)) | (step == N)) & self.V.complete
+        outputs = (self.restarts == 0) | ((self.restarts == 1) & (self.fresh == step))
+        if self.U is None or step <= M:
+            outputs = torch.zeros_like(outputs)
+        return (outputs | (step == N)) & self.V.complete
 
     def _upper(self, ritz: RitzPairs, rows: Tensor, step: int) -> Tensor:
         """The least upper bound known for the listed rows, after ``step`` steps."""
