@@ -27,6 +27,23 @@ SOLVERS = {
 }
 
 
+class Diagonal(lipscope.Operator):
+    """A diagonal map of many dimensions."""
+
+    def __init__(self, gains: torch.Tensor) -> None:
+        self.gains, self.batch, self.dtype, self.device = gains, 1, gains.dtype, gains.device
+        self.input_shape = self.output_shape = tuple(gains.shape)
+
+    def matvec(self, u):
+        return self.gains * u
+
+    def rmatvec(self, g):
+        return self.gains * g
+
+    def select(self, items):
+        return self
+
+
 def spectrum(values, M: int, N: int, seed: int) -> torch.Tensor:
     """A matrix M×N with the given singular values and random singular vectors."""
     left = torch.linalg.qr(cases.random(M, M, seed=seed)).Q
@@ -421,6 +438,49 @@ def test_clusters_above_a_null_space(size, rank, memory, spread):
         result = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
         assert result.lower <= 1 <= result.upper
         assert result.estimate > 1 - spread
+
+
+@pytest.mark.parametrize("exponent", [-290, -170, -150, 0, 150, 160, 290])
+@pytest.mark.parametrize("memory", [1, 40 * 100 * 8])
+def test_any_scale_with_little_memory(exponent, memory):
+    """The squares of very large and very small values are no numbers."""
+    A = cases.random(100, 100, seed=1)
+    exact = float(torch.linalg.svdvals(A)[0])
+    result = lipscope.spectral_norm(lipscope.DenseOperator(A * 10.0**exponent), lipscope.GolubKahan(memory=memory))
+    assert result.converged
+    assert result.lower / 10.0**exponent <= exact <= result.upper / 10.0**exponent
+    assert result.estimate / 10.0**exponent == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 4e-3])
+def test_what_is_let_go_counts_with_all_that_it_may_hide(gap):
+    """Of many dimensions a small overlap with the top vector may look like rounding; the bound has to allow for it."""
+    size, delta, seeds = 20_000, 0.1, 20
+    gains = torch.arange(size).remainder(5).double().div(4).sqrt()
+    gains[0] = math.sqrt(1 + gap)
+    operator = Diagonal(gains.float())
+    exact = float(gains.float().double().max())
+    misses = sum(
+        float(lipscope.GolubKahan(memory=1, delta=delta, seed=seed).solve(operator).upper) * (1 + operator.rounding) < exact
+        for seed in range(seeds)
+    )
+    assert misses <= binom.ppf(0.999, seeds, delta)
+
+
+def test_the_dense_solver_has_a_second_driver(monkeypatch):
+    """The first one gives up on some matrices with many equal values."""
+    A = cases.random(2, 7, 5, seed=4)
+    expected = lipscope.Dense(k=2, vectors=True).solve(lipscope.DenseOperator(A))
+
+    def gives_up(*_, **__):
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "svd", gives_up)
+    found = lipscope.Dense(k=2, vectors=True).solve(lipscope.DenseOperator(A))
+    torch.testing.assert_close(found.singular_values, expected.singular_values)
+    torch.testing.assert_close(
+        (found.left * found.right.sum(-1, True)).abs(), (expected.left * expected.right.sum(-1, True)).abs()
+    )
 
 
 def test_a_start_opposite_to_the_random_one():

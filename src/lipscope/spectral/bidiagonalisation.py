@@ -53,7 +53,7 @@ class Bidiagonalisation:
         operator: the maps.
         start: directions (B, N) to start from, mixed with a random one.
         whole: keep every vector of both sides. The caller has seen to it that ``max_steps`` of them fit.
-        pure: start from unit vectors ``start`` alone, so that there is no upper bound, and keep every right vector.
+        pure: start from unit vectors ``start`` alone, so that the upper bound is none, and keep every right vector.
     """
 
     def __init__(
@@ -165,20 +165,26 @@ class Bidiagonalisation:
         v = self.operator.rmatvec(unit_rows(u, gain))
         v = torch.addcmul(v, gain[:, None].to(v.dtype), self.V.last, value=-1)
         if j > 0:
-            coupling = self.alpha[:, j - 1] * (self.beta[:, j - 1] / gain.masked_fill(gain == 0, torch.inf))
+            # β_{j−1} ≤ α_j but for rounding, which must not be divided by a gain that is less.
+            share = (self.beta[:, j - 1] / gain.masked_fill(gain == 0, torch.inf)).clamp_max(1.0)
+            coupling = self.alpha[:, j - 1] * share
             v = torch.addcmul(v, coupling[:, None].to(v.dtype), self.before, value=-1)
         v, norm = self.V.orthogonalise(v)
         if not self.V.complete:
             # Directions that are rounding errors of the products would not be orthogonal to those that were let go.
-            norm = norm.masked_fill(gain * norm <= self.operator.rounding * self._largest().square(), 0.0)
+            largest = self._largest().clamp_min(torch.finfo(torch.float64).tiny)
+            norm = norm.masked_fill((gain / largest) * norm <= self._negligible(), 0.0)
         return v, norm
 
     def _largest(self) -> Tensor:
         return torch.maximum(self.alpha.amax(1), self.beta.amax(1))
 
     def _negligible(self) -> Tensor:
-        """Norms at the level of rounding of what the recurrence has seen."""
-        return 8 * torch.finfo(self.operator.dtype).eps * self._largest()
+        """Norms at the level of rounding of what the recurrence has seen, which count as this much in a bound."""
+        level = 8 * torch.finfo(self.operator.dtype).eps
+        if self.one_sided and not self.V.complete:
+            level = max(level, self.operator.rounding)
+        return level * self._largest()
 
     def _fresh_direction(self, step: int) -> Tensor:
         """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
@@ -269,7 +275,8 @@ class Bidiagonalisation:
 
     def _left(self, rows: Tensor, ritz: RitzPairs, right: Tensor) -> Tensor:
         """Left vectors of the listed rows: from their basis, or as images of the right ones where it was not kept."""
-        if self.U is not None and self.U.complete and ritz.left is not None:
+        if self.U is not None and self.U.complete:
+            assert ritz.left is not None
             return self.U.combine(rows, ritz.left[rows, :, : right.shape[1]])
         # One product of all items: a selection of some would copy what the operator holds.
         everyone = right.new_zeros(self.operator.batch, right.shape[2])

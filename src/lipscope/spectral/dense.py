@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -35,7 +36,7 @@ class Dense:
         matrices = operator.to_dense().double()
         if not bool(torch.isfinite(matrices).all()):
             raise FloatingPointError("The Jacobian has NaN or infinite entries at this input; try float64.")
-        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+        left, values, right = _svd(matrices)
         out = SolverOutput.empty(operator, self.k, self.vectors, "dense", None)
         out.estimate[:] = values[:, 0]
         out.upper[:] = values[:, 0]
@@ -48,6 +49,20 @@ class Dense:
         if self.vectors:
             out.record_vectors(items, leading, left[:, :, : self.k].transpose(1, 2).to(operator.dtype))
         return out
+
+
+def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        return tuple(torch.linalg.svd(matrices, full_matrices=False))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # The divide-and-conquer driver fails on some matrices with many equal singular values; the slower one does not.
+        from scipy.linalg import svd
+
+        parts = [svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd") for matrix in matrices]
+        left, values, right = (
+            torch.stack([torch.from_numpy(array).to(matrices) for array in arrays]) for arrays in zip(*parts, strict=True)
+        )
+        return left, values, right
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lipscope.spectral.start import check_delta
 
 @dataclass(frozen=True)
 class GolubKahan:
-    """Golub–Kahan–Lanczos with full re-orthogonalisation; every batch item stops on its own.
+    """Golub–Kahan–Lanczos, re-orthogonalised as far as ``memory`` reaches; every batch item stops on its own.
 
     An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol`` and its interval is
     no wider than ``interval``. The error estimate is min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to
