@@ -31,8 +31,8 @@ WIDTH, HEADS = 768, 12
 GIB = 1 << 30
 # Tokens → most bytes above the weights for one σ.
 MEMORY_GOALS = {16384: 2 * GIB, 32768: 4 * GIB}
-# Tokens up to which one pair is timed several times, and steps of the search for the top vector that are simulated.
-OFTEN, SEARCH = 4096, 20
+# Tokens up to which one pair is timed several times and at all, and steps of the search for the top vector that are simulated.
+OFTEN, TIMED, SEARCH = 4096, 16384, 20
 
 
 def make_layer(mask: str = "causal") -> lipscope.Attention:
@@ -77,14 +77,16 @@ def against_attention(n: int) -> tuple[str, float, float]:
 
 
 class FewRealProducts(lipscope.Operator):
-    """The operator for its first pair; afterwards cheap stand-ins of the same shapes, so that memory peaks as in a solve.
+    """The operator for its first products; afterwards cheap stand-ins of their shapes, so that memory peaks as in a solve.
 
-    All that a solve allocates is allocated by its first pair and by the bases, which grow with every step. Random
-    products never converge, so that all steps are taken, and some more in search of the top vector, which the identity ends.
+    All that a solve allocates is allocated by its first product, J·u, and by the bases, which grow with every step. Random
+    products never converge, so that all steps are taken, and some more in search of the top vector, which a multiple of the
+    identity ends: one so large that what the random products seemed to have found is no longer missed.
     """
 
-    def __init__(self, real: AttentionOperator, steps: int) -> None:
-        self.real, self.count, self.random, self.seconds = real, 0, 2 * (steps + SEARCH), 0.0
+    def __init__(self, real: AttentionOperator, steps: int, products: int) -> None:
+        self.real, self.products, self.seconds = real, products, 0.0
+        self.count, self.random = 0, 2 * (steps + SEARCH)
         self.batch, self.dtype, self.device = real.batch, real.dtype, real.device
         self.input_shape, self.output_shape = real.input_shape, real.output_shape
 
@@ -98,8 +100,8 @@ class FewRealProducts(lipscope.Operator):
 
     def _product(self, real: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        if self.count > 2:
-            return torch.randn_like(x) if self.count <= self.random else x.clone()
+        if self.count > self.products:
+            return torch.randn_like(x) if self.count <= self.random else 1e6 * x
         seconds, product = timed(lambda: real(x))
         self.seconds += seconds
         return product
@@ -126,7 +128,7 @@ def measure_memory(n: int, steps: int) -> None:
     # The same number of kept vectors at every length, as far as the goal allows.
     bases = min(plan.room, TYPICAL_VECTORS * n * WIDTH * 4)
     with plan.in_force():
-        operator = FewRealProducts(AttentionOperator(layer, tokens(n)), steps)
+        operator = FewRealProducts(AttentionOperator(layer, tokens(n)), steps, products=2 if n <= TIMED else 1)
         lipscope.GolubKahan(max_steps=steps, memory=bases).solve(operator)
     expected = plan.matrices + plan.tokens + bases
     print(json.dumps({"peak": resident() - before, "expected": expected, "seconds": operator.seconds}))
@@ -182,7 +184,7 @@ def main() -> None:
     times = {n: pair_seconds(make_layer(), n) for n in (512, 1024, 2048, 4096) if n <= given.longest}
     rows, peaks, seconds = memory_rows(long, given.steps)
     # Of long sequences one pair is enough, and the measurement of memory takes one.
-    times |= {n: seconds[n] for n in long if n > OFTEN}
+    times |= {n: seconds[n] for n in long if OFTEN < n <= TIMED}
     slopes = [exponent(list(found), list(found.values())) for found in (times, banded, peaks)]
     lines += [
         "Seconds of one pair as the sequence grows. Under the window exponentials are rebuilt at every length, as they are "
@@ -203,7 +205,8 @@ def main() -> None:
         f"Fitted exponents: causal {slopes[0]:.2f}, window {slopes[1]:.2f}.",
         "",
         f"Peak memory of one σ of {given.steps} steps, Krylov basis included, above the loaded weights, in a process of its "
-        "own (the first pair is real, later products are stand-ins of the same size; the bases are real):",
+        "own (the first pair is real, and beyond 16,384 tokens the first product J·u, which takes more than Jᵀ·g; later "
+        "products are stand-ins of the same size; the bases are real):",
         "",
         "| n | peak | expected before the run | goal |",
         "|---|---|---|---|",

@@ -17,6 +17,7 @@ from scipy.stats import binom
 import cases
 import lipscope
 from lipscope.spectral.basis import Basis, scaled_norm
+from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.ritz import polynomial_upper_bound
 from lipscope.spectral.start import overlap_quantile
 
@@ -489,6 +490,14 @@ def test_a_start_opposite_to_the_random_one():
         found = lipscope.GolubKahan().solve(operator, start)
         assert float(found.estimate) == pytest.approx(3 * math.sqrt(5), rel=1e-6)
         assert float(found.upper) >= float(found.estimate)
+
+
+def test_nothing_of_released_bases_is_held():
+    operator = lipscope.DenseOperator(cases.random(300, 300, seed=2))
+    run = Bidiagonalisation(lipscope.GolubKahan(memory=16 * 300 * 8), operator)
+    assert int(run.solve().iterations) > 16
+    for vector in (run.before, run.V.last):
+        assert vector.untyped_storage().nbytes() == vector.nbytes
 
 
 def test_letting_items_go_copies_a_block_at_a_time():

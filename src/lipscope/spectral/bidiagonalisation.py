@@ -291,6 +291,7 @@ class Bidiagonalisation:
         for basis in (self.U, self.V):
             if basis is not None:
                 basis.release()
+        self.before = self.V.last  # no view of what was released
         items, right = (torch.cat(parts) for parts in zip(*self.unfinished, strict=True))
         items, order = items.sort()
         right, self.unfinished = right[order], []
