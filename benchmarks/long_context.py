@@ -31,7 +31,7 @@ WIDTH, HEADS = 768, 12
 GIB = 1 << 30
 # Tokens → most bytes above the weights for one σ.
 MEMORY_GOALS = {16384: 2 * GIB, 32768: 4 * GIB}
-# Tokens up to which one pair is timed several times and at all, and steps of the search for the top vector that are simulated.
+# Tokens up to which one pair is timed several times and at all, and simulated steps of the search for the top vector.
 OFTEN, TIMED, SEARCH = 4096, 16384, 20
 
 
