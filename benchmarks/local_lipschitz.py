@@ -25,7 +25,7 @@ from textbook import forward, power_loop, power_until, projection_until, scipy_o
 WIDTH, HEADS, SHARP = 768, 12, 1.5
 ACCURACY, COLUMNS = 1e-4, 6
 # Inputs that slow methods are timed on; their seconds are scaled to all.
-PEERS = 5
+PEERS = 3
 OURS, ALONE = "lipscope", "lipscope, a bare number"
 LOOP, SCIPY = "textbook loop", "SciPy svds over autograd"
 POWER, PROJECTION = "power iteration, lipscope's products", "random projection, lipscope's products"

@@ -1,6 +1,6 @@
 """A whole model on a long text: all layers of a causal language model, in forward passes' time; and the command's start-up.
 
-    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--every 3] [--write docs/performance.md]
+    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--every 4] [--write docs/performance.md]
 
 The unit is one forward pass of the same model on the same tokens with its own fused attention, timed in the same run.
 """
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--text", default="alice")
     parser.add_argument("--n", type=int, default=2048)
     parser.add_argument(
-        "--every", type=int, default=3, help="one layer in so many; the count of forward passes is scaled up"
+        "--every", type=int, default=4, help="one layer in so many; the count of forward passes is scaled up"
     )
     parser.add_argument("--write", type=Path, help="page whose section is replaced")
     given = parser.parse_args()

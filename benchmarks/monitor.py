@@ -25,7 +25,7 @@ from sections import Goal, write_goals, write_section
 EVERY, MEASUREMENTS, TARGET = 100, 4, 0.03
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 512, "vocab_size": 4096}
 # Rows, tokens, and pairs of steps that are timed.
-BATCHES = ((8, 128, 26), (16, 128, 12))
+BATCHES = ((8, 128, 20), (16, 128, 6))
 
 
 def cpu_seconds(function) -> float:
