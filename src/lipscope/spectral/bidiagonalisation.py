@@ -38,7 +38,7 @@ from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.output import SolverOutput, Status
 from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
-from lipscope.spectral.room import capacities
+from lipscope.spectral.room import capacities, right_within
 from lipscope.spectral.start import overlap_quantile, random_unit_vector
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class Bidiagonalisation:
         items, order = items.sort()
         right, self.unfinished = right[order], []
         operator = self.operator = self.problem if items.numel() == self.problem.batch else self.problem.select(items)
-        fitting = self.config.memory // (operator.batch * operator.dtype.itemsize * operator.shape[1])
+        fitting = right_within(operator.shape, operator.batch, operator.dtype.itemsize, self.config.memory)
         # Vectors that are handed out need a residual below rtol: few steps see too little of the spectrum for the gap, by
         # which the error of a value is judged. They are looked for longer, and the result says when that was not enough.
         rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol

@@ -15,6 +15,11 @@ def pairs_within(shape: tuple[int, int], batch: int, element_size: int, memory: 
     return memory // (batch * element_size * sum(shape))
 
 
+def right_within(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> int:
+    """How many right vectors alone fit."""
+    return memory // (batch * element_size * shape[1])
+
+
 def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
     """How many M×N problems are solved together: those whose first vectors of both sides fit, one at least."""
     return max(1, pairs_within(shape, 1, element_size, memory) // Basis.CHUNK)
@@ -29,6 +34,6 @@ def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int
 def capacities(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> tuple[int, int]:
     """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
     if one_sided(shape, batch, element_size, memory):
-        return 0, max(FEWEST, memory // (batch * element_size * shape[1]))
+        return 0, max(FEWEST, right_within(shape, batch, element_size, memory))
     both = pairs_within(shape, batch, element_size, memory)
     return both, both
