@@ -16,12 +16,12 @@ import time
 import torch
 
 import lipscope
-from lipscope.adversarial import ascent, maximise
-from lipscope.adversarial.constructions import construct
-from lipscope.adversarial.domain import Ball
-from lipscope.adversarial.starts import gather_starts
-from lipscope.adversarial.warm import warm_pair
-from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.operators import AttentionOperator
+from lipscope.studies.worst_case import ascent, maximise
+from lipscope.studies.worst_case.constructions import construct
+from lipscope.studies.worst_case.domain import Ball
+from lipscope.studies.worst_case.starts import gather_starts
+from lipscope.studies.worst_case.warm import warm_pair
 
 WIDTH, HEADS, TOKENS, RESTARTS, STEPS, RADIUS = 64, 4, 64, 16, 200, 8.0
 

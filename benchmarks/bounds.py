@@ -18,7 +18,7 @@ import torch
 import lipscope
 from lipscope.bounds import certified_upper
 from lipscope.bounds.weights import layer_weights
-from lipscope.spectral.ends import interval, round_up
+from lipscope.rounding import interval, round_up
 
 WIDTH, HEADS, TOKENS, LONG = 768, 12, 98, 2048
 

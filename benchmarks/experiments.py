@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.attention.memory import show_bytes
-from lipscope.attention.operator import AttentionOperator
-from lipscope.attention.tiling import Tiling, using_tiling
+from lipscope.attention.operators import AttentionOperator
+from lipscope.attention.tiled import Tiling, using_tiling
+from lipscope.measure.memory import show_bytes
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from local_lipschitz import WIDTH, sharpened_layer
 from long_context import make_layer, tokens

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.attention.cost import LayerShape, pair_of_products
-from lipscope.attention.memory import TYPICAL_VECTORS, plan_memory, show_bytes
-from lipscope.attention.operator import AttentionOperator
-from lipscope.attention.tiling import current_tiling, using_tiling
+from lipscope.attention.operators import AttentionOperator
+from lipscope.attention.tiled import current_tiling, using_tiling
+from lipscope.measure.cost import LayerShape, pair_of_products
+from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory, show_bytes
 from sections import Curve, Goal, exponent, failures, machine, plot, timed, write_goals, write_section
 
 WIDTH, HEADS = 768, 12
@@ -170,7 +170,7 @@ def main() -> None:
         f"{machine()}.",
         "",
         "One pair (J·u, Jᵀ·g) against one fused forward pass of attention without its projections, and its speed against "
-        "that of plain matrix products. Counted are the operations of `lipscope.attention.cost`.",
+        "that of plain matrix products. Counted are the operations of `lipscope.measure.cost`.",
         "",
         "| n | by | pair / fused forward | pair, GFLOP/s | matmul, GFLOP/s | share |",
         "|---|---|---|---|---|---|",

@@ -46,7 +46,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="page whose section is replaced")
     given = parser.parse_args()
-    starting = start_up("from lipscope.cli import main; main()")
+    starting = start_up("from lipscope.cli.main import main; main()")
     bare, library = start_up("pass"), start_up("import typer, rich")
     handle = lipscope.load(given.model)
     count = len(handle.layers)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lipscope.monitor import Monitor
+from lipscope.training import Monitor
 from sections import Goal, write_goals, write_section
 
 EVERY, MEASUREMENTS, TARGET = 100, 4, 0.03

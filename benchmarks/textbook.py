@@ -13,8 +13,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 import lipscope
+from lipscope.spectral.basis import random_unit_vector
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.start import random_unit_vector
 
 
 def forward(layer: lipscope.Attention, X: Tensor, causal: bool) -> Tensor:

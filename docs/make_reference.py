@@ -77,7 +77,7 @@ def _value(kind: type) -> str:
 
 def registered() -> dict[str, Callable[..., None]]:
     """The commands by name."""
-    from lipscope.cli import app
+    from lipscope.cli.main import app
 
     found = {}
     for command in app.registered_commands:
@@ -129,8 +129,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def statuses() -> str:
     """What every status, kind of upper end and refusal means."""
     from lipscope.models.selftest import SelfTestError
-    from lipscope.spectral.output import Status
-    from lipscope.sweep import engines, errors
+    from lipscope.runs import engines, errors
+    from lipscope.spectral.result import Status
 
     parts = ["# What a status means", NOTE, "## How a measurement ended", "`status` of a result and of a row; "
              "`result.message` is the paragraph below it."]  # fmt: skip
@@ -167,13 +167,13 @@ KINDS = {
 
 def store() -> str:
     """The tables of a store as they are after all migrations."""
-    from lipscope.sweep.schema import APPLICATION_ID, KEY_COLUMNS, VERSION, migrate
+    from lipscope.runs.schema import APPLICATION_ID, KEY_COLUMNS, VERSION, migrate
 
     connection = sqlite3.connect(":memory:")
     migrate(connection)
     parts = [
         "# The store", f"{NOTE} The tables are read from a new store, which has gone through all migrations of "
-        "`lipscope.sweep.schema`.",
+        "`lipscope.runs.schema`.",
         f"A store is one SQLite file: schema version {VERSION} (`PRAGMA user_version`), application id "
         f"`0x{APPLICATION_ID:X}`, in write-ahead mode while a sweep runs. One process writes; any number may read. "
         "`lipscope export` flattens it into one table; [Sweep](../how-to/sweep.md#take-the-rows-elsewhere) says what the "
@@ -207,6 +207,17 @@ TABLES = {
 }
 
 
+# Rooms with a page of their own.
+ROOMS = (
+    "bounds",
+    "report",
+    "runs",
+    "studies.mean_field",
+    "studies.paper",
+    "studies.variants",
+    "studies.worst_case",
+    "training",
+)
 # The verbs that a newcomer meets first; others follow in the order of the alphabet.
 FIRST = " local_lipschitz load scan influence certify "
 
@@ -215,16 +226,17 @@ def names() -> dict[str, str]:
     """The public names: one page for the package, one for each room."""
     import lipscope
 
-    top = [name for name in lipscope.__all__ if name != "__version__"]
+    top = [name for name in lipscope.__all__ if not _is_module(lipscope, name)]
+    masks = [name for name in top if getattr(lipscope, name).__module__ == "lipscope.attention.masks"]
     groups = {
         "Verbs": sorted((n for n in top if n[0].islower() and n != "as_mask"), key=lambda n: (FIRST.find(f" {n} ") % 99, n)),
         "Layers": [n for n in ("Attention", "Rotary", "LayerNorm", "RMSNorm") if n in top],
-        "Masks": ["as_mask", *(n for n in top if lipscope._HOME[n] == "attention.masks" and n != "as_mask")],
+        "Masks": ["as_mask", *(n for n in masks if n != "as_mask")],
         "Results": [n for n in ("SpectralNorm", "Status", "Scan") if n in top],
         "Solvers": [n for n in ("Auto", "GolubKahan", "Power", "Dense") if n in top],
     }
     groups["Models and operators"] = [n for n in top if not any(n in group for group in groups.values())]
-    rooms = {room: importlib.import_module(f"lipscope.{room}") for room in sorted(lipscope._ROOMS)}
+    rooms = {room: importlib.import_module(f"lipscope.{room}") for room in ROOMS}
     parts = ["# Python", f"{NOTE} The texts are the docstrings; their examples are run by `tests/test_package.py`.",
              "Everything below is a name of the package: `import lipscope`, then `lipscope.local_lipschitz(…)`. Further "
              "names are in " + ", ".join(f"[`lipscope.{room}`](api-{room}.md)" for room in rooms) + "."]  # fmt: skip

@@ -24,7 +24,7 @@ import snippets
 
 def run(command: str, options: list[tuple[str, str]]) -> str:
     """What the command prints on a terminal of 100 columns, without colour."""
-    from lipscope.cli import app
+    from lipscope.cli.main import app
 
     arguments = snippets.with_options(command, options, make_reference.options())
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "100", "NO_COLOR": "1"})
@@ -70,7 +70,8 @@ def main() -> None:
     """Refresh the pages named on the command line."""
     import torch
 
-    from lipscope.models import load, scan
+    from lipscope.models import load
+    from lipscope.runs import scan
 
     torch.set_num_threads(1)  # as the tests: searches end a little elsewhere with more
     load.load = scan.load = lru_cache(maxsize=4)(load.load)  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 import lipscope
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.rounding import round_down, round_up
 
 WIDTH, HEADS, INPUTS = 768, 12, 4
 LENGTHS = (8, 16, 32, 64, 128, 256)

@@ -30,10 +30,10 @@ from gpt2_mini.plan import Plan
 from gpt2_mini.probe import held_out_loss, windows
 from gpt2_mini.step import next_token_loss, seeded_gpt2, set_rate
 from lipscope.models.corpora import read_text
-from lipscope.models.fit import fit_growth
 from lipscope.models.text import Chunker
-from lipscope.regularise.model import ModelPenalty
-from lipscope.spectral.ends import interval
+from lipscope.rounding import interval
+from lipscope.runs.fit import fit_growth
+from lipscope.training.model_penalty import ModelPenalty
 
 # Weight of each penalty beside the loss in nats per token: large enough to be felt, small enough for the model to learn.
 STRENGTH = {"none": 0.0, "spectral": 0.01, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}

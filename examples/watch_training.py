@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from lipscope.models.checkpoints import auto_tokenizer
 from lipscope.models.corpora import read_text
-from lipscope.models.zoo import GPT2_MINI
-from lipscope.monitor import LipschitzCallback, Threshold
+from lipscope.models.load import GPT2_MINI
+from lipscope.training import LipschitzCallback, Threshold
 
 LENGTH = 128
 

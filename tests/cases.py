@@ -9,8 +9,7 @@ from torch import Tensor
 
 import lipscope
 import reference
-from lipscope.attention.blocks import BlockOperator
-from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.operators import AttentionOperator, BlockOperator, HeadOperator
 
 N_TOKENS, WIDTH, BATCH = 5, 6, 3
 

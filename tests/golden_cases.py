@@ -1,4 +1,4 @@
-"""What must not change when the source moves: rows of a sweep over models of every kind, tables of bounds, certificates, pages.
+"""What must not change when the source moves: rows over models of every kind, tables of bounds, certificates, pages.
 
 ``python tests/golden_cases.py`` writes tests/golden/ anew; test_golden.py compares. Numbers were frozen on one thread.
 """
@@ -40,7 +40,7 @@ def save_models(directory: Path) -> None:
 
 def with_bytes(name: str, dtype: torch.dtype | None) -> Any:
     """The saved model, or its encoder, with the tokenizer that it was not saved with."""
-    from lipscope.models.zoo import ByteTokenizer, load_named
+    from lipscope.models.load import ByteTokenizer, load_named
 
     model = load_named(name).model
     return lipscope.Model(model.encoder if hasattr(model, "decoder") else model, ByteTokenizer(), name=name, dtype=dtype)
@@ -48,7 +48,7 @@ def with_bytes(name: str, dtype: torch.dtype | None) -> Any:
 
 def sweep_rows(directory: Path) -> list[dict[str, Any]]:
     """68 tasks: every scope, packed inputs, heads, windows, soft-caps, sinks, relative positions, both dtypes."""
-    from lipscope.sweep import Block, ModelChoice, Plan, Store, run_plan
+    from lipscope.runs import Block, ModelChoice, Plan, Store, run_plan
 
     def of(*families: str) -> list[ModelChoice]:
         return [ModelChoice(str(directory / f"tiny-{family}"), loader=LOADER) for family in families]
@@ -100,7 +100,7 @@ def scan_directory(directory: Path) -> dict[str, str]:
     """What ``lipscope scan --out`` writes and ``lipscope report`` makes of it, without times."""
     from typer.testing import CliRunner
 
-    from lipscope.cli import app
+    from lipscope.cli.main import app
 
     out, page = directory / "scan", directory / "page.html"
     for command in (

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.attention.memory import plan_memory
-from lipscope.spectral.norm import triplets
+from lipscope.measure.memory import plan_memory
+from lipscope.spectral.solvers import triplets
 
 STEPS = 19
 

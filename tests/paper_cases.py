@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lipscope.models.checkpoints import Loaded
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
-from lipscope.paper.cast import Cast, Member
-from lipscope.paper.settings import QUICK, Settings
-from lipscope.sweep import ModelChoice
+from lipscope.models.load import ZOO, ByteTokenizer, Entry
+from lipscope.runs import ModelChoice
+from lipscope.studies.paper.cast import Cast, Member
+from lipscope.studies.paper.settings import QUICK, Settings
 from model_families import FAMILIES
 
 TINY: Settings = dataclasses.replace(

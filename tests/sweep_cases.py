@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from lipscope.models.handle import Model
-from lipscope.models.zoo import ByteTokenizer, load_named
-from lipscope.sweep import Measured, ModelChoice, Plan
-from lipscope.sweep.kinds import Text
+from lipscope.models.load import ByteTokenizer, load_named
+from lipscope.models.model import Model
+from lipscope.runs import Measured, ModelChoice, Plan
+from lipscope.runs.kinds import Text
 
 LOADER = "sweep_cases:with_bytes"
 TEXT = "".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(1500))

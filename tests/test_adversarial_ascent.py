@@ -6,11 +6,11 @@ import torch
 import cases
 import lipscope
 import reference
-from lipscope.adversarial import construct, maximise
-from lipscope.adversarial.domain import Ball, NormImage
-from lipscope.adversarial.gradient import SigmaGradient
-from lipscope.adversarial.warm import cold_pair, warm_pair
-from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.operators import AttentionOperator
+from lipscope.measure.gradient import SigmaGradient
+from lipscope.studies.worst_case import construct, maximise
+from lipscope.studies.worst_case.domain import Ball, NormImage
+from lipscope.studies.worst_case.warm import cold_pair, warm_pair
 
 LAYER_NORM = lipscope.LayerNorm(cases.random(6, seed=9).abs() + 0.1, 0.3 * cases.random(6, seed=8))
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import cases
 import lipscope
 import reference
-from lipscope.adversarial import NAMES, construct, grouped_sigma
-from lipscope.adversarial.domain import Ball, NormImage
-from lipscope.adversarial.grouped import group_gain
 from lipscope.bounds import lower
 from lipscope.bounds.constructions import matrices
+from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
+from lipscope.studies.worst_case.domain import Ball, NormImage
+from lipscope.studies.worst_case.grouped import group_gain
 
 ROTATION = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
 IDENTITY = torch.eye(2, dtype=torch.float64)

@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 import cases
 import lipscope
-from lipscope.adversarial import construct, growth
-from lipscope.adversarial.domain import NormImage
-from lipscope.adversarial.model_layer import layer_at_text
-from lipscope.cli import app
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.cli.main import app
+from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.studies.worst_case import construct
+from lipscope.studies.worst_case import growth_in_n as growth
+from lipscope.studies.worst_case.domain import NormImage
+from lipscope.studies.worst_case.model_layer import layer_at_text
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -169,7 +170,7 @@ def test_attack_as_json(weights):
     result = runner.invoke(app, ["attack", weights, "--radius", "1", "--lengths", "4,8,16", "--json"])
     content = json.loads(result.stdout)
     assert content["radius"] == 1.0
-    assert {row["source"] for row in content["rows"]} == set(lipscope.adversarial.NAMES)
+    assert {row["source"] for row in content["rows"]} == set(lipscope.studies.worst_case.NAMES)
     assert content["fits"]["worst"]["alpha_low"] <= content["fits"]["worst"]["alpha"]
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import lipscope
-from lipscope.adversarial import attack_tokens
-from lipscope.adversarial.gradient import SigmaGradient
-from lipscope.adversarial.model_gradient import embedding_gradient
-from lipscope.adversarial.tokens import Vocabulary
-from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.operators import AttentionOperator
+from lipscope.measure.gradient import SigmaGradient
+from lipscope.models.load import ByteTokenizer
 from lipscope.models.scopes import scope_tokens
-from lipscope.models.zoo import ByteTokenizer
+from lipscope.studies.worst_case import attack_tokens
+from lipscope.studies.worst_case.model_gradient import embedding_gradient
+from lipscope.studies.worst_case.tokens import Vocabulary
 from model_families import FAMILIES
 
 IDS = torch.tensor([7, 21, 33, 12, 45])

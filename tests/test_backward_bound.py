@@ -8,8 +8,8 @@ import torch
 import lipscope
 from dense_oracle import Oracle
 from lipscope.models.seam import plain_experts
-from lipscope.monitor import Monitor
-from lipscope.monitor.backward_bound import largest_gain
+from lipscope.training import Monitor
+from lipscope.training.backward_bound import largest_gain
 from model_families import FAMILIES
 
 PLAIN = ["gpt2", "bert", "llama", "qwen3", "gemma2", "gpt_oss", "phi", "t5_encoder", "modernbert"]

@@ -18,7 +18,7 @@ ENVIRONMENT = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from lipscope.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from lipscope.cli.main import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
 
 
@@ -63,7 +63,7 @@ def test_unknown_command_is_one_line():
 
 
 def test_help_does_not_load_torch():
-    code = "import sys, lipscope.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, lipscope.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from lipscope.cli import app
+from lipscope.cli.main import app
 
 
 @pytest.fixture

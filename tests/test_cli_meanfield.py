@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from lipscope.cli import app
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.cli.main import app
+from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
 from model_families import FAMILIES
 
 runner = CliRunner()

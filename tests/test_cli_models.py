@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
+from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from model_families import FAMILIES
 
 runner = CliRunner()

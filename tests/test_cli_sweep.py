@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lipscope.cli import app
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry, Loaded
-from lipscope.sweep import Store
-from lipscope.sweep.lock import StoreLock
+from lipscope.cli.main import app
+from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
+from lipscope.runs import Store
+from lipscope.runs.lock import StoreLock
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -101,7 +101,7 @@ def test_failures_show_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("no luck")
 
-    monkeypatch.setattr("lipscope.sweep.kinds.measure_recording", fail)
+    monkeypatch.setattr("lipscope.runs.kinds.measure_recording", fail)
     result = runner.invoke(app, ["sweep", *FLAGS, "--store", "run.db"])
     assert result.exit_code == 1
     assert "4 failed, the first at tiny, layer 0, scope attention, n = 8: ArithmeticError: no luck" in result.output

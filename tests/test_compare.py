@@ -13,11 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.attention.variants import VARIANTS, variant
-from lipscope.cli import app
-from lipscope.compare import compare, random_layer, sphere_tokens
-from lipscope.compare.study import extras, growth
-from lipscope.models.fit import fit_growth
+from lipscope.attention.family import VARIANTS, variant
+from lipscope.cli.main import app
+from lipscope.runs.fit import fit_growth
+from lipscope.studies.variants import compare, extras, growth, random_layer, sphere_tokens
 
 SMALL = {"n": 6, "lengths": [4, 8, 16], "inputs": 2}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dense_oracle import CAUSAL, NORM_BEFORE_ATTENTION, PLACES, Oracle, jacobian
-from lipscope.models.handle import Model
-from lipscope.models.probe import probe_inputs
+from lipscope.models.inputs import probe_inputs
+from lipscope.models.model import Model
 from lipscope.models.seam import NAME
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import FAMILIES

@@ -22,10 +22,10 @@ import lipscope
 from gpt2_mini.books import encode
 from gpt2_mini.export import model_card
 from gpt2_mini.probe import probe_tokens, total_loss, windows
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.corpora import CORPORA, read_text
-from lipscope.models.handle import Model
-from lipscope.models.zoo import GPT2_MINI, ZOO, load_named
+from lipscope.models.load import GPT2_MINI, ZOO, load_named
+from lipscope.models.model import Model
 
 NAMES = ("gpt2-mini", "gpt2-mini-random")
 FACTS = json.loads((GPT2_MINI / "training.json").read_text())

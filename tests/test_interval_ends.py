@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import lipscope
 from lipscope.bounds.bound import Bound
-from lipscope.meanfield.rates import PlateauFit
-from lipscope.models.fit import GrowthFit
-from lipscope.monitor.readings import Reading, Record
-from lipscope.monitor.thresholds import Alarm, Threshold
 from lipscope.report.summary import above, below
-from lipscope.spectral.ends import interval, round_down, round_up
+from lipscope.rounding import interval, round_down, round_up
+from lipscope.runs.fit import GrowthFit
+from lipscope.runs.plateau import PlateauFit
+from lipscope.training.readings import Reading, Record
+from lipscope.training.thresholds import Alarm, Threshold
 
 FLOATS = st.floats(allow_nan=False)
 EDGES = (0.0, -0.0, 5e-324, -5e-324, 1.7976931348623157e308, -1.7976931348623157e308, 9.9999, 0.1, 99999.5, 1e-4, 9.9999e-5)

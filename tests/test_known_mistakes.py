@@ -9,7 +9,7 @@ from torch import nn
 import cases
 import lipscope
 import reference
-from lipscope.paper import companion_estimator
+from lipscope.studies.paper import companion_estimator
 
 LOWER = torch.ones(5, 5, dtype=torch.bool).tril()
 

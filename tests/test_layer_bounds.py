@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.bounds.constructions import measured
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
-from lipscope.models.handle import Model
 from lipscope.models.layer_bounds import layer_bounds
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
+from lipscope.models.load import ZOO, ByteTokenizer, Entry
+from lipscope.models.model import Model
 from model_families import FAMILIES
 
 IDS = torch.tensor([5, 9, 2, 31, 7, 44])

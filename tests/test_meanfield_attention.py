@@ -12,7 +12,7 @@ import cases
 import lipscope
 import reference
 from lipscope.bounds import Constants, lower, refined
-from lipscope.meanfield import (
+from lipscope.studies.mean_field import (
     MeanFieldAttention,
     Measure,
     PositionedMeasure,

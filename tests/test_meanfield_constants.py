@@ -12,7 +12,8 @@ import torch
 import cases
 import lipscope
 from lipscope.bounds import lower, refined
-from lipscope.meanfield import (
+from lipscope.runs.plateau import RATES
+from lipscope.studies.mean_field import (
     Ball,
     Empirical,
     Gaussian,
@@ -30,7 +31,6 @@ from lipscope.meanfield import (
     set_bound,
     two_diracs,
 )
-from lipscope.meanfield.rates import RATES
 
 IDENTITY = torch.eye(2, dtype=torch.float64)
 REPULSIVE = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
@@ -125,7 +125,7 @@ def test_gradient_of_the_ratio_is_that_of_finite_differences(mask):
     else:
         mu = PositionedMeasure.from_tokens(cases.random(3, 2, seed=1))
         nu = mu.split().push(cases.random(6, 2, seed=2))
-    from lipscope.meanfield import optimal_plan
+    from lipscope.studies.mean_field import optimal_plan
 
     X = mu.points.clone().requires_grad_()
     out = F.finite(mu)(X)

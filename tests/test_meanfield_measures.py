@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from lipscope.meanfield import (
+from lipscope.studies.mean_field import (
     Ball,
     Empirical,
     Gaussian,

@@ -15,15 +15,14 @@ from safetensors.torch import save_file
 import cases
 import lipscope
 from largest_tensor import LargestTensor
-from lipscope import facade
-from lipscope.attention.cost import TYPICAL_PAIRS
-from lipscope.attention.memory import TYPICAL_VECTORS, plan_memory
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation
-from lipscope.attention.tiling import SMALL, Tiling
-from lipscope.facade import make_operator
-from lipscope.models.handle import Model
+from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
+from lipscope.measure import sigma as facade
+from lipscope.measure.cost import TYPICAL_PAIRS
+from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory
+from lipscope.measure.sigma import make_operator
 from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
+from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from test_cli import run
 

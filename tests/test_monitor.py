@@ -16,9 +16,9 @@ from torch import nn
 
 import lipscope
 from dense_oracle import Oracle
-from lipscope.monitor import Monitor, Threshold
-from lipscope.monitor.readings import COLUMNS
-from lipscope.monitor.undisturbed import undisturbed
+from lipscope.training import Monitor, Threshold
+from lipscope.training.readings import COLUMNS
+from lipscope.training.undisturbed import undisturbed
 from model_families import FAMILIES, enlarge
 
 GPT2 = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
@@ -240,7 +240,7 @@ def test_an_error_inside_the_backward_pass_does_not_stop_it(monkeypatch):
 
     model = gpt2()
     monitor = Monitor(model)
-    monkeypatch.setattr("lipscope.monitor.backward_bound.largest_gain", broken)
+    monkeypatch.setattr("lipscope.training.backward_bound.largest_gain", broken)
     with pytest.warns(UserWarning, match="something odd"):
         train(model, monitor, steps=2)
     assert monitor.reason == "something odd"
@@ -380,7 +380,7 @@ def test_thresholds_warn_save_and_stop_once_per_crossing():
 
 
 def test_thresholds_use_the_safe_end_of_the_interval():
-    from lipscope.monitor import Reading, Record
+    from lipscope.training import Reading, Record
 
     record = Record(1, (Reading(0, None, 1.0, 1.1, 1.2, 1e-6, None, None, None, 3),))
     assert Threshold(above=0.9).values(record) == [(0, None, 1.0)]

@@ -12,13 +12,13 @@ import torch
 import transformers as tf
 from torch import nn
 
-from lipscope.monitor import LipschitzCallback, Threshold
-from lipscope.monitor.decisions import JointDecision
+from lipscope.training import LipschitzCallback, Threshold
+from lipscope.training.decisions import JointDecision
 
 lightning = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("accelerate")
 
-from lipscope.monitor.lightning import LipschitzCallback as LightningCallback  # noqa: E402
+from lipscope.training.lightning import LipschitzCallback as LightningCallback  # noqa: E402
 
 CONFIG = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -205,11 +205,11 @@ def test_lightning_saves_stops_and_validates(tmp_path):
     assert [reading.layer for reading in callback.records[0].readings] == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore:lipscope.monitor, step 1")
+@pytest.mark.filterwarnings("ignore:lipscope.training, step 1")
 def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
     """The first measurement is at step 1, where the other processes do not wait for a decision."""
     asked = []
-    monkeypatch.setattr("lipscope.monitor.decisions.agreed", lambda *wish: asked.append(wish) or wish)
+    monkeypatch.setattr("lipscope.training.decisions.agreed", lambda *wish: asked.append(wish) or wish)
     thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
     callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
     state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
@@ -228,9 +228,9 @@ def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypa
     assert asked == [(True, True), (False, False)]
 
 
-@pytest.mark.filterwarnings("ignore:lipscope.monitor, step 1")
+@pytest.mark.filterwarnings("ignore:lipscope.training, step 1")
 def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr("lipscope.monitor.decisions.agreed", lambda *wish: wish)
+    monkeypatch.setattr("lipscope.training.decisions.agreed", lambda *wish: wish)
     saved = []
     run = SimpleNamespace(
         world_size=2, is_global_zero=True, global_step=0, default_root_dir=tmp_path, loggers=[], should_stop=False,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.models.handle import Model
+from lipscope.models.load import ByteTokenizer
+from lipscope.models.model import Model
 from lipscope.models.packing import packed_chunks
-from lipscope.models.zoo import ByteTokenizer
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import FAMILIES
 

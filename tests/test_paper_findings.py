@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lipscope.paper import analysis
-from lipscope.paper.figure_data import figures
-from lipscope.paper.findings import findings
-from lipscope.paper.page import Page, Section, Table
-from lipscope.paper.run import write_results
+from lipscope.studies.paper import analysis
+from lipscope.studies.paper.figure_data import figures
+from lipscope.studies.paper.findings import findings
+from lipscope.studies.paper.page import Page, Section, Table
+from lipscope.studies.paper.run import write_results
 from paper_cases import CAST, TINY, text_rows
 
 ABOUT = {"mode": "quick", "measured_seconds": 12.0, "threads": 1, "text": "alice", "textbook": {}}

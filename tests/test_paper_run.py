@@ -9,20 +9,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.scopes import scope_map, scope_tokens
 from lipscope.models.selftest import check_causality
-from lipscope.paper.adversarial_points import paper_case, real_eigenvalues, strongest_head
-from lipscope.paper.cast import find_cast
-from lipscope.paper.causal_bert import causal_bert, masked
-from lipscope.paper.differences import VARIANTS
-from lipscope.paper.figure_files import write_figure
-from lipscope.paper.layers import weights_of
-from lipscope.paper.plain_torch import plain_forward, power_loop, textbook_seconds
-from lipscope.paper.plan import paper_plan
-from lipscope.paper.settings import FULL, MODES
-from lipscope.sweep import Store, expand
-from lipscope.sweep.loading import loaded_model
+from lipscope.runs import Store, expand
+from lipscope.runs.loading import loaded_model
+from lipscope.studies.paper.adversarial_points import paper_case, real_eigenvalues, strongest_head
+from lipscope.studies.paper.cast import find_cast
+from lipscope.studies.paper.causal_bert import causal_bert, masked
+from lipscope.studies.paper.differences import VARIANTS
+from lipscope.studies.paper.figure_files import write_figure
+from lipscope.studies.paper.layers import weights_of
+from lipscope.studies.paper.plain_torch import plain_forward, power_loop, textbook_seconds
+from lipscope.studies.paper.plan import paper_plan
+from lipscope.studies.paper.settings import FULL, MODES
 from paper_cases import TINY, tiny_zoo
 
 runner = CliRunner()
@@ -39,10 +39,10 @@ def _only_the_first(figure: Any, directory: Path) -> list[Path]:
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_zoo(monkeypatch)
     monkeypatch.setitem(MODES, "quick", TINY)
-    monkeypatch.setattr("lipscope.paper.plan.paper_text", lambda: "python-docs")
-    monkeypatch.setattr("lipscope.paper.run.paper_text", lambda: "python-docs")
+    monkeypatch.setattr("lipscope.studies.paper.plan.paper_text", lambda: "python-docs")
+    monkeypatch.setattr("lipscope.studies.paper.run.paper_text", lambda: "python-docs")
     # Drawing has its own test; here one figure shows that it is called.
-    monkeypatch.setattr("lipscope.paper.run.write_figure", _only_the_first)
+    monkeypatch.setattr("lipscope.studies.paper.run.write_figure", _only_the_first)
 
 
 def test_full_settings_are_those_of_the_paper() -> None:
@@ -90,14 +90,14 @@ def test_causal_bert_leaks_nothing_and_keeps_its_weights() -> None:
         J = causal.operator(layer.index, recording).to_dense()[0].reshape(8, -1, 8, x.shape[-1])
         for i in range(8):
             assert float(J[i, :, i + 1 :].abs().max() if i < 7 else 0.0) == 0.0
-    from lipscope.models.zoo import load_named
+    from lipscope.models.load import load_named
 
     with pytest.raises(ValueError, match="no causal form"):
         masked(load_named("gpt2-random"))
 
 
 def test_cast_uses_a_directory_and_names_stand_ins(tmp_path: Path) -> None:
-    from lipscope.models.zoo import load_named
+    from lipscope.models.load import load_named
 
     cast = find_cast()
     assert [(m.name, m.stands_for) for m in cast.members[3:]] == [("smollm2-135m", "gpt2")]

@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import cases
 import lipscope
-from lipscope import regularise
-from lipscope.attention.variants import VARIANTS, variant
+from lipscope import training as regularise
+from lipscope.attention.family import VARIANTS, variant
 from lipscope.bounds import softmax_jacobian
-from lipscope.regularise.model import ModelPenalty
+from lipscope.training.model_penalty import ModelPenalty
 from model_families import FAMILIES
 
 NAMES = ("q", "k", "v", "out", "q_bias", "k_bias", "v_bias")

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.models.fit import GrowthFit, fit_growth
-from lipscope.models.scan import Scan
 from lipscope.report.charts import growth_chart, layers_chart, rank_sentence, scopes_chart
 from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.data import ReportData, report_data
@@ -31,6 +29,8 @@ from lipscope.report.summary import (
     sentences,
 )
 from lipscope.report.token_page import page_view
+from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.runs.scan import Scan
 from report_cases import make_rows, make_view, write_run
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.report import load_run, report_data, write_report
 from lipscope.report.charts import growth_chart, radius_chart
 from lipscope.report.figures_page import Looks, page_chart
@@ -128,7 +128,7 @@ def test_words_that_repeat_are_kept_once() -> None:
 
 
 def load_run_of(rows: list[dict[str, Any]]) -> Any:
-    from lipscope.models.scan import Scan
+    from lipscope.runs.scan import Scan
 
     return load_run(Scan(tuple(rows), {"text": "book"}))
 

@@ -15,9 +15,9 @@ import pytest
 
 from lipscope.report.progress import SweepProgress, read_progress
 from lipscope.report.server import ReportServer
-from lipscope.sweep.run import run_plan
-from lipscope.sweep.store import Store
-from lipscope.sweep.tasks import expand
+from lipscope.runs.run import run_plan
+from lipscope.runs.store import Store
+from lipscope.runs.tasks import expand
 from report_cases import make_rows, write_run
 from sweep_cases import plan_of, save_models
 

@@ -11,15 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
+from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
-from lipscope.models.worst_tokens import LONGEST, worst_inputs
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
 from lipscope.report.run import load_run
 from lipscope.report.token_views import measure_views
-from lipscope.sweep.plan import Plan
-from lipscope.sweep.run import run_plan
+from lipscope.runs.plan import Plan
+from lipscope.runs.run import run_plan
+from lipscope.runs.worst_tokens import LONGEST, worst_inputs
 from model_families import FAMILIES
 from report_cases import make_rows
 from sweep_cases import TEXT, plan_of, save_models
@@ -160,13 +160,13 @@ def test_another_model_or_text_is_noticed(store: Path, monkeypatch: pytest.Monke
     said: list[str] = []
     monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", other))
     monkeypatch.setattr(
-        "lipscope.sweep.loading._loaded", type(__import__("lipscope.sweep.loading", fromlist=["_loaded"])._loaded)()
+        "lipscope.runs.loading._loaded", type(__import__("lipscope.runs.loading", fromlist=["_loaded"])._loaded)()
     )
     assert measure_views(run, 1, say=said.append) == []
     assert "is not the one that was measured" in said[0]
     monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load_tiny))
     monkeypatch.setattr(
-        "lipscope.sweep.loading._loaded", type(__import__("lipscope.sweep.loading", fromlist=["_loaded"])._loaded)()
+        "lipscope.runs.loading._loaded", type(__import__("lipscope.runs.loading", fromlist=["_loaded"])._loaded)()
     )
     (store.parent / "text.txt").write_text(TEXT[::-1])
     assert measure_views(run, 1, say=said.append) == []

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import cases
 import lipscope
 import reference
-from lipscope.attention.files import load_layer
+from lipscope.attention.io import load_layer
 
 EVERYTHING = torch.ones(5, 5, dtype=torch.bool)
 

@@ -10,9 +10,9 @@ import transformers as tf
 from torch import nn
 
 import lipscope
-from lipscope.attention.operator import AttentionOperator, HeadOperator
-from lipscope.models.handle import Model
-from lipscope.models.positions import Layout, find_layout
+from lipscope.attention.operators import AttentionOperator, HeadOperator
+from lipscope.models.affine import Layout, find_layout
+from lipscope.models.model import Model
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import FAMILIES, enlarge
 

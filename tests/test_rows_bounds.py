@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import lipscope
 from lipscope.attention.norms import LayerNorm, RMSNorm
-from lipscope.models.handle import Model
 from lipscope.models.input_norm import describe
 from lipscope.models.measure import COLUMNS
+from lipscope.models.model import Model
 from lipscope.models.seam import plain_experts
 from model_families import FAMILIES
 
@@ -97,7 +97,7 @@ def test_upper_ends_and_bounds_hold_for_the_dense_jacobian(family: str) -> None:
 
 
 def _inputs(handle: Model, family: str) -> dict[str, Tensor]:
-    from lipscope.models.probe import probe_inputs
+    from lipscope.models.inputs import probe_inputs
 
     return {"input_ids": IDS} if family in ("bert", "gpt2", "t5_encoder", "albert", "opt") else probe_inputs(handle.model)
 
@@ -139,7 +139,7 @@ def test_the_normalisation_before_attention_is_found(family: str) -> None:
 
 
 def _probe(handle: Model) -> dict[str, Tensor]:
-    from lipscope.models.probe import probe_inputs
+    from lipscope.models.inputs import probe_inputs
 
     return probe_inputs(handle.model)
 

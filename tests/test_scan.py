@@ -13,10 +13,10 @@ import torch
 import lipscope
 from lipscope.models import packaged
 from lipscope.models.corpora import CORPORA, read_text
-from lipscope.models.fit import fit_growth
-from lipscope.models.handle import Model
+from lipscope.models.load import ZOO, ByteTokenizer, load_named
+from lipscope.models.model import Model
 from lipscope.models.text import Chunker, parse_lengths, special_tokens
-from lipscope.models.zoo import ZOO, ByteTokenizer, load_named
+from lipscope.runs.fit import fit_growth
 from model_families import FAMILIES
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lipscope.attention.scores import ScoreRule
 from lipscope.models import seam
-from lipscope.models.core_function import attention_core
-from lipscope.models.handle import Model
+from lipscope.models.model import Model
+from lipscope.models.seam import attention_core
 from lipscope.models.selftest import SelfTestError
 from model_families import FAMILIES, enlarge
 

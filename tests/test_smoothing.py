@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.attention.scores import ScoreRule
-from lipscope.cli import app
+from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
+from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.precision import double_throughout
 from lipscope.models.seam import CoreCall
-from lipscope.models.zoo import ZOO, ByteTokenizer, Entry
-from lipscope.smoothing.factors import factors_for_logits, largest_logits
+from lipscope.training.rescale.factors import factors_for_logits, largest_logits
 from model_families import FAMILIES, enlarge
 from reference import head as reference_head
 

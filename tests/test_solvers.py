@@ -16,10 +16,9 @@ from scipy.stats import binom
 
 import cases
 import lipscope
-from lipscope.spectral.basis import Basis, scaled_norm
+from lipscope.spectral.basis import Basis, overlap_quantile, scaled_norm
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.ritz import polynomial_upper_bound
-from lipscope.spectral.start import overlap_quantile
 
 SOLVERS = {
     "golub_kahan": lipscope.GolubKahan(rtol=1e-8),

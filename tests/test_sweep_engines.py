@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.cli import app
-from lipscope.sweep import Dask, EngineError, Plan, Store, expand, run_plan
-from lipscope.sweep.engines import make_engine
-from lipscope.sweep.run import Step
+from lipscope.cli.main import app
+from lipscope.runs import Dask, EngineError, Plan, Store, expand, run_plan
+from lipscope.runs.engines import make_engine
+from lipscope.runs.run import Step
 from sweep_cases import plan_of, save_models
 
 TESTS, SOURCE = Path(__file__).parent, Path(lipscope.__file__).parent.parent
@@ -108,7 +108,7 @@ def test_a_killed_worker_changes_nothing(
     assert [r | {"seconds": 0} for r in mine] == [r | {"seconds": 0} for r in theirs]
     # A worker of another version is refused before a row is kept.
     with monkeypatch.context() as other:
-        other.setattr("lipscope.sweep.engines.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
+        other.setattr("lipscope.runs.engines.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
         with pytest.raises(EngineError, match=r"has lipscope .*, this process has 0\.0\.0"), Dask(cluster.address):
             pass
     # One worker is left: another number of workers, the same table.

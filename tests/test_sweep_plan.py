@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.sweep import Block, ModelChoice, Plan, dry_run, expand, register_quantity, run_plan
-from lipscope.sweep.fingerprints import model_fingerprint
-from lipscope.sweep.registry import QUANTITIES
-from lipscope.sweep.store import Store
-from lipscope.sweep.work import run_job
+from lipscope.runs import Block, ModelChoice, Plan, dry_run, expand, register_quantity, run_plan
+from lipscope.runs.fingerprints import model_fingerprint
+from lipscope.runs.registry import QUANTITIES
+from lipscope.runs.store import Store
+from lipscope.runs.work import run_job
 from sweep_cases import LOADER, plan_of, save_models, with_bytes
 
 

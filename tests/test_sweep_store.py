@@ -21,7 +21,7 @@ import pandas
 import pyarrow.parquet
 import pytest
 
-from lipscope.sweep import (
+from lipscope.runs import (
     ForeignFileError,
     LockedStoreError,
     NewerStoreError,
@@ -33,13 +33,13 @@ from lipscope.sweep import (
     export_table,
     run_plan,
 )
-from lipscope.sweep.cost import Work
-from lipscope.sweep.fingerprints import digest
-from lipscope.sweep.kept import kept_notices
-from lipscope.sweep.rowtext import IDENTITY_COLUMNS, table_digest, to_record
-from lipscope.sweep.schema import MIGRATIONS, VERSION, migrate
-from lipscope.sweep.tasks import Task
-from lipscope.sweep.work import Outcome
+from lipscope.runs.estimate import Work
+from lipscope.runs.fingerprints import digest
+from lipscope.runs.kept import kept_notices
+from lipscope.runs.rowtext import IDENTITY_COLUMNS, table_digest, to_record
+from lipscope.runs.schema import MIGRATIONS, VERSION, migrate
+from lipscope.runs.tasks import Task
+from lipscope.runs.work import Outcome
 from sweep_cases import plan_of, save_models
 
 WHERE = {"versions": {"lipscope": "0"}, "threads": 1}
@@ -150,7 +150,7 @@ def test_failures_are_kept_and_retried_on_request(place: Path, tmp_path: Path) -
 def test_two_processes_on_one_store(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     code = (
-        "import sys, time; from pathlib import Path; from lipscope.sweep.lock import StoreLock\n"
+        "import sys, time; from pathlib import Path; from lipscope.runs.lock import StoreLock\n"
         "lock = StoreLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)

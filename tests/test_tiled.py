@@ -11,12 +11,11 @@ import torch
 import cases
 import lipscope
 from lipscope.attention.core import Linearisation
-from lipscope.attention.memory import plan_memory, read_bytes, show_bytes
-from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
-from lipscope.attention.tiling import SMALL, Tiling, current_tiling, using_tiling
-from lipscope.models.core_function import attention_core
+from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling, current_tiling, prefers_tiles, using_tiling
+from lipscope.measure.memory import plan_memory, read_bytes, show_bytes
+from lipscope.models.seam import attention_core
 from lipscope.models.symbolic_mask import RealTokens
 
 N, B, H = 37, 3, 4

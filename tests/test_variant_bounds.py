@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.adversarial import maximise
-from lipscope.attention.variants import family
+from lipscope.attention import family
 from lipscope.bounds import bounded_scores, kim2021, ramapuram2024, registry
-from lipscope.compare.study import set_bounds
+from lipscope.studies.variants import set_bounds
+from lipscope.studies.worst_case import maximise
 
 EXACT = 1 + 1e-9
 OWN = ("qk-norm", "cosine", "l2", "sigmoid", "sinkhorn")

@@ -11,10 +11,11 @@ import torch
 import cases
 import lipscope
 import reference
-from lipscope.adversarial.gradient import VariantSigmaGradient
-from lipscope.attention.variants import VARIANTS, family, variant
-from lipscope.attention.variants.operator import VariantOperator
-from lipscope.attention.variants.sinkhorn import potential
+from lipscope.attention import family
+from lipscope.attention.family import VARIANTS, variant
+from lipscope.attention.operators import VariantOperator
+from lipscope.attention.sinkhorn import potential
+from lipscope.measure.gradient import VariantSigmaGradient
 
 OWN = VARIANTS[3:]
 

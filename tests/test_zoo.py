@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import lipscope
 from lipscope.models import corpora, packaged
 from lipscope.models.corpora import CORPORA, read_text
+from lipscope.models.load import ZOO
 from lipscope.models.text import Chunker, excerpt
-from lipscope.models.zoo import ZOO
 from model_families import FAMILIES
 
 

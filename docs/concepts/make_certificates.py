@@ -11,7 +11,7 @@ import torch
 
 import lipscope
 from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, SKY, RealLayer, pyplot, save, table, write
-from lipscope.spectral.ends import interval, round_up
+from lipscope.rounding import interval, round_up
 
 N, BALL_LAYER, BALL_HEAD = 32, 0, 0
 RADII = [0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0]

@@ -14,10 +14,10 @@ import torch
 
 import lipscope
 from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, TEXT, RealLayer, pyplot, save, table, write
-from lipscope.adversarial import growth
 from lipscope.bounds import castin2024, refined
-from lipscope.models.fit import fit_growth
-from lipscope.spectral.ends import span
+from lipscope.rounding import span
+from lipscope.runs.fit import fit_growth
+from lipscope.studies.worst_case import growth_in_n as growth
 
 LAYER, INPUTS = 2, 6
 LENGTHS = [8, 16, 32, 64, 128, 256]

@@ -11,7 +11,7 @@ import torch
 
 import lipscope
 from drawing import RealLayer, pyplot, save, table, write
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.rounding import round_down, round_up
 
 LAYER, N = 2, 48
 MASKS = ("full", "causal", "window:8", "prefix:16", "causal&pad-left:12", "packed:8,24,16")

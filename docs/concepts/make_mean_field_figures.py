@@ -21,7 +21,8 @@ import torch
 
 import lipscope
 from lipscope.bounds import Constants, castin2024, lower, refined
-from lipscope.meanfield import (
+from lipscope.rounding import round_up, span
+from lipscope.studies.mean_field import (
     MeanFieldAttention,
     Measure,
     PlateauStudy,
@@ -30,7 +31,6 @@ from lipscope.meanfield import (
     local_constant,
     parse_law,
 )
-from lipscope.spectral.ends import round_up, span
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)

@@ -17,8 +17,8 @@ from typing import Any
 
 import lipscope
 from drawing import COLOURS, table, write
-from lipscope.models.zoo import GPT2_MINI
-from lipscope.spectral import ends
+from lipscope import rounding as ends
+from lipscope.models.load import GPT2_MINI
 
 LENGTHS, INPUTS, SEED = (64, 256), 8, 1
 Rows = list[dict[str, str]]

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.adversarial.model_layer import layer_at_text
-from lipscope.compare.figures import draw
-from lipscope.compare.study import Comparison, compare, random_layer
 from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
-from lipscope.spectral.ends import interval, round_down, round_up
+from lipscope.rounding import interval, round_down, round_up
+from lipscope.studies.variants import Comparison, compare, random_layer
+from lipscope.studies.variants_figures import draw
+from lipscope.studies.worst_case.model_layer import layer_at_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "concepts"))
 

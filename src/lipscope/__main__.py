@@ -1,5 +1,5 @@
 """``python -m lipscope``."""
 
-from lipscope.cli import main
+from lipscope.cli.main import main
 
 main()

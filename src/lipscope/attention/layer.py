@@ -1,10 +1,16 @@
-"""One multi-head attention layer, described by its tensors.
+"""What layers that are described by their tensors share: where the tensors live, and how they are moved.
+
+One multi-head attention layer, described by its tensors.
 
 q_i = W_Q x_i + b_Q     k_j = W_K x_j + b_K     v_j = W_V x_j + b_V
 s_ij = τ q_i·k_j + B_ij     P_i = softmax_j(s_ij)     o_i = Σ_j P_ij v_j
 attention(X) = concat_h(o^h) W_Oᵀ + b_O
 
 With rotary embeddings q_i and k_j are turned by R_i and R_j, so that s_ij = τ (R_i q_i)·(R_j k_j) + B_ij.
+
+Weights in the layouts that others store, as the fields of an ``Attention``.
+
+What an ``Attention`` refuses: shapes, types and numbers that do not fit together.
 """
 
 from __future__ import annotations
@@ -13,19 +19,51 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.constructors import split_fused, torch_weights
 from lipscope.attention.core import Linearisation, Triple, ungroup_queries
-from lipscope.attention.described import Described
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.rotary import Rotary, Turn
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
-from lipscope.attention.validation import validate
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """A layer as tensors; the first of them are its query weights.
+
+    Attributes:
+        q: query weights, ``(heads·dk, d)``.
+    """
+
+    q: Tensor
+
+    @property
+    def width(self) -> int:
+        """Token dimension d."""
+        return self.q.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the weights."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.q.device
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
+        """The same layer in another dtype or on another device."""
+        moved: dict[str, Any] = {
+            field.name: value.to(dtype=dtype, device=device)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor | Rotary)
+        }
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,3 +309,119 @@ class Attention(Described):
             f"Attention(d={self.width}, heads={self.heads}{shared}, dk={self.head_width}, dv={self.value_width}, "
             f"mask={self.mask}, {str(self.dtype).removeprefix('torch.')}{extras})"
         )
+
+
+def torch_weights(module: nn.MultiheadAttention) -> dict[str, Any]:
+    """Copies of the weights of an ``nn.MultiheadAttention``, as arguments of ``Attention.from_fused``.
+
+    Raises:
+        TypeError: when it is another module.
+        ValueError: when it is not plain self-attention, or has dropout switched on.
+    """
+    if not isinstance(module, nn.MultiheadAttention):
+        raise TypeError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
+    if not module._qkv_same_embed_dim:
+        raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ValueError("from_torch does not support add_bias_kv or add_zero_attn")
+    if module.training and module.dropout > 0:
+        raise ValueError(f"module is in training mode with dropout {module.dropout}: call .eval() first")
+    assert module.in_proj_weight is not None
+    return {
+        "qkv": _copy(module.in_proj_weight),
+        "out": _copy(module.out_proj.weight),
+        "heads": module.num_heads,
+        "qkv_bias": None if module.in_proj_bias is None else _copy(module.in_proj_bias),
+        "out_bias": None if module.out_proj.bias is None else _copy(module.out_proj.bias),
+    }
+
+
+def split_fused(
+    qkv: Tensor, out: Tensor | None, heads: int, kv_heads: int, qkv_bias: Tensor | None, transposed: bool
+) -> dict[str, Any]:
+    """Queries, keys and values out of one stacked matrix; see ``Attention.from_fused``."""
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
+    if transposed:
+        qkv, out = qkv.mT, None if out is None else out.mT
+    parts = heads + 2 * (kv_heads or heads)
+    if qkv.shape[0] % parts:
+        raise ValueError(
+            f"qkv has {qkv.shape[0]} output rows, which {parts} heads (queries, keys and values) do not divide"
+            + ("" if transposed else "; GPT-2's Conv1D weights need transposed=True")
+        )
+    dh = qkv.shape[0] // parts
+    sizes = [heads * dh, (kv_heads or heads) * dh, (kv_heads or heads) * dh]
+    q, k, v = qkv.split(sizes)
+    if qkv_bias is not None and qkv_bias.shape != (qkv.shape[0],):
+        raise ValueError(f"qkv_bias has shape {tuple(qkv_bias.shape)}, but qkv has {qkv.shape[0]} output rows")
+    biases = (None, None, None) if qkv_bias is None else qkv_bias.split(sizes)
+    return {"q": q, "k": k, "v": v, "out": out, "q_bias": biases[0], "k_bias": biases[1], "v_bias": biases[2]}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def validate(layer: Attention) -> None:
+    """Refuse inconsistent shapes, naming the argument and the two sizes that disagree."""
+    for name in ("q", "k", "v"):
+        if not isinstance(getattr(layer, name), Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
+    for name in ("heads", "kv_heads"):
+        if not isinstance(getattr(layer, name), int):
+            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
+    tensors = {
+        field.name: value for field in dataclasses.fields(layer) if isinstance(value := getattr(layer, field.name), Tensor)
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds NaN or infinite values")
+    for name in ("q", "k", "v"):
+        if tensors[name].ndim != 2 or 0 in tensors[name].shape:
+            raise ValueError(f"{name} must be a non-empty matrix, got shape {tuple(tensors[name].shape)}")
+        if tensors[name].shape[1] != layer.width:
+            raise ValueError(f"{name} takes tokens of width {tensors[name].shape[1]}, but q takes width {layer.width}")
+    if layer.heads < 1:
+        raise ValueError(f"heads must be at least 1, got {layer.heads}")
+    if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
+        raise ValueError(f"kv_heads = {layer.kv_heads} must be a positive divisor of heads = {layer.heads}")
+    for name, count in (("q", layer.heads), ("k", layer.kv_heads), ("v", layer.kv_heads)):
+        if tensors[name].shape[0] % count:
+            raise ValueError(f"{name} has {tensors[name].shape[0]} rows, which {count} heads do not divide")
+    if layer.k.shape[0] != layer.kv_heads * layer.head_width:
+        raise ValueError(
+            f"k has {layer.k.shape[0]} rows, but kv_heads × query width = {layer.kv_heads} × {layer.head_width} "
+            f"= {layer.kv_heads * layer.head_width}"
+        )
+    joined = layer.heads * layer.value_width
+    if layer.out is not None and (layer.out.ndim != 2 or layer.out.shape[1] != joined):
+        raise ValueError(f"out has shape {tuple(layer.out.shape)}, but the heads joined have width {joined}")
+    expected = {"q_bias": layer.q.shape[0], "k_bias": layer.k.shape[0], "v_bias": layer.v.shape[0]}
+    expected |= {"out_bias": layer.output_width, "sinks": layer.heads}
+    for name, size in expected.items():
+        if name in tensors and tensors[name].shape != (size,):
+            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, but ({size},) is needed")
+    if layer.bias is not None:
+        shape = tuple(layer.bias.shape)
+        if len(shape) not in (2, 3, 4) or shape[-1] != shape[-2]:
+            raise ValueError(f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}")
+        if len(shape) > 2 and shape[-3] not in (1, layer.heads):
+            raise ValueError(f"bias is for {shape[-3]} heads, but the layer has heads = {layer.heads}")
+    if layer.rotary is not None:
+        if not isinstance(layer.rotary, Rotary):
+            raise TypeError(f"rotary must be a lipscope.Rotary, got {type(layer.rotary).__name__}")
+        if layer.rotary.width > layer.head_width:
+            raise ValueError(f"rotary turns {layer.rotary.width} coordinates, but queries have width {layer.head_width}")
+        if (layer.rotary.dtype, layer.rotary.cos.device) != (layer.dtype, layer.device):
+            raise ValueError(
+                f"rotary is {layer.rotary.dtype} on {layer.rotary.cos.device}, but q is {layer.dtype} on {layer.device}"
+            )
+    if layer.softcap is not None and not 0 < layer.softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite (None for no cap), got {layer.softcap}")
+    if layer.scale is not None and not math.isfinite(layer.scale):
+        raise ValueError(f"scale must be finite, got {layer.scale}")

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.core import Linearisation, ungroup_queries
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
-from lipscope.attention.tiling import current_tiling
-from lipscope.attention.workspace import Workspace
+from lipscope.attention.tiled import TiledLinearisation, Workspace, current_tiling, prefers_tiles
 
 
 @dataclass(frozen=True, eq=False)

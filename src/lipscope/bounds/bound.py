@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from lipscope.spectral.ends import round_down, round_up
+from lipscope.rounding import round_down, round_up
 
 Kind: TypeAlias = Literal["set", "local", "ball", "limit"]
 Side: TypeAlias = Literal["upper", "lower"]

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.variants.layer import Variant
-from lipscope.attention.variants.softmax import CosineAttention, L2Attention, QKNormAttention
+from lipscope.attention.variants import CosineAttention, L2Attention, QKNormAttention, Variant
 from lipscope.bounds.bound import OURS, Bound
 
 

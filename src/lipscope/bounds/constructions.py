@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
-from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds import lower
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.spectral.golub_kahan import GolubKahan

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipscope.attention.variants.softmax import L2Attention
+from lipscope.attention.variants import L2Attention
 from lipscope.bounds.bound import Bound
 
 _SOURCE = "Kim, Papamakarios, Mnih, The Lipschitz Constant of Self-Attention, ICML 2021, Theorem 3.2 (power 4 of ‖W_Q‖)"

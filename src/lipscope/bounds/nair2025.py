@@ -7,7 +7,7 @@ the bound of LipsFormer with ½ in the place of (n−1)/n.
 
 from __future__ import annotations
 
-from lipscope.attention.variants.softmax import CosineAttention
+from lipscope.attention.variants import CosineAttention
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.qi2023 import over_heads
 

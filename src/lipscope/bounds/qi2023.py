@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lipscope.attention.variants.softmax import CosineAttention
+from lipscope.attention.variants import CosineAttention
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.bounded_scores import spectral
 

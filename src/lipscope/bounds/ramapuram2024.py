@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipscope.attention.variants.sigmoid import SigmoidAttention
+from lipscope.attention.variants import SigmoidAttention
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.weights import HeadWeights, layer_weights
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
-from lipscope.attention.variants.layer import Variant
-from lipscope.attention.variants.sigmoid import SigmoidAttention
+from lipscope.attention.variants import SigmoidAttention, Variant
 from lipscope.bounds import (
     block_inf,
     bounded_scores,

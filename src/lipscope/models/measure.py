@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.row_statistics import row_statistics
+from lipscope.models.affine import core_call
 from lipscope.models.bound_columns import NO_BOUNDS, bound_columns, norm_radius
 from lipscope.models.capture import Recording
-from lipscope.models.handle import Model
-from lipscope.models.plain import core_call
+from lipscope.models.model import Model
 from lipscope.models.scopes import scope_tokens
-from lipscope.spectral.norm import Solver
+from lipscope.spectral.solvers import Solver
 
 COLUMNS = {
     "model": "its name",

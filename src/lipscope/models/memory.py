@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lipscope.attention.masks import as_mask
-from lipscope.attention.memory import (
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import Tiling, current_tiling, prefers_tiles, using_tiling
+from lipscope.measure.memory import (
     SOLVER_ROOM,
     MemoryPlan,
     first_fitting,
@@ -21,11 +23,8 @@ from lipscope.attention.memory import (
     typical_bases,
     ways,
 )
-from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import prefers_tiles
-from lipscope.attention.tiling import Tiling, current_tiling, using_tiling
-from lipscope.models.handle import Model
-from lipscope.models.plain import core_call
+from lipscope.models.affine import core_call
+from lipscope.models.model import Model
 
 AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
 BLOCK_ACTIVATIONS = 34

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lipscope.models.capture import Recording
-from lipscope.models.handle import Model
 from lipscope.models.measure import measure_recording
+from lipscope.models.model import Model
 from lipscope.models.text import special_tokens
-from lipscope.spectral.norm import Solver
+from lipscope.spectral.solvers import Solver
 
 Rows = list[dict[str, Any]]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording, last_hidden_state, model_dtype
-from lipscope.models.plain import torch_attention
 from lipscope.models.precision import double_throughout
 from lipscope.models.scopes import real_rows, scope_map, scope_tokens
 from lipscope.models.seam import plain_experts

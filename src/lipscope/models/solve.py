@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.attention.operator import AttentionOperator, HeadOperator
+from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.bounds.certificates import affordable
-from lipscope.facade import certificate_at
+from lipscope.measure.sigma import certificate_at
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording
 from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
-from lipscope.spectral.norm import Solver
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput
-from lipscope.spectral.result import SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
+from lipscope.spectral.result import SolverOutput, SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
+from lipscope.spectral.solvers import Solver
 
 
 def check_scope(scope: str) -> None:

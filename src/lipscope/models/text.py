@@ -16,7 +16,7 @@ from torch import Tensor
 from lipscope.models.inputs import check_length, require_tokenizer
 
 if TYPE_CHECKING:
-    from lipscope.models.handle import Model
+    from lipscope.models.model import Model
 
 
 class Chunker:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.models.handle import Model
+from lipscope.measure.influence import influence
 from lipscope.models.inputs import TokenArguments
+from lipscope.models.model import Model
 from lipscope.models.scopes import HeadOfOperator, scope_tokens
-from lipscope.spectral.dense import Auto
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
-from lipscope.token_influence import influence
+from lipscope.spectral.solvers import Auto
 
 _COPIES = 32
 _POWER_STEPS = 60

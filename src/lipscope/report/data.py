@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from lipscope.models.fit import GrowthFit, fit_growth
 from lipscope.report.run import Row, Run
+from lipscope.runs.fit import GrowthFit, fit_growth
 
-# A fit needs as many; see ``lipscope.models.fit``.
+# A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
 
 
@@ -190,7 +190,7 @@ def report_data(runs: Sequence[Run]) -> ReportData:
         ValueError: when a run has no rows to show.
 
     Example:
-        >>> from lipscope.models.scan import Scan
+        >>> from lipscope.runs.scan import Scan
         >>> from lipscope.report.run import load_run
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
         >>> data = report_data([load_run(Scan((row, row | {"n": 16, "estimate": 1.2})))])

@@ -42,7 +42,7 @@ def write_report(
 
     Example:
         >>> import tempfile
-        >>> from lipscope.models.scan import Scan
+        >>> from lipscope.runs.scan import Scan
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     page = write_report(Scan((row,)), f"{directory}/report.html").read_text(encoding="utf-8")

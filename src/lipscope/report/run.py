@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lipscope.models.scan import Scan
+from lipscope.runs.scan import Scan
 
 Row = dict[str, Any]
 Source = str | os.PathLike[str] | Scan
@@ -116,7 +116,7 @@ def is_store(path: Path) -> bool:
 
 
 def _store(path: Path, all_plans: bool) -> Run:
-    from lipscope.sweep.store import Store
+    from lipscope.runs.store import Store
 
     with Store(path) as store:
         rows, plan, environments = store.rows(all_plans=all_plans), store.plan(), store.environments()

@@ -7,10 +7,10 @@ import statistics
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
-from lipscope.models.fit import GrowthFit
 from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
 from lipscope.report.run import Run
-from lipscope.spectral.ends import round_down, round_up, rounded
+from lipscope.rounding import round_down, round_up, rounded
+from lipscope.runs.fit import GrowthFit
 
 SCOPES = {
     "head": "one attention head, before the output matrix",

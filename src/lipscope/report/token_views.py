@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.models.worst_tokens import worst_inputs
 from lipscope.report.data import report_data
 from lipscope.report.run import Run
-from lipscope.sweep.plan import Block, ModelChoice
+from lipscope.runs.plan import Block, ModelChoice
+from lipscope.runs.worst_tokens import worst_inputs
 
 # For other maps every column of the Jacobian takes a pass through the model.
 QUICK_SCOPES = ("head", "attention")
@@ -65,10 +65,10 @@ def _views(blocks: Sequence[Block], wanted: Sequence[Mapping[str, Any]]) -> Iter
 
 def _find(blocks: Sequence[Block], row: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The model that a row was measured on, and its token ids."""
-    from lipscope.sweep.fingerprints import digest
-    from lipscope.sweep.kinds import Text
-    from lipscope.sweep.loading import loaded_model
-    from lipscope.sweep.rowtext import SHORT_DIGEST
+    from lipscope.runs.fingerprints import digest
+    from lipscope.runs.kinds import Text
+    from lipscope.runs.loading import loaded_model
+    from lipscope.runs.rowtext import SHORT_DIGEST
 
     reasons = []
     for block in blocks:
@@ -94,7 +94,7 @@ def _find(blocks: Sequence[Block], row: Mapping[str, Any]) -> tuple[Any, list[in
 
 def _at_hand(choice: ModelChoice) -> bool:
     """Whether a model can be loaded without a network and without trusting the store."""
-    from lipscope.models.zoo import ZOO
+    from lipscope.models.load import ZOO
 
     if choice.loader is not None or choice.allow_pickle or choice.trust_remote_code:
         return False

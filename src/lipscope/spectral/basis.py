@@ -1,11 +1,19 @@
-"""Orthonormal bases that grow one vector at a time, for a batch of problems."""
+"""Orthonormal bases that grow one vector at a time, for a batch of problems.
+
+How many Krylov vectors fit into a given memory, and of which sides.
+
+The random start, and what may be assumed of it: |⟨v₁, w⟩| for v₁ uniform on the sphere and any fixed unit vector w.
+"""
 
 from __future__ import annotations
 
+import math
 from math import gcd
 
 import torch
 from torch import Tensor
+
+from lipscope.spectral.operator import Operator
 
 # Most numbers that float32 adds up without losing digits, and norms whose squares it can hold.
 _SHORT, _SAFE = 256, (1e-15, 1e15)
@@ -131,3 +139,69 @@ def unit_rows(x: Tensor, norm: Tensor) -> Tensor:
     empty = ~(norm > 0)
     unit = x / norm.masked_fill(empty, 1.0).to(x.dtype)[:, None]
     return unit.masked_fill_(empty[:, None], 0.0) if bool(empty.any()) else unit
+
+
+# Right vectors kept however small the memory.
+FEWEST = 4
+# A recurrence may exhaust a space of so many dimensions, and then counts on both bases.
+SMALL = 1024
+
+
+def pairs_within(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> int:
+    """How many vectors of both sides fit, for a batch of M×N problems."""
+    return memory // (batch * element_size * sum(shape))
+
+
+def right_within(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> int:
+    """How many right vectors alone fit."""
+    return memory // (batch * element_size * shape[1])
+
+
+def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
+    """How many M×N problems are solved together: those whose first vectors of both sides fit, one at least."""
+    return max(1, pairs_within(shape, 1, element_size, memory) // Basis.CHUNK)
+
+
+def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> bool:
+    """Whether only right vectors are kept: of large problems, and where memory has no room for many of both sides."""
+    M, N = shape
+    return min(M + 1, N) > SMALL or pairs_within(shape, batch, element_size, memory) < Basis.CHUNK
+
+
+def capacities(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> tuple[int, int]:
+    """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
+    if one_sided(shape, batch, element_size, memory):
+        return 0, max(FEWEST, right_within(shape, batch, element_size, memory))
+    both = pairs_within(shape, batch, element_size, memory)
+    return both, both
+
+
+def random_direction(size: int, seed: int, like: Tensor | Operator) -> Tensor:
+    """A vector uniform on the unit sphere of R^size, shape ``(1, size)``, of the dtype and on the device of ``like``.
+
+    It is drawn on the CPU in float64, so that the same seed gives the same direction on every device and in every dtype.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(1, size, generator=generator, dtype=torch.float64)
+    unit: Tensor = vector / torch.linalg.vector_norm(vector)
+    return unit.to(dtype=like.dtype, device=like.device)
+
+
+def random_unit_vector(operator: Operator, seed: int) -> Tensor:
+    """A random direction of the operator's inputs, ``(1, N)``."""
+    return random_direction(operator.shape[1], seed, operator)
+
+
+def check_delta(delta: float) -> None:
+    """Refuse failure probabilities that are none, or too small for the quantile to be computed."""
+    if not 1e-30 <= delta < 1:
+        raise ValueError(f"delta must be at least 1e-30 and less than 1, got {delta}")
+
+
+def overlap_quantile(size: int, delta: float) -> float:
+    """The g with P[|⟨v₁, w⟩| < g] = delta: the squared overlap follows the Beta(½, (N−1)/2) law."""
+    from scipy.special import betaincinv
+
+    if size == 1:
+        return 1.0
+    return math.sqrt(float(betaincinv(0.5, (size - 1) / 2, delta)))

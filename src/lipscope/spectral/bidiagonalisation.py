@@ -34,12 +34,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
+from lipscope.spectral.basis import (
+    Basis,
+    capacities,
+    overlap_quantile,
+    random_unit_vector,
+    right_within,
+    scaled_norm,
+    unit_rows,
+)
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput, Status
+from lipscope.spectral.result import SolverOutput, Status
 from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
-from lipscope.spectral.room import capacities, right_within
-from lipscope.spectral.start import overlap_quantile, random_unit_vector
 
 if TYPE_CHECKING:
     from lipscope.spectral.golub_kahan import GolubKahan

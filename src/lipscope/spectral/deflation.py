@@ -16,10 +16,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import scaled_norm, unit_rows
+from lipscope.spectral.basis import random_direction, scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput
-from lipscope.spectral.start import random_direction
+from lipscope.spectral.result import SolverOutput
 
 # Length that a unit vector must have left beside those found before to count as a new direction.
 _NEWS = 0.5

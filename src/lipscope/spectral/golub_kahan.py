@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope.spectral.basis import check_delta, pairs_within, together_within
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.deflation import leading
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.output import SolverOutput
-from lipscope.spectral.room import pairs_within, together_within
-from lipscope.spectral.start import check_delta
+from lipscope.spectral.result import SolverOutput
 
 
 @dataclass(frozen=True)

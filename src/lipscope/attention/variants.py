@@ -1,0 +1,350 @@
+"""What all variants share: weights, a mask, features that meet in an n×n core, heads that are joined by W_O.
+
+    P = weights(⟨q̃_i, k̃_j⟩)      o_i = Σ_j P_ij ṽ_j      out = concat_h(o^h) W_Oᵀ
+
+Variants have no biases. Their weights may carry gradients: calling a variant is differentiable in weights and tokens.
+
+Variants whose scores are those of dot products, s_ij = τ q_i·k_j, and whose weights are no softmax of them.
+
+Softmax attention on other features: L2 (Kim et al. 2021), scaled cosine (Qi et al. 2023), QK-normalised.
+
+    L2               s_ij = −|q_i − q_j|²/√dk, queries and keys tied       v_j = W_V A x_j,  A = W_QᵀW_Q/√dk
+    scaled cosine    s_ij = τ q̂_i·k̂_j                                      v_j = ν v̂_j
+    QK-normalised    s_ij = τ q̂_i·k̂_j                                      v_j = W_V x_j
+
+with ẑ = z/√(|z|² + ε) for z = Wx, head by head.
+
+Sigmoid attention: every weight for itself, no softmax (Ramapuram et al. 2024).
+
+    P_ij = sigmoid(τ q_i·k_j + b)      dP = P(1 − P)∘dS      b = −log n by default
+
+Rows do not add up to one; b = −log n keeps their sums near one when scores are small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.core import Linearisation, Triple
+from lipscope.attention.features import Feature, LiftedKey, LiftedQuery, Normalised
+from lipscope.attention.layer import Attention, Described
+from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
+from lipscope.attention.scores import ScoreRule, safe_softmax
+
+Features: TypeAlias = tuple[Feature, Feature, Feature]
+
+
+class Core(Protocol):
+    """The n×n part at one point: outputs (B, H, n, dv) and the two products of its Jacobian."""
+
+    @property
+    def o(self) -> Tensor:
+        """The outputs."""
+        ...
+
+    @property
+    def score_size(self) -> float:
+        """Largest size of a score, for the rounding allowance."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type."""
+        ...
+
+    def finite(self) -> dict[str, Tensor]:
+        """What must be finite for the products to make sense."""
+        ...
+
+    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """DO for perturbations of the features."""
+        ...
+
+    def vjp(self, g: Tensor) -> Triple:
+        """Its transpose."""
+        ...
+
+    def select(self, items: Tensor) -> Core:
+        """Keep the listed batch items."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Variant(Described, ABC):
+    """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it.
+
+    Attributes:
+        q: query weights, ``(heads·dk, d)``.
+        v: value weights, ``(heads·dv, d)``.
+        out: output weights, ``(d_out, heads·dv)``; None leaves the heads concatenated.
+        heads: number of heads.
+        mask: who sees whom: a mask object, a short string such as ``"causal"``, or a tensor.
+    """
+
+    q: Tensor
+    v: Tensor
+    out: Tensor | None = None
+    heads: int = 1
+    mask: MaskLike = None
+
+    kind: ClassVar[str]
+    masks: ClassVar[tuple[type[Mask], ...]] = (Mask,)
+    numbers: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", as_mask(self.mask))
+        if not isinstance(self.mask, self.masks):
+            raise ValueError(f"mask {self.mask} does not fit {self.kind} attention: it takes mask full only")
+        for name in self.numbers:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        # The plain layer on the same weights says what does not fit together.
+        _ = self.plain
+
+    @property
+    def key_weights(self) -> Tensor:
+        """W_K, ``(heads·dk, d)``; tied to W_Q where a variant has no keys of its own."""
+        return cast(Tensor, getattr(self, "k", self.q))
+
+    @cached_property
+    def plain(self) -> Attention:
+        """Dot-product attention with the same weights."""
+        return Attention(self.q, self.key_weights, self.v, self.out, self.heads, mask=self.mask)
+
+    @property
+    def head_width(self) -> int:
+        """Dimension dk of one query or key."""
+        return self.q.shape[0] // self.heads
+
+    @property
+    def output_width(self) -> int:
+        """Dimension of one output token."""
+        return self.v.shape[0] if self.out is None else self.out.shape[0]
+
+    def with_mask(self, mask: MaskLike) -> Self:
+        """The same layer under another mask."""
+        return dataclasses.replace(self, mask=mask)
+
+    @abstractmethod
+    def features(self, X: Tensor) -> Features:
+        """Queries, keys and values of tokens (B, n, d)."""
+
+    @abstractmethod
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Head outputs (B, H, n, dv) by plain torch operations that can be differentiated as often as one likes."""
+
+    @abstractmethod
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+        """The core at features q̃, k̃, ṽ, for products with its Jacobian."""
+
+    def visible(self, n: int) -> Tensor | None:
+        """True where query i sees key j, (·, ·, n, n); None for everywhere."""
+        mask = cast(Mask, self.mask)
+        if isinstance(mask, Full):
+            return None
+        additive = mask.additive(n)
+        if additive is not None and bool(additive.any()):
+            raise ValueError(f"mask {mask} adds to scores, and {self.kind} attention takes masks that hide or show only")
+        allowed = mask.allowed(n)
+        return None if allowed is None else allowed.to(self.device)
+
+    def merge_heads(self, o: Tensor) -> Tensor:
+        """Head outputs (B, H, n, dv) → tokens (B, n, d_out)."""
+        joined = o.transpose(1, 2).flatten(2)
+        return joined if self.out is None else joined @ self.out.mT
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Apply the layer to tokens (n, d) or (B, n, d)."""
+        batched = X if X.ndim == 3 else X[None]
+        Y = self.merge_heads(self.outputs(*(feature.value for feature in self.features(batched))))
+        return Y if X.ndim == 3 else Y[0]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DotProductVariant(Variant):
+    """Linear features τ q_i, k_j and v_j.
+
+    Attributes:
+        k: key weights, ``(heads·dk, d)``.
+        scale: τ, 1/√dk by default.
+    """
+
+    k: Tensor
+    scale: float | None = None
+
+    @property
+    def tau(self) -> float:
+        """The scale τ of the scores."""
+        return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
+
+    @cached_property
+    def scaled(self) -> Attention:
+        """Dot-product attention with the same weights and the same scale."""
+        return dataclasses.replace(self.plain, scale=self.tau)
+
+    def features(self, X: Tensor) -> Features:
+        """τ q_i, k_j and v_j."""
+        return (
+            Feature.at(X, self.q, self.heads, self.tau),
+            Feature.at(X, self.k, self.heads),
+            Feature.at(X, self.v, self.heads),
+        )
+
+
+class _Softmax(Variant):
+    """P = softmax of inner products of features."""
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Softmax(q̃k̃ᵀ)ṽ."""
+        scores = q @ k.mT
+        visible = self.visible(q.shape[-2])
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return safe_softmax(scores) @ v
+
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+        """The softmax core, with values about their mean, which changes no product and spares a cancellation."""
+        return Linearisation.at(q, k, v, ScoreRule(allowed=self.visible(q.shape[-2]))).with_centred_values()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class L2Attention(_Softmax):
+    """L2 attention with tied queries and keys, Lipschitz on the whole space (Kim, Papamakarios, Mnih 2021).
+
+    P_ij ∝ exp(−t|W_Q x_i − W_Q x_j|²), head = P X Aᵀ W_Vᵀ with A = t·W_QᵀW_Q, t = 1/√dk: the theorem needs the keys tied
+    to the queries and the factor A before W_V.
+
+    Example:
+        >>> import torch
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> L2Attention(q=W, v=W)(torch.zeros(3, 2, dtype=torch.float64)).shape
+        torch.Size([3, 2])
+    """
+
+    kind: ClassVar[str] = "l2"
+
+    @property
+    def t(self) -> float:
+        """1/√dk."""
+        return 1 / math.sqrt(self.head_width)
+
+    def value_weights(self) -> Tensor:
+        """W_V A of every head, ``(heads·dv, d)``."""
+        Q = self.q.reshape(self.heads, self.head_width, self.width)
+        V = self.v.reshape(self.heads, -1, self.width)
+        return (self.t * (V @ Q.mT) @ Q).flatten(0, 1)
+
+    def features(self, X: Tensor) -> Features:
+        """(2t q_i, 1), (q_j, −t|q_j|²) and W_V A x_j."""
+        q = LiftedQuery.at(X, self.q, self.heads, self.t)
+        return q, LiftedKey(self.q, self.heads, q.z, self.t), Feature.at(X, self.value_weights(), self.heads)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CosineAttention(_Softmax):
+    """Scaled cosine similarity attention of LipsFormer: queries, keys and values normalised (Qi et al. 2023).
+
+    Attributes:
+        k: key weights, ``(heads·dk, d)``.
+        tau: τ, the scale of the cosines.
+        nu: ν, the size of the values.
+        eps: ε of the normalisation, not zero: the constant grows as ε^{−½}.
+    """
+
+    k: Tensor
+    tau: float = 12.0
+    nu: float = 1.0
+    eps: float = 1e-2
+
+    kind: ClassVar[str] = "cosine"
+    numbers: ClassVar[tuple[str, ...]] = ("tau", "nu", "eps")
+
+    def features(self, X: Tensor) -> Features:
+        """τ q̂_i, k̂_j and ν v̂_j."""
+        return (
+            Normalised.at(X, self.q, self.heads).scaled(self.tau, self.eps),
+            Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
+            Normalised.at(X, self.v, self.heads).scaled(self.nu, self.eps),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QKNormAttention(_Softmax):
+    """Attention with normalised queries and keys (Henry et al. 2020, Dehghani et al. 2023); values as they are.
+
+    Attributes:
+        k: key weights, ``(heads·dk, d)``.
+        tau: τ, the scale of the cosines; √dk by default, which is what RMSNorm on queries and keys amounts to.
+        eps: ε of the normalisation.
+    """
+
+    k: Tensor
+    tau: float | None = None
+    eps: float = 1e-2
+
+    kind: ClassVar[str] = "qk-norm"
+    numbers: ClassVar[tuple[str, ...]] = ("cosine_scale", "eps")
+
+    @property
+    def cosine_scale(self) -> float:
+        """τ."""
+        return math.sqrt(self.head_width) if self.tau is None else self.tau
+
+    def features(self, X: Tensor) -> Features:
+        """τ q̂_i, k̂_j and W_V x_j."""
+        return (
+            Normalised.at(X, self.q, self.heads).scaled(self.cosine_scale, self.eps),
+            Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
+            Feature.at(X, self.v, self.heads),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SigmoidAttention(DotProductVariant):
+    """Attention with P_ij = sigmoid(τ q_i·k_j + b).
+
+    Attributes:
+        k: key weights, ``(heads·dk, d)``.
+        scale: τ, 1/√dk by default.
+        shift: b, −log n by default, n the number of tokens.
+
+    Example:
+        >>> import torch
+        >>> W = torch.eye(1, dtype=torch.float64)
+        >>> SigmoidAttention(q=0 * W, k=W, v=W)(torch.ones(4, 1, dtype=torch.float64))[0]      # 4·sigmoid(−log 4)
+        tensor([0.8000], dtype=torch.float64)
+    """
+
+    shift: float | None = None
+
+    kind: ClassVar[str] = "sigmoid"
+
+    def shift_at(self, n: int) -> float:
+        """B for n tokens."""
+        return -math.log(n) if self.shift is None else self.shift
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """P of scores (B, H, n, n)."""
+        n = scores.shape[-1]
+        P = torch.sigmoid(scores + self.shift_at(n))
+        visible = self.visible(n)
+        return P if visible is None else P * visible
+
+    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Sigmoid(q̃k̃ᵀ + b)ṽ."""
+        return self.weights(q @ k.mT) @ v
+
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+        """The softmax core with W = P(1 − P) and without its row term, which is the part that comes from Σ_j P_ij = 1."""
+        P = self.weights(q @ k.mT)
+        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
+        return Linearisation(q, k, v, P, P * (1 - P), torch.zeros_like(P[..., :1] * v), size)

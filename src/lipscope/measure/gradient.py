@@ -1,0 +1,101 @@
+"""The exact gradient of σ in the tokens.
+
+Where σ is simple, dσ = ⟨u, dJ v⟩ with the top singular pair (u, v) held fixed; in general ⟨u, J(X)v⟩ ≤ σ(X) for all unit
+u, v, so an input at which this bilinear form is larger has a larger σ, clusters of singular values or not.
+
+For one head write g for u seen by the head, dq, dk, dv for the projections of v (they do not depend on X), and
+
+    dS = dq Kᵀ + Q dkᵀ    T = W∘dS    t = rowsum(T)    gP = g Vᵀ    r = rowsum(P∘gP) = ⟨g, O⟩    H = g dvᵀ
+    φ = ⟨u, J v⟩ = Σ W∘dS∘(gP − r) + Σ P∘H            W = P, times the slope of the soft-cap
+
+Differentiating φ by hand, with C = (slope)∘dS∘(gP − r) + H − t·gP the derivative in P:
+
+    ∂φ/∂S = P∘(C − rowsum(P∘C))        (soft-cap: times the slope, plus P∘dS∘(gP − r) times the slope's derivative)
+    ∂φ/∂Q = ∂φ/∂S·K + gS·dk    ∂φ/∂K = ∂φ/∂Sᵀ·Q + gSᵀ·dq    ∂φ/∂V = (T − t·P)ᵀ g        gS = W∘(gP − r)
+
+Nine products of n×n size, against eight for one pair J·v, Jᵀ·u.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
+from lipscope.attention.layer import Attention
+from lipscope.attention.operators import AttentionOperator, VariantOperator
+from lipscope.attention.scores import tanh_slope
+from lipscope.attention.variants import Variant
+
+
+class SigmaGradient:
+    """∂⟨u, J(X)v⟩/∂X of one layer, for a batch of inputs."""
+
+    def __init__(self, layer: Attention) -> None:
+        self.layer = layer
+        # Biases move with nothing: the same layer without them projects directions.
+        self._linear = dataclasses.replace(layer, q_bias=None, k_bias=None, v_bias=None)
+
+    def __call__(self, operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
+        """The gradient (B, n, d) at the operator's inputs.
+
+        Args:
+            operator: the layer linearised at B inputs.
+            left: unit output directions u, (B, n·d_out).
+            right: unit input directions v, (B, n·d).
+        """
+        layer, core = self.layer, operator.core
+        if not isinstance(core, Linearisation):
+            raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")
+        B, n = operator.batch, operator.n
+        dq, dk, dv = self._linear.project(right.reshape(B, n, layer.width))
+        outputs = left.reshape(B, n, layer.output_width)
+        joined = outputs if layer.out is None else outputs @ layer.out.detach()
+        g = group_queries(joined.reshape(B, n, layer.heads, -1).transpose(1, 2), layer.kv_heads)
+        gq, gk, gv = core_gradient(core, layer.softcap, g, group_queries(dq, layer.kv_heads), dk, dv)
+        X = torch.zeros(B, n, layer.width, dtype=left.dtype, device=left.device, requires_grad=True)
+        with torch.enable_grad():
+            projected = self._linear.project(X)
+            (gradient,) = torch.autograd.grad(projected, X, (ungroup_queries(gq, layer.heads), gk, gv))
+        return gradient
+
+
+class VariantSigmaGradient:
+    """∂⟨u, J(X)v⟩/∂X of a variant, by differentiating ⟨∂⟨u, f(X)⟩/∂X, v⟩ once more."""
+
+    def __init__(self, layer: Variant) -> None:
+        self.layer = layer
+
+    def __call__(self, operator: VariantOperator, left: Tensor, right: Tensor) -> Tensor:
+        """The gradient (B, n, d) at the operator's inputs; see ``SigmaGradient``."""
+        with torch.enable_grad():
+            X = operator.X.detach().clone().requires_grad_()
+            Y = self.layer(X)
+            (slope,) = torch.autograd.grad(Y, X, left.reshape(Y.shape), create_graph=True)
+            (gradient,) = torch.autograd.grad((slope * right.reshape(X.shape)).sum(), X)
+        return gradient
+
+
+def core_gradient(core: Linearisation, softcap: float | None, g: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Triple:
+    """Gradients of ⟨g, DO·(dq, dk, dv)⟩ in the scaled queries (grouped), keys and values, for fixed g, dq, dk, dv."""
+    q, k, v, P, W = core.q, core.k, core.v, core.P, core.W
+    dS = dq @ k.mT + q @ dk.mT
+    T = W * dS
+    t = T.sum(-1, keepdim=True)
+    gP = g @ v.mT
+    about = gP - (g * core.o).sum(-1, keepdim=True)
+    gS = W * about
+    moved = dS * about
+    inner = None if softcap is None else q @ k.mT / softcap
+    slope = None if inner is None else tanh_slope(inner)
+    C = g @ dv.mT + (moved if slope is None else moved * slope)
+    PC = P * C.addcmul_(t, gP, value=-1)
+    gRaw = PC.addcmul_(P, PC.sum(-1, keepdim=True), value=-1)
+    if inner is not None and slope is not None and softcap is not None:
+        gRaw = slope * (gRaw - P * moved * (2 / softcap) * torch.tanh(inner))
+    gq = gRaw @ k + gS @ dk
+    gk = gRaw.mT @ q + gS.mT @ dq
+    gv = (T - t * P).mT @ g
+    return gq, gk, gv

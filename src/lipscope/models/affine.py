@@ -1,0 +1,322 @@
+"""What a layer does to queries and keys by position, found by showing it the same token at every place.
+
+If every token is z, the core receives R_t(W z + b) at place t. When R_t turns (and perhaps stretches) pairs of coordinates,
+it is one complex number per pair, the same for all heads, for queries and for keys and for every z, so few samples
+determine it and many check it. Which coordinates form a pair, and how many are turned, is tried out, not read from a name.
+
+Only R_t R_s⁻¹ can be known: W is found in the frame of the first place, which changes no score.
+
+The analytic fast path: a layer whose projections are affine, up to rotations by position, is an ``Attention``.
+
+Found by probing, not by architecture: the host is replayed on the tokens 0, e_1, …, e_d, and on one token at all places, and
+the core tells which q, k and v came out. If R_t(W x_t + b) then reproduces q, k and v at the recorded tokens, and W_O the
+output, the layer is plain. QK-norm fails that test and takes the general path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import MaskLike, as_mask
+from lipscope.attention.rotary import Rotary
+from lipscope.attention.scores import ScoreRule
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Call, Recording, replaying
+from lipscope.models.seam import CoreCall, observing_core
+from lipscope.models.symbolic_mask import RealTokens
+
+# Heads and places that are enough to tell layouts apart; the tables themselves are fitted to all.
+_HEADS, _PLACES = 8, 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The first ``width`` coordinates are turned; pairs are neighbours, or lie half the width apart."""
+
+    width: int
+    interleaved: bool
+
+    def pairs(self, t: Tensor) -> Tensor:
+        """(…, dk) → complex (…, width/2)."""
+        moving = t[..., : self.width]
+        if self.interleaved:
+            return torch.complex(moving[..., 0::2].contiguous(), moving[..., 1::2].contiguous())
+        half = self.width // 2
+        return torch.complex(moving[..., :half].contiguous(), moving[..., half:].contiguous())
+
+    def fit(self, seen: Tensor, reference: Tensor) -> Tensor:
+        """The complex numbers c_t with seen_t ≈ c_t·reference, by least squares over the samples.
+
+        Args:
+            seen: what the core received, (samples, B, n, dk).
+            reference: the same before it was turned, (samples, dk).
+
+        Returns:
+            Complex (B, n, width/2).
+        """
+        before = self.pairs(reference)
+        weight = before.abs().square().sum(0)
+        # A pair that is zero before it is turned (pruned or zero weights) shows no rotation, and any will do.
+        shown = weight > (100 * torch.finfo(reference.dtype).eps) ** 2 * weight.amax()
+        numbers = (before.conj()[:, None, None] * self.pairs(seen)).sum(0) / torch.where(shown, weight, 1.0)
+        return torch.where(shown, numbers, torch.ones_like(numbers))
+
+    def error(self, seen: Tensor, reference: Tensor) -> float:
+        """How far ``seen`` is from a turned ``reference``, the coordinates that stay included."""
+        turned = self.fit(seen, reference) * self.pairs(reference)[:, None, None]
+        moving = (turned - self.pairs(seen)).abs().amax()
+        still = (seen[..., self.width :] - reference[:, None, None, self.width :]).abs()
+        return max(float(moving), float(still.amax()) if still.numel() else 0.0)
+
+    def table(self, numbers: Tensor) -> Rotary:
+        """The rotations as tables, (n, r) when all inputs share them."""
+        if bool((numbers == numbers[:1]).all()):
+            numbers = numbers[0]
+
+        def spread(t: Tensor) -> Tensor:
+            return t.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([t, t], dim=-1)
+
+        return Rotary(spread(numbers.real), spread(numbers.imag), self.interleaved)
+
+
+def find_layout(seen: Tensor, reference: Tensor, allowed: float) -> Layout | None:
+    """The layout that explains what was seen with the smallest error, None when every error exceeds ``allowed``."""
+    samples, _, n, dk = seen.shape
+    heads = torch.linspace(0, samples - 1, min(samples, _HEADS)).long().unique()
+    places = torch.linspace(0, n - 1, min(n, _PLACES)).long().unique()
+    few, before = seen[heads][:, :, places], reference[heads]
+    candidates = [Layout(width, woven) for width in range(dk - dk % 2, 0, -2) for woven in (False, True)]
+    if not candidates:
+        return None
+    best = min(candidates, key=lambda layout: layout.error(few, before))
+    return best if best.error(seen, reference) <= allowed else None
+
+
+class _CoreReachedError(Exception):
+    """Stops a replay at the attention core."""
+
+
+@dataclass(frozen=True, eq=False)
+class AffineParts:
+    """(W, b) of the scaled queries, the keys and the values, and how positions turn queries and keys, if they do."""
+
+    q: tuple[Tensor, Tensor]
+    k: tuple[Tensor, Tensor]
+    v: tuple[Tensor, Tensor]
+    layout: Layout | None
+
+
+def plain_attention(
+    model: nn.Module, layer: Layer, recording: Recording, known: dict[int, AffineParts | None] | None = None
+) -> Attention | None:
+    """The layer as an ``Attention`` that equals it at the recorded tokens, or None when it is not plain.
+
+    Args:
+        model: the model.
+        layer: one of its layers.
+        recording: a recorded forward pass.
+        known: projections found before, by layer index; filled in. They are checked at the new tokens all the same.
+    """
+    call = recording.hosts[layer.index]
+    if isinstance(layer.out, nn.MultiheadAttention):
+        return torch_attention(layer, call)
+    if not layer.through_seam or not layer.batch_first:
+        return None
+    known = {} if known is None else known
+    at_tokens = core_call(model, call, call.tokens, recording.documents)
+    if layer.index not in known:
+        known[layer.index] = _probe(model, call)
+    parts = known[layer.index]
+    rotary = _rotations(model, call, parts)
+    if not _reproduces(parts, rotary, at_tokens, call.tokens):
+        if not _looked_unturned(model, call, parts):
+            return None
+        known[layer.index] = parts = _probe(model, call)
+        rotary = _rotations(model, call, parts)
+        if not _reproduces(parts, rotary, at_tokens, call.tokens):
+            return None
+    assert parts is not None
+    out, out_bias = _matrix(layer.out)
+    rule = at_tokens.rule
+    attention = Attention(
+        parts.q[0], parts.k[0], parts.v[0], out, heads=at_tokens.q.shape[1], kv_heads=at_tokens.k.shape[1],
+        q_bias=parts.q[1], k_bias=parts.k[1], v_bias=parts.v[1], out_bias=out_bias, scale=1.0,
+        mask=_visible(rule, recording.real, call.tokens),
+        softcap=rule.softcap, bias=rule.additive, sinks=rule.sinks, rotary=rotary,
+    )  # fmt: skip
+    recorded = recording.outputs[layer.index].reshape(*call.tokens.shape[:2], -1)
+    return attention if _agree(attention(call.tokens), recorded, recording.real) else None
+
+
+def torch_attention(layer: Layer, call: Call) -> Attention:
+    """A recorded call of ``nn.MultiheadAttention`` as an ``Attention``."""
+    module = layer.out
+    assert isinstance(module, nn.MultiheadAttention)
+    tokens = call.tokens if layer.batch_first else call.tokens.transpose(0, 1)
+    B, n = tokens.shape[:2]
+    bound: dict[str, Any] = dict(zip(("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"), call.args))  # noqa: B905
+    bound |= call.kwargs
+    mask = as_mask("causal" if bound.get("is_causal") and bound.get("attn_mask") is None else None)
+    if bound.get("attn_mask") is not None:
+        given = bound["attn_mask"]
+        # torch writes True for "hidden", and (B·H, n, n) for masks per head.
+        given = ~given if given.dtype == torch.bool else given
+        mask = mask & as_mask(given.reshape(B, module.num_heads, n, n) if given.ndim == 3 else given)
+    padding = bound.get("key_padding_mask")
+    if padding is not None:
+        seen = ~padding if padding.dtype == torch.bool else padding == 0
+        mask = mask & as_mask(seen[:, None, None, :].expand(B, 1, n, n))
+    return Attention.from_torch(module, mask=mask)
+
+
+def core_call(model: nn.Module, call: Call, tokens: Tensor, documents: tuple[int, ...] | None = None) -> CoreCall:
+    """What the attention core receives when ``call`` is replayed on ``tokens``."""
+    seen: list[CoreCall] = []
+
+    def observe(core: CoreCall) -> None:
+        seen.append(core)
+        raise _CoreReachedError
+
+    with replaying(model, documents), observing_core(observe), torch.no_grad(), contextlib.suppress(_CoreReachedError):
+        call(tokens)
+    return seen[0]
+
+
+def _probe(model: nn.Module, call: Call) -> AffineParts | None:
+    """The projections from probes with unit tokens, affine or not; None when positions do more than turn pairs."""
+    B, n, d = call.tokens.shape
+    # Probes in the size of the activations, so that a normalisation in between cannot look affine.
+    size = float(call.tokens.abs().max()) or 1.0
+    probes = size * torch.eye(d + 1, d).roll(1, 0).to(call.tokens)
+    rounds = -(-probes.shape[0] // (B * n))
+    padded = torch.cat([probes, probes.new_zeros(rounds * B * n - probes.shape[0], d)]).reshape(rounds, B, n, d)
+    seen = _everywhere(model, call)
+    if seen is None:
+        return None
+    reference = seen[:, 0, 0]
+    layout = turn = None
+    if not _close(seen, reference[:, None, None].expand_as(seen)):
+        layout = find_layout(seen, reference, _allowance(seen))
+        if layout is None:
+            return None
+        turn = layout.table(layout.fit(seen, reference)).turn(n, B)
+    images: list[list[Tensor]] = [[], [], []]
+    for tokens in padded:
+        core = core_call(model, call, tokens)
+        for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
+            if turn is not None and turned:
+                t = turn.inverse(t)
+            image.append(_token_rows(t))
+    parts = []
+    for image in images:
+        rows = torch.cat(image)[: d + 1]
+        parts.append((((rows[1:] - rows[0]) / size).mT.contiguous(), rows[0]))
+    return AffineParts(parts[0], parts[1], parts[2], layout)
+
+
+def _looked_unturned(model: nn.Module, call: Call, parts: AffineParts | None) -> bool:
+    """Whether places matter here although they did not where the projections were found: a single token has no others."""
+    if parts is None or parts.layout is not None or call.tokens.shape[:2].numel() == 1:
+        return False
+    seen = _everywhere(model, call)
+    return seen is not None and not _close(seen, seen[:, :1, :1].expand_as(seen))
+
+
+def _everywhere(model: nn.Module, call: Call) -> Tensor | None:
+    """Queries and keys of all heads, (samples, B, n, dk), for one token at all places; None when values see the place."""
+    B, n, _ = call.tokens.shape
+    samples = []
+    for z in _constant_tokens(call):
+        core = core_call(model, call, z.expand_as(call.tokens).contiguous())
+        for t in (core.q, core.k, core.v):
+            if t.shape[0] != B or t.shape[2] != n:
+                return None
+        if core.q.shape[-1] != core.k.shape[-1] or not _close(core.v, core.v[:1, :, :1].expand_as(core.v)):
+            return None
+        samples += [core.q.transpose(0, 1), core.k.transpose(0, 1)]
+    return torch.cat(samples)
+
+
+def _constant_tokens(call: Call) -> Tensor:
+    """Two tokens in the size of the activations, drawn from a fixed seed."""
+    tokens = call.tokens
+    size = float(tokens.square().mean().sqrt()) or 1.0
+    drawn = torch.randn(2, tokens.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return size * drawn.to(tokens)
+
+
+def _rotations(model: nn.Module, call: Call, parts: AffineParts | None) -> Rotary | None:
+    """The rotations at the places of this call, in the frame in which the projections were found."""
+    if parts is None or parts.layout is None:
+        return None
+    seen = _everywhere(model, call)
+    if seen is None:
+        return None
+    before = []
+    for z in _constant_tokens(call):
+        for weight, bias in (parts.q, parts.k):
+            before.append((weight @ z + bias).reshape(-1, seen.shape[-1]))
+    return parts.layout.table(parts.layout.fit(seen, torch.cat(before)))
+
+
+def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: CoreCall, tokens: Tensor) -> bool:
+    """Whether W x + b, turned, is what the core received."""
+    if parts is None or (parts.layout is None) != (rotary is None):
+        return False
+    B, n, _ = tokens.shape
+    turn = None if rotary is None else rotary.turn(n, B)
+    for (weight, bias), t, turned in (
+        (parts.q, at_tokens.q, True), (parts.k, at_tokens.k, True), (parts.v, at_tokens.v, False),
+    ):  # fmt: skip
+        projected = (tokens @ weight.mT + bias).reshape(B, n, t.shape[1], -1).transpose(1, 2)
+        if turn is not None and turned:
+            projected = turn.apply(projected)
+        if projected.shape != t.shape or not _close(projected, t):
+            return False
+    return True
+
+
+def _token_rows(t: Tensor) -> Tensor:
+    """(B, H, n, dh) → (B·n, H·dh)."""
+    return t.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, Tensor)
+    weight = weight.detach()
+    if type(module).__name__ == "Conv1D":
+        weight = weight.mT
+    return weight, bias.detach() if isinstance(bias, Tensor) else None
+
+
+def _visible(rule: ScoreRule, real: Tensor | None, tokens: Tensor) -> MaskLike:
+    """The mask as a rule, or as a tensor (B, H, n, n); padding tokens see nothing, so their outputs are zero."""
+    n, allowed = tokens.shape[1], rule.allowed
+    if rule.mask is not None:
+        mask = rule.mask if allowed is None else rule.mask & allowed.expand(*allowed.shape[:-2], n, n)
+        return mask if real is None else mask & RealTokens(real.cpu())
+    if real is not None:
+        both = (real[:, :, None] & real[:, None, :])[:, None]
+        allowed = both if allowed is None else allowed & both
+    return None if allowed is None else allowed.expand(*allowed.shape[:-2], n, n)
+
+
+def _agree(actual: Tensor, recorded: Tensor, real: Tensor | None) -> bool:
+    if real is not None:
+        actual, recorded = actual[real], recorded[real]
+    return _close(actual, recorded)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) <= _allowance(b)
+
+
+def _allowance(b: Tensor) -> float:
+    return 4096 * torch.finfo(b.dtype).eps * max(float(b.abs().max()), 1e-30)

@@ -1,5 +1,0 @@
-"""The experiments of the paper *How Smooth Is Attention?* and the estimator of its public scripts."""
-
-from lipscope.paper.companion import companion_estimator
-
-__all__ = ["companion_estimator"]

@@ -1,0 +1,250 @@
+"""Who runs the jobs: this process, or a Dask cluster. Every engine gives the same rows, bit for bit.
+
+Jobs are values, and what a worker does with one (``lipscope.runs.work``) depends on nothing else. Engines only decide
+where and in which order.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Protocol
+
+from lipscope.runs.environment import environment
+from lipscope.runs.remote import introduce, run_packed_job
+from lipscope.runs.tasks import Job
+from lipscope.runs.work import Outcome, run_job
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on; the message says why and what to do. Everything finished so far is kept."""
+
+
+class Engine(Protocol):
+    """Runs jobs in any order and yields the outcome of each task once."""
+
+    name: str
+
+    def __enter__(self) -> Engine:
+        """Get ready."""
+        ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave nothing running that was started here."""
+        ...
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """The outcomes, as they come."""
+        ...
+
+
+class InProcess:
+    """One job after the other in this process; every task counts as soon as it is done."""
+
+    name = "in-process"
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """The outcomes, task by task."""
+        for job in jobs:
+            yield from run_job(job)
+
+
+class Dask:
+    """A Dask cluster: an existing one, or worker processes on this machine.
+
+    A job whose worker dies runs again on another one (``distributed`` gives up after three deaths, and the job counts as
+    failed). Local clusters listen on 127.0.0.1 only and start no dashboard.
+
+    Args:
+        scheduler: address of an existing scheduler, ``tcp://host:port``.
+        workers: start a local cluster of so many processes.
+        timeout: seconds to wait for the scheduler.
+        patience: seconds to wait for a worker when there is none.
+
+    Raises:
+        EngineError: when Dask is not installed, the scheduler does not answer, or no worker comes.
+    """
+
+    def __init__(
+        self, scheduler: str | None = None, *, workers: int | None = None, timeout: float = 5.0, patience: float = 60.0
+    ) -> None:
+        if (scheduler is None) == (workers is None):
+            raise ValueError("give either the address of a scheduler or a number of workers")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        if find_spec("distributed") is None:
+            raise EngineError("Dask is not installed: pip install 'lipscope[cluster]'")
+        self.scheduler, self.workers, self.timeout, self.patience = scheduler, workers, timeout, patience
+        self.name = f"dask {scheduler}" if scheduler else f"dask, {workers} local workers"
+        self._client: Any = None
+        self._cluster: Any = None
+        self._log_level = logging.NOTSET
+        self._seen: tuple[float, dict[str, Any]] = (0.0, {})
+
+    def __enter__(self) -> Dask:
+        distributed = import_module("distributed")
+        # Lost workers and connections are this engine's to report; tracebacks of the event loop help nobody.
+        log = logging.getLogger("distributed")
+        self._log_level = log.level
+        log.setLevel(logging.CRITICAL)
+        if self.workers is not None:
+            with warnings.catch_warnings(), import_module("dask").config.set(_LOCAL_WORKERS):
+                # Its status page may have to move to another port; nobody asked for one.
+                warnings.simplefilter("ignore", UserWarning)
+                self._cluster = distributed.LocalCluster(
+                    n_workers=self.workers, threads_per_worker=1, processes=True, host="127.0.0.1",
+                    dashboard_address=None, silence_logs=50, memory_limit=0,
+                )  # fmt: skip
+        try:
+            self._connect(distributed)
+            self._check_workers()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _connect(self, distributed: Any) -> None:
+        try:
+            self._client = distributed.Client(self._cluster or self.scheduler, timeout=self.timeout, set_as_default=False)
+        except (OSError, TimeoutError) as error:
+            raise EngineError(
+                f"no Dask scheduler answers at {self.scheduler} within {self.timeout:g} s. Start one with `dask scheduler`, "
+                "check the address and the firewall, or use --workers N for this machine"
+            ) from error
+        except ValueError as error:
+            raise EngineError(
+                f"the scheduler's address must look like tcp://host:8786, got {self.scheduler!r}: {error}"
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        for part in (self._client, self._cluster):
+            if part is not None:
+                with suppress(Exception):
+                    part.close()
+        self._client = self._cluster = None
+        self._seen = (0.0, {})
+        logging.getLogger("distributed").setLevel(self._log_level)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        """The outcomes, job by job, as workers finish them. Few jobs are under way at once: a plan may have very many."""
+        waiting = iter(jobs)
+        under_way: dict[Any, Job] = {}
+        results = import_module("distributed").as_completed(loop=self._client.loop)
+        while True:
+            # One job at work and one in waiting for every worker; a worker runs one at a time whatever its threads.
+            room = 2 * max(len(self._workers()), 1) - len(under_way)
+            for _, job in zip(range(room), waiting, strict=False):
+                future = self._client.submit(run_packed_job, pickle.dumps(job), pure=False)
+                under_way[future] = job
+                results.add(future)
+            if not under_way:
+                return
+            future = self._next(results)
+            yield from self._outcomes(future, under_way.pop(future))
+
+    def _next(self, results: Any) -> Any:
+        """The next finished job; gives up when there has been no worker for a while."""
+        alone_since: float | None = None
+        while not results.has_ready():
+            if self._client.status not in ("running", "connecting"):
+                raise EngineError(f"the connection to the scheduler is lost ({self._client.status}). {_RESUME}")
+            if self._workers():
+                alone_since = None
+            elif alone_since is None:
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > self.patience:
+                raise EngineError(f"the cluster has had no worker for {self.patience:g} s. {_RESUME}")
+            time.sleep(0.02)
+        return next(results)
+
+    def _outcomes(self, future: Any, job: Job) -> list[Outcome]:
+        try:
+            if future.status == "finished":
+                outcomes: list[Outcome] = pickle.loads(future.result(timeout=self.patience))
+                _refuse_other_versions("a worker", outcomes[0].environment)
+                return outcomes
+            error = future.exception(timeout=self.patience) if future.status == "error" else None
+        except (OSError, TimeoutError) as lost:
+            raise EngineError(f"a finished job could not be fetched from its worker: {lost}. {_RESUME}") from lost
+        if error is None:
+            raise EngineError(
+                f"the scheduler dropped a job ({future.status}): it ended or was restarted, or another client cancelled the "
+                f"job. {_RESUME}"
+            )
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        where = environment(job.threads)
+        return [Outcome(task, (), line, line, 0.0, where) for task in job.tasks]
+
+    def _workers(self) -> dict[str, Any]:
+        """The workers, as of at most a second ago."""
+        asked, found = self._seen
+        if time.monotonic() - asked > 1 or not found:
+            try:
+                found = self._client.scheduler_info(n_workers=-1)["workers"]
+            except (OSError, TimeoutError) as error:
+                raise EngineError(f"the connection to the scheduler is lost: {error}. {_RESUME}") from error
+            self._seen = (time.monotonic(), found)
+        return found
+
+    def _check_workers(self) -> None:
+        """Wait for the first worker, and refuse workers that would measure something else."""
+        deadline = time.monotonic() + self.patience
+        while not self._workers():
+            if time.monotonic() > deadline:
+                raise EngineError(f"the scheduler at {self.scheduler} has had no worker for {self.patience:g} s: start some")
+            time.sleep(0.05)
+        try:
+            there = self._client.run(introduce, on_error="return")
+        except Exception as error:
+            raise EngineError(f"the workers cannot run lipscope: {error}") from error
+        for address, found in there.items():
+            if isinstance(found, Exception):
+                raise EngineError(
+                    f"worker {address} cannot import lipscope ({found}): install it there, in the same version"
+                )
+            _refuse_other_versions(f"worker {address}", found)
+
+
+# Dask's workers give memory back whenever 64 KiB are free, so every step of the solver pays for its pages anew: measured,
+# that more than doubles the time of small problems. Nobody looks at the profile of a cluster without a dashboard.
+_LOCAL_WORKERS = {
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": 128 << 20,
+    "distributed.nanny.pre-spawn-environ.MALLOC_MMAP_THRESHOLD_": 32 << 20,
+    "distributed.worker.profile.enabled": False,
+}
+
+
+def _refuse_other_versions(who: str, found: dict[str, Any]) -> None:
+    here = environment(1)["versions"]
+    for package in ("lipscope", "torch", "transformers"):
+        has, wanted = found["versions"].get(package), here.get(package)
+        if has != wanted:
+            raise EngineError(
+                f"{who} has {package} {has}, this process has {wanted}: rows would differ. Install the same versions "
+                "everywhere"
+            )
+
+
+_RESUME = "Finished tasks are kept: run the same command again to go on"
+
+
+def make_engine(scheduler: str | None = None, workers: int | None = None) -> Engine:
+    """The engine that the command line asks for."""
+    if scheduler is not None and workers is not None:
+        raise ValueError("--scheduler and --workers exclude each other: a cluster that exists, or a new one on this machine")
+    if scheduler is None and workers is None:
+        return InProcess()
+    return Dask(scheduler, workers=workers)

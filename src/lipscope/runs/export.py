@@ -1,0 +1,107 @@
+"""The table of a store as a file for other tools: Parquet, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lipscope.runs.rowtext import IDENTITY_COLUMNS
+from lipscope.runs.schema import KEY_COLUMNS
+from lipscope.runs.store import Store
+
+FORMATS = ("parquet", "csv", "json")
+_NUMBERS = ("layer", "head", "n", "input", "document")
+
+
+def export_table(
+    store: str | os.PathLike[str], format: str, out: str | os.PathLike[str] | None = None, *, all_plans: bool = False
+) -> tuple[str | None, int]:
+    """Write the rows of the last plan (or of all plans) with one column per quantity.
+
+    Args:
+        store: the file of the store; may be in use.
+        format: ``"parquet"`` (needs ``lipscope[report]``; keeps the plan and the environments as metadata; a column
+            of several types becomes text), ``"csv"``, or
+            ``"json"`` (numbers that are not finite become null).
+        out: the file to write, replaced as a whole; for CSV and JSON None returns the text instead.
+        all_plans: rows of every plan that the store served.
+
+    Returns:
+        The text, or None when it went to a file; and the number of rows.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if format == "parquet" and out is None:
+        raise ValueError("Parquet is binary: say where to write it with --out FILE")
+    if format == "parquet" and find_spec("pyarrow") is None:
+        raise ValueError("Parquet needs pyarrow: pip install 'lipscope[report]', or use --format csv")
+    with Store(store) as ledger:
+        rows = ledger.rows(all_plans=all_plans)
+        plan, environments = ledger.plan(), ledger.environments()
+    if format == "parquet":
+        assert out is not None
+        _replace(Path(out), lambda part: _write_parquet(rows, plan, environments, part))
+        return None, len(rows)
+    text = _csv(rows) if format == "csv" else _json(rows)
+    if out is None:
+        return text, len(rows)
+    _replace(Path(out), lambda part: part.write_text(text, encoding="utf-8"))
+    return None, len(rows)
+
+
+def _csv(rows: list[dict[str, Any]]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["key"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _json(rows: list[dict[str, Any]]) -> str:
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return (
+        json.dumps([{name: finite(value) for name, value in row.items()} for row in rows], indent=1, allow_nan=False) + "\n"
+    )
+
+
+def _write_parquet(rows: list[dict[str, Any]], plan: str | None, environments: list[dict[str, Any]], path: Path) -> None:
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    columns = list(rows[0]) if rows else [*KEY_COLUMNS, *IDENTITY_COLUMNS, "key"]
+    # Key columns have a type even where all of them are empty; the others get that of their values.
+    types = {name: arrow.int64() if name in _NUMBERS else arrow.string() for name in (*KEY_COLUMNS, "key")}
+    named = {"integer": arrow.int64(), "number": arrow.float64(), "text": arrow.string()}
+    types |= {name: named[kind] for name, kind in IDENTITY_COLUMNS.items()}
+    arrays = {name: _array(arrow, [row[name] for row in rows], types.get(name)) for name in columns}
+    table = arrow.table(arrays)
+    about = {"lipscope.plan": plan or "", "lipscope.environments": json.dumps(environments)}
+    parquet.write_table(table.replace_schema_metadata(about), path)
+
+
+def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
+    """A column of Parquet has one type: one of numbers and words, say, becomes text, as it is in CSV."""
+    try:
+        return arrow.array(values, kind)
+    except (arrow.ArrowInvalid, arrow.ArrowTypeError):
+        text = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        return arrow.array(text, arrow.string())
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside the file and put it in place when it is whole."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} for the export")
+    part = path.with_name(f".{path.name}.part")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

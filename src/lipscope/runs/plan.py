@@ -1,0 +1,364 @@
+"""Plans as TOML text: the standard library reads TOML but does not write it.
+
+What a sweep measures: models × texts × layers × heads × scopes × lengths × inputs, as data.
+
+A plan is a list of blocks; each block is one such product. It comes from Python, from a TOML file, or from the command
+line. What can be refused without loading a model is refused here; ``lipscope.runs.tasks`` refuses the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lipscope.runs.registry import kind_path, quantity_path
+
+
+def to_toml(document: Mapping[str, Any]) -> str:
+    """TOML of a dictionary; a list of dictionaries at the top level becomes an array of tables.
+
+    Example:
+        >>> print(to_toml({"threads": 1, "block": [{"models": ["a"], "rtol": 1e-3}]}), end="")
+        threads = 1
+        <BLANKLINE>
+        [[block]]
+        models = ["a"]
+        rtol = 0.001
+    """
+    lines, tables = [], []
+    for name, value in document.items():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) for v in value):
+            tables += [(name, table) for table in value]
+        else:
+            lines.append(f"{name} = {_value(value)}")
+    for name, table in tables:
+        lines += ["", f"[[{name}]]", *(f"{key} = {_value(entry)}" for key, entry in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # A JSON string is a basic TOML string but for the characters above the basic plane, which stay as they are.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return "[" + ", ".join(_value(entry) for entry in value) + "]"
+        case Mapping():
+            return "{" + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + "}"
+        case _:
+            raise ValueError(f"{value!r} cannot be written in a plan: use numbers, strings, true/false, lists and tables")
+
+
+def _key(key: str) -> str:
+    return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else json.dumps(key)
+
+
+SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+# Seeds are 64-bit numbers for torch and for TOML.
+_LARGEST = 2**63 - 1
+# More than any machine has cores; torch would try to start them all.
+_MOST_THREADS = 4096
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model of a plan and how to load it.
+
+    Attributes:
+        name: what ``lipscope.load`` takes: a known name, a directory, a hub name.
+        part: ``"encoder"`` of an encoder–decoder model.
+        allow_pickle: accept pickled weights.
+        trust_remote_code: run model code from the hub.
+        loader: ``"package.module:function"`` that turns the name and a dtype (or None) into a ``lipscope.Model``, in place
+            of ``lipscope.load``; workers must be able to import it.
+    """
+
+    name: str
+    part: str | None = None
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    loader: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name of a model must be a string, got {self.name!r}")
+        for setting in ("part", "loader"):
+            value = getattr(self, setting)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{setting} of model {self.name!r} must be a string, got {value!r}")
+        for setting in ("allow_pickle", "trust_remote_code"):
+            value = getattr(self, setting)
+            if not isinstance(value, bool):
+                raise ValueError(f"{setting} of model {self.name!r} must be true or false, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One product of a plan.
+
+    Attributes:
+        models: names, or ``ModelChoice``s.
+        texts: names of corpora, files or directories.
+        layers: layer indices (negative ones count from the end), or ``"all"``.
+        heads: head indices for scope ``head``, or ``"all"``.
+        scopes: which maps; see ``lipscope.models.scopes``.
+        lengths: numbers of tokens, or a string such as ``"8:512:log"``.
+        inputs: inputs per length, disjoint in the text.
+        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:Kind"``; see ``lipscope.runs.registry``.
+        quantities: further columns to measure for every row, by name or as ``"package.module:function"``.
+        options: settings of the kind.
+        dtype: ``"float32"`` or ``"float64"``; that of the weights by default.
+        seed: where in the text the inputs lie, and the solver's start.
+        rtol: relative accuracy of the estimates.
+        delta: allowed failure probability of a probabilistic upper end.
+        interval: widest relative interval to stop with; 0 switches this guard off.
+        max_steps: most operator pairs (J, Jᵀ) per input.
+        batch_tokens: most tokens in one forward pass. Inputs that share a pass share matrix products, so it is part of a
+            row's identity.
+    """
+
+    models: tuple[ModelChoice, ...]
+    texts: tuple[str, ...] = ()
+    layers: tuple[int, ...] | str = "all"
+    heads: tuple[int, ...] | str = "all"
+    scopes: tuple[str, ...] = ("attention",)
+    lengths: tuple[int, ...] | str = (16, 32, 64, 128)
+    inputs: int = 4
+    kind: str = "text"
+    quantities: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    seed: int = 0
+    rtol: float = 1e-3
+    delta: float = 1e-6
+    interval: float = 0.1
+    max_steps: int = 300
+    batch_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        models = self.models if isinstance(self.models, (list, tuple)) else (self.models,)
+        object.__setattr__(self, "models", tuple(_model(m) for m in models))
+        for name in ("texts", "scopes", "quantities"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for name in ("layers", "heads"):
+            object.__setattr__(self, name, _indices(name, getattr(self, name)))
+        object.__setattr__(self, "lengths", _lengths(self.lengths))
+        for name, least in (("inputs", 1), ("batch_tokens", 1), ("max_steps", 1), ("seed", 0)):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least, _LARGEST))
+        for name in ("rtol", "delta", "interval"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if not self.models:
+            raise ValueError("models must name at least one model")
+        if not self.scopes:
+            raise ValueError(f"scopes must name at least one of {', '.join(SCOPES)}")
+        for scope in self.scopes:
+            if scope not in SCOPES:
+                raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(SCOPES)}")
+        if self.heads != "all" and "head" not in self.scopes:
+            raise ValueError(f"heads are measured at scope 'head', but the scopes are {', '.join(self.scopes)}")
+        if self.dtype not in (None, "float32", "float64"):
+            raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"options must be a table, got {self.options!r}")
+        _refuse_unwritable("options", self.options)
+        kind_path(self.kind)
+        for quantity in self.quantities:
+            quantity_path(quantity)
+        self._refuse_solver()
+
+    def _refuse_solver(self) -> None:
+        """The solver knows what it can do; asked now, a wrong setting fails here and not in every task."""
+        from lipscope.spectral.solvers import Auto
+
+        Auto(**self.solver)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The lengths in ascending order."""
+        return _lengths(self.lengths)
+
+    @property
+    def solver(self) -> dict[str, Any]:
+        """Options of the solver ``Auto``."""
+        return {"rtol": self.rtol, "delta": self.delta, "interval": self.interval or None, "max_steps": self.max_steps,
+                "seed": self.seed}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep measures.
+
+    Attributes:
+        blocks: the products; a measurement that several blocks ask for is done once.
+        threads: torch threads of every task. Sums depend on it in their last bits, so it belongs to the plan.
+        text: the plan as it was written; written anew for a plan that was made in Python.
+
+    Example:
+        >>> plan = Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8, 16], inputs=2)
+        >>> plan.blocks[0].lengths
+        (8, 16)
+        >>> Plan.from_toml(plan.text) == plan
+        True
+    """
+
+    blocks: tuple[Block, ...]
+    threads: int = 1
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", _integer("threads", self.threads, 1, _MOST_THREADS))
+        if not self.blocks:
+            raise ValueError("a plan needs at least one block")
+        if not self.text:
+            object.__setattr__(self, "text", to_toml(self._as_dictionary()))
+
+    @classmethod
+    def of(cls, *, threads: int = 1, **settings: Any) -> Plan:
+        """A plan of one block; see ``Block`` for the settings."""
+        return cls((Block(**settings),), threads)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """A plan from TOML: the settings of ``Block`` at the top, then any number of ``[[block]]`` that change some.
+
+        Raises:
+            ValueError: when the text is not TOML, or a setting is unknown or wrong; says which.
+        """
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"the plan is not valid TOML: {error}") from None
+        threads = given.pop("threads", 1)
+        tables = given.pop("block", [{}])
+        if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+            raise ValueError("blocks are written as [[block]], each with its settings below")
+        blocks = []
+        for number, table in enumerate(tables, start=1):
+            where = f"block {number}: " if "block" in text and len(tables) > 1 else ""
+            _refuse_unknown(given | table, where)
+            try:
+                blocks.append(Block(**{"models": (), **given, **table}))
+            except ValueError as error:
+                raise ValueError(f"{where}{error}") from None
+        return cls(tuple(blocks), threads, text)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """A plan from a TOML file. Relative paths in it are those of the directory where the command runs."""
+        file = Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no plan {str(path)!r}")
+        try:
+            return cls.from_toml(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"the plan {path} is not UTF-8 text") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _as_dictionary(self) -> dict[str, Any]:
+        blocks = []
+        for block in self.blocks:
+            table: dict[str, Any] = {}
+            for f in fields(Block):
+                value = getattr(block, f.name)
+                if f.name == "models":
+                    value = [_plain_model(m) for m in value]
+                if value is not None and not (f.name == "options" and not value):
+                    table[f.name] = value
+            blocks.append(table)
+        return {"threads": self.threads, "block": blocks}
+
+
+def _refuse_unknown(given: Mapping[str, Any], where: str) -> None:
+    known = [f.name for f in fields(Block)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
+
+
+def _model(given: Any) -> ModelChoice:
+    if isinstance(given, ModelChoice):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return ModelChoice(os.fspath(given))
+    known = [f.name for f in fields(ModelChoice)]
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str) or not set(given) <= set(known):
+        raise ValueError(f"a model is a name, or a table with name and some of {', '.join(known[1:])}; got {given!r}")
+    return ModelChoice(**given)
+
+
+def _plain_model(model: ModelChoice) -> str | dict[str, Any]:
+    given = {f.name: getattr(model, f.name) for f in fields(model) if getattr(model, f.name) != f.default}
+    return model.name if len(given) == 1 else given
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, (str, os.PathLike)) for v in values):
+        raise ValueError(f"{name} must be a list of names, got {value!r}")
+    return tuple(dict.fromkeys(os.fspath(v) for v in values))
+
+
+def _indices(name: str, value: Any) -> tuple[int, ...] | str:
+    if isinstance(value, str):
+        if value != "all":
+            raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
+        return value
+    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int for v in value):
+        raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
+    return tuple(dict.fromkeys(value))
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    from lipscope.models.text import parse_lengths
+
+    if isinstance(value, str):
+        return tuple(parse_lengths(value))
+    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int and v >= 1 for v in value):
+        raise ValueError(f"lengths must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
+    return tuple(sorted(set(value)))
+
+
+def _integer(name: str, value: Any, least: int, most: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+    return float(value)
+
+
+def _refuse_unwritable(where: str, value: Any) -> None:
+    """Options are part of a row's identity, which is JSON, and of the plan, which is TOML."""
+    match value:
+        case Mapping():
+            for key, entry in value.items():
+                if not isinstance(key, str):
+                    raise ValueError(f"names in {where} must be strings, got {key!r}")
+                _refuse_unwritable(f"{where}.{key}", entry)
+        case list() | tuple():
+            for number, entry in enumerate(value):
+                _refuse_unwritable(f"{where}[{number}]", entry)
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{where} must be finite, got {value!r}")
+        case bool() | int() | float() | str():
+            pass
+        case _:
+            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")

@@ -1,0 +1,81 @@
+"""A row of the table as it lies in the store: what it is in columns, what was measured as JSON, and a checksum of both.
+
+SQLite notices a broken page but not a flipped bit inside a number; the checksum does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lipscope.runs.errors import StoreError
+from lipscope.runs.fingerprints import digest
+from lipscope.runs.registry import Row
+from lipscope.runs.schema import KEY_COLUMNS
+from lipscope.runs.tasks import Task
+
+# What a row was measured with and on, in an export; the kind's own settings are JSON, fingerprints are cut short.
+IDENTITY_COLUMNS = {
+    "seed": "integer", "rtol": "number", "delta_asked": "number", "interval": "number", "max_steps": "integer",
+    "threads": "integer", "options": "text", "quantities": "text", "loader": "text",
+    "model_digest": "text", "text_digest": "text", "batch_digest": "text",
+}  # fmt: skip
+SHORT_DIGEST = 12
+
+# Depends on the machine's mood, not on what was measured.
+TIME_COLUMNS = ("seconds",)
+
+
+def to_record(key: str, task: Task, row: Row) -> tuple[Any, ...]:
+    """(key, task, key columns…, measured, checksum)."""
+    about = {**task.labels, **{name: task.identity.get(name) for name in ("layer", "scope", "n", "dtype")}}
+    fixed = [row.get(name, about.get(name)) for name in KEY_COLUMNS]
+    measured = json.dumps({name: value for name, value in row.items() if name not in KEY_COLUMNS})
+    values = [key, task.key, *fixed, measured]
+    return (*values, digest(values))
+
+
+def from_record(record: Sequence[Any]) -> Row:
+    """The flat row; raises StoreError when the checksum does not fit."""
+    *values, checksum = record
+    if digest(values) != checksum:
+        raise StoreError(f"row {values[0]} is damaged: its checksum does not fit")
+    key, _, *fixed, measured = values
+    return {**dict(zip(KEY_COLUMNS, fixed, strict=True)), **json.loads(measured), "key": key}
+
+
+def identity_columns(identity: Mapping[str, Any]) -> Row:
+    """What tells a row from that of another measurement with the same model, text, layer and length.
+
+    Taken from the identity that the key of the task is the hash of, so stores of any age have it.
+
+    Example:
+        >>> about = identity_columns({"solver": {"rtol": 0.001}, "seed": 3, "threads": 1, "model": "0123456789abcdef"})
+        >>> about["rtol"], about["seed"], about["model_digest"], about["text_digest"]
+        (0.001, 3, '0123456789ab', None)
+    """
+    solver = identity.get("solver") or {}
+    short = {f"{name}_digest": (identity.get(name) or "")[:SHORT_DIGEST] or None for name in ("model", "text", "batch")}
+    plain = {name: identity.get(name, solver.get(name)) for name in IDENTITY_COLUMNS if name not in short}
+    # The column ``delta`` is measured: that of the upper end which was the least, if it was a probabilistic one.
+    plain["delta_asked"] = solver.get("delta")
+    for name in ("options", "quantities"):
+        plain[name] = json.dumps(plain[name], sort_keys=True) if plain[name] else None
+    return plain | short
+
+
+def is_sound(record: Sequence[Any]) -> bool:
+    """Whether the checksum of a record fits."""
+    try:
+        return bool(digest(list(record[:-1])) == record[-1])
+    except (TypeError, ValueError):
+        return False
+
+
+def table_digest(rows: Iterable[Row]) -> str:
+    """Hash of a table but for its time columns: equal tables were measured bit for bit alike."""
+    kept = sorted(
+        json.dumps({name: value for name, value in row.items() if name not in TIME_COLUMNS}, sort_keys=True) for row in rows
+    )
+    return digest(kept)

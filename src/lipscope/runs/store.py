@@ -1,0 +1,274 @@
+"""The ledger of a sweep: one SQLite file that keeps every finished task, whatever happens next.
+
+Write-ahead logging, one transaction per task with all its rows, every transaction on the disk before the next task counts
+as done. Only the driver of a sweep writes, under a lock; anyone may read meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lipscope.runs.errors import DAMAGED, ForeignFileError, NewerStoreError, explained, primary_code
+from lipscope.runs.fingerprints import digest
+from lipscope.runs.lock import StoreLock
+from lipscope.runs.recovery import Recovery, damage, recover
+from lipscope.runs.rowtext import IDENTITY_COLUMNS, from_record, identity_columns, to_record
+from lipscope.runs.schema import APPLICATION_ID, RECORD, VERSION, migrate
+from lipscope.runs.tasks import Task
+from lipscope.runs.work import Outcome
+
+_LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
+
+
+class Store:
+    """An open store.
+
+    Args:
+        path: the file; made when it does not exist and ``write`` is on.
+        write: hold the lock and allow writing.
+
+    Attributes:
+        recovery: what was saved and lost when the file was damaged, else None.
+
+    Raises:
+        LockedStoreError: when another process writes to it.
+        NewerStoreError: when it comes from a newer lipscope.
+        ForeignFileError: when the file is something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, write: bool = False) -> None:
+        # One file has one lock, whatever links lead to it.
+        self.path = Path(path).resolve()
+        if not write and not self.path.exists():
+            raise FileNotFoundError(f"there is no store {str(path)!r}")
+        if not self.path.parent.is_dir():
+            # A link may lead to a place that is not there; otherwise, say it as it was given.
+            missing = self.path.parent if Path(path).parent.is_dir() else Path(path).parent
+            raise FileNotFoundError(f"there is no directory {str(missing)!r} for the store")
+        self._lock = StoreLock(self.path) if write else None
+        self.recovery: Recovery | None = None
+        try:
+            self._open(write)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, write: bool) -> None:
+        with explained(self.path):
+            if self.path.exists() and self.path.stat().st_size and (problem := self._damage()) is not None:
+                # Reading repairs too, but only when nobody writes.
+                lock = self._lock or StoreLock(self.path)
+                try:
+                    self.recovery = recover(self.path, problem)
+                finally:
+                    if self._lock is None:
+                        lock.release()
+                if self.recovery is None:
+                    raise ForeignFileError(
+                        f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
+                        "is: name another --store"
+                    )
+            self._connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+            if write:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+            if self._connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+                lock = self._lock or StoreLock(self.path)
+                try:
+                    migrate(self._connection)
+                finally:
+                    if self._lock is None:
+                        lock.release()
+            if not write:
+                self._connection.execute("PRAGMA query_only = ON")
+
+    def _damage(self) -> str | None:
+        """What is wrong with the file; refuses files that are sound but not ours."""
+        connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+        try:
+            version, kind = (
+                connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
+            )
+            tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            if primary_code(error) in DAMAGED:
+                return str(error)
+            raise
+        else:
+            if tables and kind != APPLICATION_ID:
+                raise ForeignFileError(f"{self.path} is a database, but not a lipscope store: name another --store")
+            if version > VERSION:
+                raise NewerStoreError(
+                    f"{self.path} was written by a newer lipscope (schema {version}; this one knows up to {VERSION}). "
+                    "Update lipscope; the store was not changed"
+                )
+            return damage(connection) if tables else None
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the file and release the lock."""
+        if hasattr(self, "_connection"):
+            self._connection.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── writing ──
+
+    def begin_run(self, plan: str, tasks: Iterable[Task], engine: str, environment: dict[str, Any]) -> int:
+        """Note the plan verbatim, what it asks for, and where it runs; returns the number of the run."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO plans (digest, text, created) VALUES (?, ?, ?)", (digest(plan), plan, _now()))
+            number: int = db.execute("SELECT id FROM plans WHERE digest = ?", (digest(plan),)).fetchone()[0]
+            db.execute("DELETE FROM plan_tasks WHERE plan = ?", (number,))
+            db.executemany("INSERT INTO plan_tasks VALUES (?, ?)", ((number, task.key) for task in tasks))
+            run = db.execute(
+                "INSERT INTO runs (plan, engine, environment, started) VALUES (?, ?, ?, ?)",
+                (number, engine, self._environment(environment), _now()),
+            ).lastrowid
+            assert run is not None
+        return run
+
+    def finish_run(self, run: int) -> None:
+        """Note that a run came to its end."""
+        with self._transaction() as db:
+            db.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+
+    def save(self, outcome: Outcome, run: int) -> None:
+        """Keep a finished task and its rows, or its error: all of it or nothing.
+
+        Raises:
+            StoreFullError: when the disk is full; what was kept before stays.
+        """
+        task = outcome.task
+        records = [to_record(key, task, row) for key, row in outcome.rows]
+        with self._transaction() as db:
+            db.execute(
+                "INSERT INTO tasks (key, status, identity, labels, row_count, error, trace, seconds, flops, run, "
+                "environment, finished) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET "
+                "status = excluded.status, row_count = excluded.row_count, error = excluded.error, trace = excluded.trace, "
+                "seconds = excluded.seconds, run = excluded.run, environment = excluded.environment, "
+                "finished = excluded.finished, attempts = attempts + 1",
+                (
+                    task.key, "done" if outcome.error is None else "failed", json.dumps(task.identity),
+                    json.dumps(task.labels), len(records), outcome.error, outcome.trace, outcome.seconds, task.work.flops,
+                    run, self._environment(outcome.environment), _now(),
+                ),
+            )  # fmt: skip
+            marks = ", ".join("?" * len(RECORD.split(",")))
+            db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({marks})", records)
+
+    def _environment(self, content: dict[str, Any]) -> int:
+        known = digest(content)
+        db = self._connection
+        db.execute("INSERT OR IGNORE INTO environments (digest, content) VALUES (?, ?)", (known, json.dumps(content)))
+        number: int = db.execute("SELECT id FROM environments WHERE digest = ?", (known,)).fetchone()[0]
+        return number
+
+    # ── reading ──
+
+    def tasks(self, status: str) -> set[str]:
+        """Keys of the tasks that are ``done`` or ``failed``."""
+        return {key for (key,) in self._connection.execute("SELECT key FROM tasks WHERE status = ?", (status,))}
+
+    def provenance(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """For every finished task: the labels it was measured under, and where it ran."""
+        query = (
+            "SELECT key, labels, content FROM tasks JOIN environments ON environments.id = tasks.environment "
+            "WHERE status = 'done'"
+        )
+        return {key: (json.loads(labels), json.loads(content)) for key, labels, content in self._connection.execute(query)}
+
+    def failures(self, keys: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Failed tasks: key, labels, layer, scope, n, error, trace, attempts."""
+        found = []
+        query = "SELECT key, labels, identity, error, trace, attempts FROM tasks WHERE status = 'failed' ORDER BY id"
+        for key, labels, identity, error, trace, attempts in self._connection.execute(query):
+            if keys is None or key in keys:
+                about: dict[str, Any] = {name: json.loads(identity).get(name) for name in ("layer", "scope", "n")}
+                found.append(
+                    {"key": key, **json.loads(labels), **about, "error": error, "trace": trace, "attempts": attempts}
+                )
+        return found
+
+    def rates(self) -> dict[tuple[str | None, str], float]:
+        """Floating-point operations per second of the finished tasks, by model and scope."""
+        query = (
+            "SELECT json_extract(labels, '$.model'), json_extract(identity, '$.scope'), "
+            "sum(flops) / max(sum(seconds), 1e-9) FROM tasks WHERE status = 'done' GROUP BY 1, 2"
+        )
+        return {(model, scope): rate for model, scope, rate in self._connection.execute(query)}
+
+    def seconds(self) -> float:
+        """Time that the tasks of the last plan took, added up."""
+        asked = f"SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}"
+        query = f"SELECT coalesce(sum(seconds), 0) FROM tasks WHERE key IN ({asked})"
+        total: float = self._connection.execute(query).fetchone()[0]
+        return total
+
+    def progress(self) -> tuple[int, int, int]:
+        """Tasks of the last plan: asked for, done, failed."""
+        query = (
+            "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0) FROM plan_tasks "
+            f"LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = {_LAST_PLAN}"
+        )
+        asked, done, failed = self._connection.execute(query).fetchone()
+        return asked, done, failed
+
+    def plan(self) -> str | None:
+        """The last plan, as it was written."""
+        query = f"SELECT text FROM plans WHERE id = {_LAST_PLAN}"
+        found = self._connection.execute(query).fetchone()
+        return None if found is None else str(found[0])
+
+    def environments(self) -> list[dict[str, Any]]:
+        """Where tasks of this store ran."""
+        return [json.loads(text) for (text,) in self._connection.execute("SELECT content FROM environments ORDER BY id")]
+
+    def rows(self, *, all_plans: bool = False) -> list[dict[str, Any]]:
+        """The rows of the last plan (or of all) as flat dictionaries with the same columns, in a fixed order.
+
+        Each has what it is (model, layer, …), what was measured, and what it was measured with (seed, rtol, …).
+        """
+        which = "" if all_plans else f"WHERE task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}) "
+        order = "kind, model, text, dtype, scope, layer, head, n, input, document, key"
+        query = f"SELECT {RECORD} FROM rows {which}ORDER BY {order}"
+        records = self._connection.execute(query).fetchall()
+        identities = self._connection.execute("SELECT key, identity FROM tasks")
+        about = {key: identity_columns(json.loads(identity)) for key, identity in identities}
+        # A column that a kind or quantity measured under the same name is the kind's.
+        found = [{**about[record[1]], **from_record(record)} for record in records]
+        trailing = (*IDENTITY_COLUMNS, "key")
+        columns = list(dict.fromkeys(name for row in found for name in row if name not in trailing))
+        return [{name: row.get(name) for name in (*columns, *trailing)} for row in found]
+
+    # ── plumbing ──
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with explained(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,198 @@
+"""From a plan to content-addressed tasks, grouped so that one model load and one forward pass serve many rows.
+
+A *task* is the smallest unit that is stored: one layer at one scope on the inputs of one forward pass. Its key is the hash
+of all that determines its numbers, so that a task measured before is recognised whatever plan, engine or machine asks for
+it. A *job* is what an engine hands to a worker: a forward pass and tasks on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipscope.models.load import ZOO
+from lipscope.models.model import Model
+from lipscope.runs.estimate import Work, task_work
+from lipscope.runs.fingerprints import digest
+from lipscope.runs.loading import forget_models, loaded_model
+from lipscope.runs.plan import Block, ModelChoice, Plan
+from lipscope.runs.registry import Kind, Pass, kind_path, load_object, quantity_path
+from lipscope.spectral.result import dtype_name
+
+# A job of more work than this is cut: about half a minute of one core, so that little is lost with a worker.
+_JOB_FLOPS = 1e12
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layer at one scope on the inputs of one pass.
+
+    Attributes:
+        key: content hash of ``identity``.
+        identity: everything that determines the rows, as JSON values.
+        labels: names for people: model, text, kind.
+        work: its estimated size.
+    """
+
+    key: str
+    identity: dict[str, Any]
+    labels: dict[str, str | None]
+    work: Work
+
+
+@dataclass(frozen=True)
+class Job:
+    """A forward pass and tasks on it; what a worker receives.
+
+    Attributes:
+        kind: import path of the kind.
+        model: how to load the model.
+        fingerprint: what the loaded model must be.
+        dtype: dtype of the computation, or None for that of the weights.
+        threads: torch threads.
+        payload: the pass.
+        tasks: what to measure on it.
+    """
+
+    kind: str
+    model: ModelChoice
+    fingerprint: str
+    dtype: str | None
+    threads: int
+    payload: dict[str, Any]
+    tasks: tuple[Task, ...]
+
+    @property
+    def flops(self) -> float:
+        """Estimated work."""
+        return sum(task.work.flops for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A plan with its models looked at: every task that it asks for.
+
+    Attributes:
+        plan: the plan.
+        jobs: the jobs, model by model, the largest first.
+    """
+
+    plan: Plan
+    jobs: tuple[Job, ...]
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All tasks."""
+        return [task for job in self.jobs for task in job.tasks]
+
+    def pending(self, finished: Collection[str]) -> list[Job]:
+        """The jobs without the tasks in ``finished``."""
+        jobs = []
+        for job in self.jobs:
+            left = tuple(task for task in job.tasks if task.key not in finished)
+            if left:
+                jobs.append(dataclasses.replace(job, tasks=left))
+        return jobs
+
+
+def expand(plan: Plan) -> Expansion:
+    """Look at every model and text of a plan, and list its tasks. Nothing is measured.
+
+    Raises:
+        FileNotFoundError: when a model or a text is not there; names those that are.
+        ValueError: when a layer, head, scope or length does not exist in a model, or a text is too short.
+    """
+    forget_models()
+    seen: set[str] = set()
+    names: dict[str, str] = {}
+    # Model by model, not block by block: one model at a time is in memory, and each is loaded once.
+    wanted: dict[tuple[ModelChoice, str | None], list[tuple[int, Block, str]]] = {}
+    for number, block in enumerate(plan.blocks, start=1):
+        for named in block.models:
+            wanted.setdefault((_anywhere(named), block.dtype), []).append((number, block, named.name))
+    ordered: list[Job] = []
+    for (choice, dtype), uses in wanted.items():
+        jobs: list[Job] = []
+        for number, block, name in uses:
+            try:
+                handle, fingerprint = loaded_model(choice, dtype)
+                _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {name!r}")
+                _refuse_namesakes(names, handle, fingerprint)
+                jobs += _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
+            except (ValueError, FileNotFoundError) as error:
+                where = f"block {number}: " if len(plan.blocks) > 1 else ""
+                raise type(error)(f"{where}{error}") from error
+        ordered += sorted(jobs, key=lambda job: -job.flops)
+    return Expansion(plan, tuple(ordered))
+
+
+def _anywhere(choice: ModelChoice) -> ModelChoice:
+    """A directory by its full path: workers may start in another one."""
+    directory = Path(choice.name).expanduser()
+    if choice.name in ZOO or not directory.is_dir():
+        return choice
+    return dataclasses.replace(choice, name=str(directory.resolve()))
+
+
+def _jobs_of(
+    plan: Plan, block: Block, choice: ModelChoice, handle: Model, fingerprint: str, names: dict[str, str], seen: set[str]
+) -> list[Job]:
+    kind: Kind = load_object(kind_path(block.kind))()
+    common = {
+        "kind": kind_path(block.kind), "model": fingerprint, "loader": choice.loader,
+        "dtype": dtype_name(handle.dtype), "solver": block.solver,
+        "seed": block.seed, "threads": plan.threads, "quantities": [quantity_path(q) for q in block.quantities],
+        "options": dict(block.options),
+    }  # fmt: skip
+    jobs = []
+    for one in kind.expand(block, handle):
+        if one.text is not None:
+            _refuse_twins(names, one.identity["text"], f"text {one.text!r}")
+        labels = {"model": handle.name, "text": one.text, "kind": block.kind}
+        tasks = []
+        for task in _tasks_of(one, common, labels, handle, kind.effort):
+            if task.key not in seen:
+                seen.add(task.key)
+                tasks.append(task)
+        jobs += [
+            Job(kind_path(block.kind), choice, fingerprint, block.dtype, plan.threads, one.payload, part)
+            for part in _split(tasks)
+        ]
+    return jobs
+
+
+def _tasks_of(
+    one: Pass, common: dict[str, Any], labels: dict[str, str | None], handle: Model, effort: float
+) -> Iterable[Task]:
+    for setting in one.settings:
+        identity = common | one.identity | setting
+        work = task_work(handle, setting, n=one.n, inputs=one.inputs, effort=effort)
+        yield Task(digest(identity), identity, labels, work)
+
+
+def _split(tasks: Sequence[Task]) -> Iterable[tuple[Task, ...]]:
+    """Tasks of one pass in jobs of bounded work. The pass runs once more in each: its bits are the same."""
+    part: list[Task] = []
+    for task in tasks:
+        if part and sum(t.work.flops for t in part) + task.work.flops > _JOB_FLOPS:
+            yield tuple(part)
+            part = []
+        part.append(task)
+    if part:
+        yield tuple(part)
+
+
+def _refuse_twins(names: dict[str, str], fingerprint: str, name: str) -> None:
+    """Two names for one content would be one measurement: say so instead of leaving one name without rows."""
+    known = names.setdefault(fingerprint, name)
+    if known != name:
+        raise ValueError(f"{known} and {name} have the same content, so they are one measurement: name one of them")
+
+
+def _refuse_namesakes(names: dict[str, str], handle: Model, fingerprint: str) -> None:
+    """Rows call a model by its name: two contents under one name could not be told apart."""
+    if names.setdefault(f"name {handle.name} {handle.dtype}", fingerprint) != fingerprint:
+        raise ValueError(f"two models are called {handle.name!r}: rename one of the directories, or sweep them separately")

@@ -1,0 +1,224 @@
+"""Dense SVD of the explicit Jacobian: exact, for small problems and for tests.
+
+Power iteration on JᵀJ: the textbook method, kept for comparison.
+
+After k steps, ‖(JᵀJ)^k v₁‖ ≥ γ·σ^{2k} with the overlap γ of the start with the top right singular vector, hence
+σ ≤ (‖(JᵀJ)^k v₁‖ / g(δ))^{1/2k} except with probability δ.
+
+``spectral_norm``: the one verb of this package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lipscope.spectral.basis import check_delta, overlap_quantile, random_unit_vector, scaled_norm, unit_rows
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Form J (B, M, N) and take its SVD in float64: exact up to rounding, memory B·M·N.
+
+    Attributes:
+        k: number of leading singular triplets.
+        vectors: also return singular vectors.
+    """
+
+    k: int = 1
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}")
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every item of ``operator``."""
+        M, N = operator.shape
+        if self.k > min(M, N):
+            raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
+        matrices = operator.to_dense().double()
+        if not bool(torch.isfinite(matrices).all()):
+            raise FloatingPointError("The Jacobian has NaN or infinite entries at this input; try float64.")
+        left, values, right = _svd(matrices)
+        out = SolverOutput.empty(operator, self.k, self.vectors, "dense", None)
+        out.estimate[:] = values[:, 0]
+        out.upper[:] = values[:, 0]
+        out.singular_values[:] = values[:, : self.k]
+        out.converged[:] = True
+        out.status[:] = [Status.EXACT] * operator.batch
+        items = torch.arange(operator.batch, device=operator.device)
+        leading = right[:, : self.k].to(operator.dtype)
+        out.record_energy(items, operator.token_energy(leading[:, 0]))
+        if self.vectors:
+            out.record_vectors(items, leading, left[:, :, : self.k].transpose(1, 2).to(operator.dtype))
+        return out
+
+
+def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        return tuple(torch.linalg.svd(matrices, full_matrices=False))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # The divide-and-conquer driver fails on some matrices with many equal singular values; the slower one does not.
+        from scipy.linalg import svd
+
+        parts = [svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd") for matrix in matrices]
+        left, values, right = (
+            torch.stack([torch.from_numpy(array).to(matrices) for array in arrays]) for arrays in zip(*parts, strict=True)
+        )
+        return left, values, right
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Dense SVD when the smaller side of J has at most ``dense_below`` entries, Golub–Kahan otherwise.
+
+    Attributes:
+        rtol: requested relative accuracy of the estimate.
+        max_steps: most operator pairs (J, Jᵀ) spent on one item.
+        delta: allowed probability that the probabilistic upper bound fails.
+        k: number of leading singular triplets.
+        vectors: also return singular vectors.
+        interval: widest relative interval upper/lower − 1 to stop with, or None.
+        seed: seed of the start vector.
+        dense_below: largest min(M, N) solved densely.
+        memory: bytes for Krylov bases, see :class:`GolubKahan`.
+    """
+
+    rtol: float = 1e-4
+    max_steps: int = 300
+    delta: float = 1e-6
+    k: int = 1
+    vectors: bool = False
+    interval: float | None = 0.1
+    seed: int = 0
+    dense_below: int = 128
+    memory: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        self._iterative()  # refuses bad options even when the dense solver would not need them
+
+    def _iterative(self) -> GolubKahan:
+        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed, self.memory)
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every item of ``operator``, by the cheaper method."""
+        if min(operator.shape) <= self.dense_below and max(operator.shape) <= 64 * self.dense_below:
+            return Dense(k=self.k, vectors=self.vectors).solve(operator)
+        return self._iterative().solve(operator)
+
+
+@dataclass(frozen=True)
+class Power:
+    """Power iteration on JᵀJ, stopped when ‖Jv‖ grows by less than ``rtol`` relative to itself in one step.
+
+    A slow growth does not mean a small error: prefer :class:`GolubKahan`, which needs a fraction of the products.
+
+    Attributes:
+        rtol: relative growth of ‖Jv‖ at which an item stops.
+        max_steps: most operator pairs (J, Jᵀ).
+        delta: allowed probability that ``upper`` fails.
+        vectors: also return the singular vectors.
+        seed: seed of the start vector.
+    """
+
+    rtol: float = 1e-4
+    max_steps: int = 1000
+    delta: float = 1e-6
+    vectors: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rtol < 1:
+            raise ValueError(f"rtol must lie strictly between 0 and 1, got {self.rtol}")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        check_delta(self.delta)
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Largest singular value of every item of ``operator``."""
+        _, N = operator.shape
+        out = SolverOutput.empty(operator, 1, self.vectors, "power", self.delta)
+        v = random_unit_vector(operator, self.seed).expand(operator.batch, N)
+        overlap = math.log(overlap_quantile(N, self.delta))
+        log_growth = torch.zeros(operator.batch, dtype=torch.float64, device=operator.device)
+        previous = torch.zeros_like(log_growth)
+        for step in range(1, self.max_steps + 1):
+            u = operator.matvec(v)
+            theta = scaled_norm(u)
+            if not bool(torch.isfinite(theta).all()):
+                raise FloatingPointError("A product with the Jacobian returned NaN or infinity: does the map overflow here?")
+            u = unit_rows(u, theta)
+            w = operator.rmatvec(u)
+            growth = scaled_norm(w)
+            log_growth = log_growth + theta.log() + growth.log()
+            done = (theta - previous) <= self.rtol * theta
+            leaving = (done | (step == self.max_steps)) & (out.iterations == 0)
+            items = leaving.nonzero()[:, 0]
+            if items.numel():
+                out.estimate[items] = theta[items]
+                out.singular_values[items, 0] = theta[items]
+                out.upper[items] = torch.maximum(((log_growth[items] - overlap) / (2 * step)).exp(), theta[items])
+                out.iterations[items] = step
+                out.residual[items] = scaled_norm(w[items].double() - theta[items, None] * v[items].double())
+                out.converged[items] = done[items]
+                for item in items.tolist():
+                    out.status[item] = Status.CONVERGED if bool(done[item]) else Status.MAX_STEPS
+                out.record_energy(items, operator.token_energy(v[items]))
+                if self.vectors:
+                    out.record_vectors(items, v[items, None], u[items, None])
+            if bool((out.iterations > 0).all()):
+                break
+            previous = theta
+            v = unit_rows(w, growth)
+        return out
+
+
+class Solver(Protocol):
+    """Anything that turns an operator into singular values: ``GolubKahan``, ``Power``, ``Dense``, ``Auto``."""
+
+    def solve(self, operator: Operator) -> SolverOutput:
+        """Leading singular values of every batch item."""
+        ...
+
+
+def within(solver: Solver, memory: int) -> Solver:
+    """The same solver with at most ``memory`` bytes for its Krylov bases."""
+    if not isinstance(solver, Auto | GolubKahan):
+        raise ValueError(f"memory needs a solver that keeps to it, Auto or GolubKahan, got {type(solver).__name__}")
+    return replace(solver, memory=min(memory, solver.memory))
+
+
+def triplets(solver: Solver) -> int:
+    """How many singular vectors of either side a solver holds per problem beside its bases; none for the norm alone.
+
+    Several are taken out of the products while the next one is looked for, which makes two more of them.
+    """
+    k, vectors = getattr(solver, "k", 1), getattr(solver, "vectors", False)
+    return k + 2 if k > 1 else int(vectors)
+
+
+def spectral_norm(operator: Operator, solver: Solver | None = None) -> SpectralNorm:
+    """Largest singular value of every item of ``operator``, as an interval.
+
+    Args:
+        operator: a batch of linear maps behind the operator protocol.
+        solver: how to solve; ``Auto()`` by default.
+
+    Returns:
+        A ``SpectralNorm`` with plain numbers when ``operator.batch`` is 1, tensors of length B otherwise.
+
+    Example:
+        >>> import torch, lipscope
+        >>> print(lipscope.spectral_norm(lipscope.DenseOperator(torch.diag(torch.tensor([3.0, 1.0])))).estimate)
+        3.0
+    """
+    result = summarise((solver or Auto()).solve(operator), operator, scope="operator")
+    return reshape_batch(result, () if operator.batch == 1 else (operator.batch,))

@@ -1,0 +1,223 @@
+"""How far apart attention can drive two measures: W_2(F(μ), F(ν)) / W_2(μ, ν), measured and maximised over pairs.
+
+Every pair gives a lower bound for the Lipschitz constant of F on measures in the ball B_R. The search ascends the gradient
+of the ratio with both transport plans held fixed: the exact gradient wherever the plans are unique (envelope theorem). The
+two measures need not have the same number of atoms: inserting, deleting or duplicating a token is a perturbation of the
+measure like any other. Under the causal mask the distance is d_2, infinite unless both have the same law of positions; a
+token may still fall apart there, into atoms that share its position.
+
+Whatever the search proposes is measured anew by exact transport before it is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lipscope.bounds import refined
+from lipscope.rounding import round_down, round_up
+from lipscope.studies.mean_field.attention import AnyMeasure, MeanFieldAttention
+from lipscope.studies.mean_field.measures import PositionedMeasure
+from lipscope.studies.mean_field.starts import inside_ball, starting_measures, starting_pairs
+from lipscope.studies.mean_field.transport import distance, optimal_plan, resolution
+
+# Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.
+_CLOSEST = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class PairRatio:
+    """One pair of measures and what attention does to their distance.
+
+    Attributes:
+        ratio: output / input.
+        input: W_2(μ, ν), or d_2 under the causal mask.
+        output: W_2(F(μ), F(ν)), or d_2.
+        mu: μ.
+        nu: ν.
+        change: how ν came from μ at the start: ``move``, ``insert``, ``delete``, ``duplicate``, ``split`` or ``given``.
+        history: the ratio at every step of the search that led here.
+    """
+
+    ratio: float
+    input: float
+    output: float
+    mu: AnyMeasure
+    nu: AnyMeasure
+    change: str = "given"
+    history: tuple[float, ...] = ()
+
+    def to_row(self) -> dict[str, Any]:
+        """Numbers and strings only."""
+        names = ("change", "ratio", "input", "output")
+        return {name: getattr(self, name) for name in names} | {"atoms_mu": self.mu.size, "atoms_nu": self.nu.size}
+
+
+@dataclass(frozen=True, eq=False)
+class EmpiricalConstant:
+    """The largest ratio a search has found, beside what bounds say.
+
+    Attributes:
+        best: the pair with the largest ratio.
+        pairs: the best pair of every start, largest ratio first.
+        upper: ``refined`` bound of the Lipschitz constant on measures in B_R, for every number of atoms.
+        radius: R.
+    """
+
+    best: PairRatio
+    pairs: tuple[PairRatio, ...]
+    upper: float
+    radius: float
+
+    def __str__(self) -> str:
+        kind = "d_2" if isinstance(self.best.mu, PositionedMeasure) else "W_2"
+        return (
+            f"{kind} constant on measures in the ball of radius {self.radius:g}: at least {round_down(self.best.ratio, 6)} "
+            f"({self.best.change}: {self.best.mu.size} and {self.best.nu.size} atoms), at most {round_up(self.upper, 6)}"
+        )
+
+
+def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **story: Any) -> PairRatio:
+    """W_2(F(μ), F(ν)) / W_2(μ, ν) by exact transport (d_2 under the causal mask).
+
+    Args:
+        attention: F or F^m.
+        mu: a measure.
+        nu: another one, at a positive and finite distance.
+        **story: ``change`` and ``history`` of the result.
+
+    Raises:
+        ValueError: when μ and ν are equal, closer than the rounding of their weights resolves, or infinitely far apart.
+
+    Example:
+        >>> import torch, lipscope
+        >>> from lipscope.studies.mean_field import Measure
+        >>> W = torch.eye(1, dtype=torch.float64)
+        >>> F = MeanFieldAttention(lipscope.Attention(0 * W, W, W))                  # every token becomes the mean
+        >>> pair_ratio(F, Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]])).ratio     # means ½ and 1
+        0.7071067811865475
+    """
+    before, smallest = distance(mu, nu), resolution(mu, nu)
+    if before == 0:
+        raise ValueError("mu and nu are the same measure, so their ratio is 0/0")
+    if before <= smallest:
+        raise ValueError(
+            f"mu and nu are {before:.2g} apart, but their weights are rounded and resolve no distance below {smallest:.2g}: "
+            "the ratio would be noise; give both the same weights, or measures farther apart"
+        )
+    if math.isinf(before):
+        raise ValueError("mu and nu have different laws of positions, so d_2 is infinite; give both the same positions")
+    after = distance(attention.image(mu), attention.image(nu))
+    return PairRatio(after / before, before, after, mu, nu, **story)
+
+
+def set_bound(attention: MeanFieldAttention, radius: float) -> float:
+    """The ``refined`` bound for every number of atoms: of the W_2 constant, or of the d_2 constant of a causal layer."""
+    if not 0 < radius < math.inf:
+        raise ValueError(f"radius must be positive and finite, got {radius}")
+    return (refined.masked if attention.causal else refined.unmasked)(attention.constants, radius).value
+
+
+def empirical_constant(
+    attention: MeanFieldAttention,
+    n: int,
+    radius: float,
+    *,
+    restarts: int = 2,
+    steps: int = 100,
+    seed: int = 0,
+    starts: tuple[AnyMeasure, ...] = (),
+    progress: Callable[[int, int, str], None] | None = None,
+) -> EmpiricalConstant:
+    """The largest W_2 ratio that gradient ascent finds over pairs of measures in B_R.
+
+    It starts from the worst known inputs (two Diracs, groups of tokens) and from random clouds. For every start μ and every
+    kind of change between μ and ν the points of both ascend the ratio. One ``move`` is a small step in the worst direction
+    of the local constant, so the result is not below the local constant of the starts, up to the curvature over that step.
+
+    Args:
+        attention: F or F^m.
+        n: number of atoms of μ.
+        radius: R.
+        restarts: random clouds to start from (uniform in the ball).
+        steps: gradient steps per start.
+        seed: seed of the clouds and of the changes.
+        starts: measures to start from as well, for example the two Diracs of ``lipscope.bounds.lower``.
+        progress: called with (done, total, what).
+
+    Returns:
+        The best pair, measured exactly, with the best of every start.
+
+    Raises:
+        ValueError: when n, radius, restarts or steps is not positive, or a start leaves the ball.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> F = MeanFieldAttention(lipscope.Attention(-W, W, W, scale=1.0))
+        >>> found = empirical_constant(F, n=4, radius=1.0, restarts=1, steps=20)
+        >>> 1.0 < found.best.ratio <= found.upper
+        True
+    """
+    for name, value in (("n", n), ("restarts", restarts), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    upper = set_bound(attention, radius)
+    for start in starts:
+        attention.check(start)
+        if start.radius > radius * (1 + 1e-12):
+            raise ValueError(f"a start has tokens of norm {start.radius:g}, outside the ball of radius {radius:g}")
+    clouds = [*starts, *starting_measures(attention, n, radius, restarts, seed)]
+    proposed = [pair for k, mu in enumerate(clouds) for pair in starting_pairs(attention, mu, radius, seed + k)]
+    # Changing an atom that hardly weighs anything may be less than the rounding of the weights.
+    pairs = [(mu, nu, change) for mu, nu, change in proposed if distance(mu, nu) > resolution(mu, nu)]
+    found = []
+    for done, (mu, nu, change) in enumerate(pairs):
+        if progress is not None:
+            progress(done, len(pairs), change)
+        found.append(ascend(attention, mu, nu, radius, steps=steps, change=change))
+    found.sort(key=lambda pair: -pair.ratio)
+    return EmpiricalConstant(found[0], tuple(found), upper, radius)
+
+
+def ascend(
+    attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, radius: float, *, steps: int = 100, change: str = "given"
+) -> PairRatio:
+    """Move the points of μ and ν inside B_R so that their ratio grows; weights and positions stay.
+
+    Returns the best pair met, μ and ν themselves included, measured exactly.
+    """
+    gamma_mu, gamma_nu = attention.finite(mu), attention.finite(nu)
+    together = mu.size == nu.size
+    X = mu.points.clone().requires_grad_()
+    # Equally many atoms: their common motion and their differences are separate unknowns, each with its own step, so that a
+    # close pair can travel as one. Else the points of ν are unknowns themselves.
+    Z = (nu.points - mu.points if together else nu.points.clone()).requires_grad_()
+    apart = min(1.0, float(Z.detach().abs().max()) / radius) if together else 1.0
+    optimiser = torch.optim.Adam([{"params": [X], "lr": 0.02 * radius}, {"params": [Z], "lr": 0.02 * radius * apart}])
+    best, best_points, history = 0.0, (mu.points, nu.points), []
+    for _ in range(steps):
+        Y = X + Z if together else Z
+        out_X, out_Y = gamma_mu(X), gamma_nu(Y)
+        before = optimal_plan(mu.push(X), nu.push(Y)).cost(X, Y)
+        after = optimal_plan(mu.push(out_X), nu.push(out_Y)).cost(out_X, out_Y)
+        if before.item() <= (_CLOSEST * radius) ** 2 or after.item() == 0:
+            break
+        history.append(math.sqrt(after.item() / before.item()))
+        if history[-1] > best:
+            best, best_points = history[-1], (X.detach().clone(), Y.detach().clone())
+        optimiser.zero_grad()
+        # The logarithm of the squared ratio, so that steps do not depend on the scale of anything.
+        torch.log(before / after).backward()
+        optimiser.step()
+        with torch.no_grad():
+            Y = inside_ball(X + Z if together else Z, radius)
+            X.copy_(inside_ball(X, radius))
+            Z.copy_(Y - X if together else Y)
+    story = {"change": change, "history": tuple(history)}
+    # X + (Y − X) may round to a hair outside the ball.
+    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), **story)

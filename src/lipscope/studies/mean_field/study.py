@@ -1,0 +1,247 @@
+"""What happens to attention as n → ∞ when tokens are drawn from a fixed law.
+
+For every length n and every repeat two independent clouds μ_n, ν_n are drawn, and measured are
+
+    σ(μ_n)                                     the local constant, as an interval
+    W_2(F(μ_n), F(ν_n)) / W_2(μ_n, ν_n)        two samples of the same law
+    W_2(F(μ_n), F(μ_n + token)) / W_2(…)       one token inserted (unmasked only)
+
+On a law with support in a ball B_R all three stay below the ``refined`` constant for every n, and σ settles on a plateau. A
+Gaussian has no such R: the norms of n draws grow without bound, and so does the bound evaluated at the largest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from lipscope.rounding import round_up
+from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.runs.plateau import PlateauFit, fit_plateau
+from lipscope.spectral.solvers import Auto, Solver
+from lipscope.studies.mean_field.attention import AnyMeasure, MeanFieldAttention
+from lipscope.studies.mean_field.laws import Law
+from lipscope.studies.mean_field.operator import local_constant
+from lipscope.studies.mean_field.pairs import set_bound
+from lipscope.studies.mean_field.transport import distance
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """One draw.
+
+    Attributes:
+        n: number of tokens.
+        repeat: which draw of this length.
+        lower: σ(μ_n) is at least this.
+        sigma: estimate of σ(μ_n).
+        upper: σ(μ_n) is at most this, in the sense of ``upper_kind``.
+        upper_kind: exact or probabilistic.
+        delta: failure probability of a probabilistic upper end, else None.
+        radius: largest norm of a token of μ_n and ν_n.
+        bound: ``refined`` constant at that radius, for every n.
+        distance: W_2(μ_n, ν_n), or d_2; None beyond the longest transport.
+        ratio: W_2(F(μ_n), F(ν_n)) over it; None when both draws are the same measure.
+        insertion: the ratio for one inserted token; None under the causal mask, where d_2 is infinite, and when the token
+            leaves the measure as it is.
+    """
+
+    n: int
+    repeat: int
+    lower: float
+    sigma: float
+    upper: float
+    upper_kind: str
+    delta: float | None
+    radius: float
+    bound: float
+    distance: float | None
+    ratio: float | None
+    insertion: float | None
+
+
+@dataclass(frozen=True)
+class PlateauStudy:
+    """The draws of one study, and what they say about n → ∞.
+
+    Attributes:
+        rows: one per length and repeat.
+        law: the law in words.
+        law_radius: its radius, infinite for a Gaussian.
+        mask: full or causal.
+        bound: ``refined`` constant for every n at the law's radius; infinite when that is.
+        seed: the seed.
+    """
+
+    rows: tuple[StudyRow, ...]
+    law: str
+    law_radius: float
+    mask: str
+    bound: float
+    seed: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths, increasing."""
+        return sorted({row.n for row in self.rows})
+
+    def medians(self, name: str) -> list[float | None]:
+        """Median of a column at every length; None where it was not measured."""
+        found: list[float | None] = []
+        for n in self.lengths:
+            values = [value for row in self.rows if row.n == n and (value := getattr(row, name)) is not None]
+            found.append(median(values) if values else None)
+        return found
+
+    def growth(self) -> GrowthFit | None:
+        """σ ~ n^α over the longer half of the lengths: α = 0 on a plateau. None with fewer than three lengths there."""
+        longer = self.lengths[len(self.lengths) // 2 :]
+        if len(longer) < 3:
+            longer = self.lengths
+        kept = [row for row in self.rows if row.n in longer]
+        if len(longer) < 3 or min(row.sigma for row in kept) <= 0:
+            return None
+        return fit_growth([row.n for row in kept], [row.sigma for row in kept], seed=self.seed)
+
+    def plateau(self) -> PlateauFit | None:
+        """σ_∞ and the rate; None with fewer than four lengths."""
+        if len(self.lengths) < 4:
+            return None
+        return fit_plateau([row.n for row in self.rows], [row.sigma for row in self.rows], seed=self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and strings only; infinite numbers become None."""
+        plateau, growth = self.plateau(), self.growth()
+        fitted = {} if plateau is None else asdict(plateau)
+        if plateau is not None:
+            fitted |= {"rate_is_determined": plateau.rate_is_determined, "is_visible": plateau.is_visible}
+        about = {"law": self.law, "law_radius": self.law_radius, "mask": self.mask, "bound": self.bound, "seed": self.seed}
+        return _plain(about) | {
+            "plateau": _plain(fitted) or None,
+            "growth": None if growth is None else _plain(asdict(growth)),
+            "rows": [_plain(asdict(row)) for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"law {self.law}, mask {self.mask}, n = {', '.join(map(str, self.lengths))}"]
+        lines += [str(fit) for fit in (self.plateau(), self.growth()) if fit is not None]
+        return "\n  ".join([*lines, self.verdict()])
+
+    def verdict(self) -> str:
+        """One sentence on how the measurements stand to the bound."""
+        highest = max(row.upper for row in self.rows)
+        if math.isinf(self.law_radius):
+            norms, bounds = self.medians("radius"), [value for value in self.medians("bound") if value is not None]
+            return (
+                "the law is not confined to a ball, so no constant bounds σ for every n: "
+                f"the largest norm grew from {norms[0]:.3g} to {norms[-1]:.3g}, "
+                f"and the refined constant at that norm from {round_up(bounds[0], 3)} to {round_up(bounds[-1], 3)}"
+            )
+        exceeds = f"no cloud of this law can exceed the refined constant {round_up(self.bound)}"
+        return f"every σ drawn is at most {round_up(highest)}, and {exceeds}"
+
+
+def convergence_study(
+    attention: MeanFieldAttention,
+    law: Law,
+    lengths: Sequence[int],
+    *,
+    repeats: int = 5,
+    seed: int = 0,
+    transport_up_to: int = 512,
+    solver: Solver | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> PlateauStudy:
+    """Measure σ and W_2 ratios of clouds of growing size, drawn from a fixed law.
+
+    Args:
+        attention: F, or F^m (then token i of n has position i/n and distances are d_2).
+        law: where tokens come from.
+        lengths: the n to measure at.
+        repeats: independent draws per length.
+        seed: seed of all draws; they differ between lengths and repeats.
+        transport_up_to: longest n for which transport distances are computed: exact transport takes about n³ steps.
+        solver: ``Auto()`` by default.
+        progress: called with (done, total, what).
+
+    Returns:
+        The rows and their fits.
+
+    Raises:
+        ValueError: when a length or ``repeats`` is not positive, or the law has another dimension than the layer.
+
+    Example:
+        >>> import torch, lipscope
+        >>> from lipscope.studies.mean_field import Ball
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> F = MeanFieldAttention(lipscope.Attention(0 * W, W, W))      # every token becomes the mean: σ = 1 for every n
+        >>> study = convergence_study(F, Ball(2, 1.0), [4, 8], repeats=1)
+        >>> [round(row.sigma, 9) for row in study.rows]
+        [1.0, 1.0]
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths must be positive, got {list(lengths)}")
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    if law.dimension != attention.layer.width:
+        raise ValueError(f"the law lives on R^{law.dimension}, but the layer takes width {attention.layer.width}")
+    jobs = [(n, repeat) for n in sorted(set(lengths)) for repeat in range(repeats)]
+    rows = []
+    for done, (n, repeat) in enumerate(jobs):
+        if progress is not None:
+            progress(done, len(jobs), f"n = {n}")
+        draw_seed = seed + 1_000_003 * (repeat + 1) + 2 * n
+        rows.append(_row(attention, law, n, repeat, draw_seed, n <= transport_up_to, solver or Auto()))
+    confined = math.isfinite(law.radius)
+    return PlateauStudy(
+        rows=tuple(rows),
+        law=str(law),
+        law_radius=law.radius,
+        mask="causal" if attention.causal else "full",
+        bound=set_bound(attention, law.radius) if confined else math.inf,
+        seed=seed,
+    )
+
+
+def _row(
+    attention: MeanFieldAttention, law: Law, n: int, repeat: int, seed: int, transport: bool, solver: Solver
+) -> StudyRow:
+    drawn = law.sample(2 * n + 1, seed)
+    X, Y, extra = drawn.split([n, n, 1])
+    mu, nu = attention.measure_of(X), attention.measure_of(Y)
+    sigma = local_constant(attention, mu, solver=solver)
+    radius = max(mu.radius, nu.radius)
+    apart, ratio = _ratio(attention, mu, nu) if transport else (None, None)
+    insertion = None
+    if transport and not attention.causal:
+        _, insertion = _ratio(attention, mu, attention.measure_of(torch.cat([X, extra])))
+    return StudyRow(
+        n=n,
+        repeat=repeat,
+        lower=sigma.lower,
+        sigma=sigma.estimate,
+        upper=sigma.upper,
+        upper_kind=sigma.upper_kind,
+        delta=sigma.delta if sigma.upper_kind == "probabilistic" else None,
+        radius=radius,
+        bound=set_bound(attention, radius),
+        distance=apart,
+        ratio=ratio,
+        insertion=insertion,
+    )
+
+
+def _ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure) -> tuple[float, float | None]:
+    """The distance and the ratio; a law with atoms may draw the same measure twice, in any order, which has no ratio."""
+    apart = distance(mu, nu)
+    return apart, None if apart == 0 else distance(attention.image(mu), attention.image(nu)) / apart
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can say: NaN and infinity become None."""
+    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}

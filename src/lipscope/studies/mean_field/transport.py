@@ -1,0 +1,287 @@
+"""Optimal transport between measures: W_p on R^d, and the conditional distance d_p on [0,1] × R^d. All by POT.
+
+    W_p(μ,ν)^p = min_π Σ π_ij ‖x_i − y_j‖^p              π ≥ 0 with marginals μ and ν
+    d_p(μ̄,ν̄)^p = ∫ W_p(μ^s, ν^s)^p dθ(s)                 +∞ unless both have the same law θ of positions
+
+POT finds the plan (``ot.emd``, ``ot.emd2_lazy`` when the cost matrix would be large, ``ot.emd_1d`` when d = 1); the cost is
+then summed over the plan from the differences x_i − y_j themselves.
+
+**Rounding.** ‖x‖² + ‖y‖² − 2x·y would leave an error of eps·‖x‖², that is √eps·‖x‖ in W_2; differences do not, and W_p(μ,μ)
+is exactly zero. Uniform clouds are handed over with integer masses, which add up without rounding. Other weights are known
+to one part in 10¹⁶, so masses of about n·eps may end up misplaced: W_p is then known up to (n·eps)^{1/p} times the diameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lipscope.studies.mean_field.attention import AnyMeasure
+from lipscope.studies.mean_field.measures import Measure, PositionedMeasure
+
+# Positions that differ by less are the same; so are masses at a position, relatively.
+POSITION_TOLERANCE = 1e-12
+MASS_TOLERANCE = 1e-9
+# Entries of the cost matrix above which it is not formed (p = 1 and p = 2): 128 MB.
+LAZY_ABOVE = 1 << 24
+_MOST_STEPS = 50_000_000
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A transport plan in sparse form: ``mass[k]`` goes from atom ``source[k]`` to atom ``target[k]``."""
+
+    source: Tensor
+    target: Tensor
+    mass: Tensor
+
+    def cost(self, x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
+        """Σ_k mass_k‖x_source − y_target‖^p, differentiable in x and y with the plan held fixed."""
+        gaps = x[self.source] - y[self.target]
+        costs: Tensor = gaps.square().sum(-1) if p == 2 else torch.linalg.vector_norm(gaps, dim=-1) ** p
+        return (self.mass * costs).sum()
+
+    def to_dense(self, rows: int, columns: int) -> Tensor:
+        """The matrix π (rows, columns)."""
+        matrix = self.mass.new_zeros(rows, columns)
+        return matrix.index_put_((self.source, self.target), self.mass, accumulate=True)
+
+
+def wasserstein(mu: Measure, nu: Measure, p: float = 2.0) -> float:
+    """W_p(μ, ν) for the Euclidean distance on R^d, exact up to rounding.
+
+    Args:
+        mu: a measure.
+        nu: another one of the same dimension, with any number of atoms.
+        p: the exponent, at least 1.
+
+    Returns:
+        The distance, in the unit of the points.
+
+    Raises:
+        ValueError: when p < 1 or the dimensions differ.
+
+    Example:
+        >>> wasserstein(Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0], [3.0]]), p=1)
+        1.0
+    """
+    return _distance(mu, nu, optimal_plan(mu, nu, p), p)
+
+
+def conditional_wasserstein(mu: PositionedMeasure, nu: PositionedMeasure, p: float = 2.0) -> float:
+    """d_p(μ̄, ν̄): transport inside every position, +∞ when the laws of the positions differ.
+
+    Args:
+        mu: a measure on [0,1] × R^d.
+        nu: another one of the same dimension.
+        p: the exponent, at least 1.
+
+    Returns:
+        The distance, in the unit of the points.
+
+    Raises:
+        ValueError: when p < 1 or the dimensions differ.
+        TypeError: when a measure has no positions.
+
+    Example:
+        >>> X = torch.zeros(2, 1)
+        >>> conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(X + 3))
+        3.0
+        >>> conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(X[:1]))
+        inf
+    """
+    _check(mu, nu, p)
+    if not isinstance(mu, PositionedMeasure):
+        raise TypeError(
+            "conditional_wasserstein compares measures with positions; use wasserstein for a Measure without them"
+        )
+    if not same_positions(mu, nu):
+        return math.inf
+    return _distance(mu, nu, optimal_plan(mu, nu, p), p)
+
+
+def distance(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> float:
+    """W_p between measures on R^d, d_p between measures with positions."""
+    if isinstance(mu, PositionedMeasure) and isinstance(nu, PositionedMeasure):
+        return conditional_wasserstein(mu, nu, p)
+    if isinstance(mu, Measure) and isinstance(nu, Measure):
+        return wasserstein(mu, nu, p)
+    raise TypeError(f"no distance between a {type(mu).__name__} and a {type(nu).__name__}")
+
+
+def resolution(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> float:
+    """Distances up to this may be rounding of the weights alone: (n·eps)^{1/p}·max‖x_i − y_j‖, and 0 where masses are exact.
+
+    They are exact between uniform clouds, between the same weights in the same order, and when one side is a single atom.
+    With positions each position counts with its mass: (Σ_s θ(s) r_s^p)^{1/p}.
+
+    Example:
+        >>> resolution(Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]]))
+        0.0
+    """
+    _check(mu, nu, p)
+    if isinstance(mu, Measure):
+        assert isinstance(nu, Measure)
+        return _resolution(mu, nu, p)
+    assert isinstance(nu, PositionedMeasure)
+    if not same_positions(mu, nu) or len(mu.position_marginal()[0]) == mu.size == nu.size:
+        return 0.0  # the distance is infinite, or every position holds one atom
+    parts = [
+        float(mass) * _resolution(Measure(mu.points[i], a), Measure(nu.points[j], b), p) ** p
+        for i, j, a, b, mass in _by_position(mu, nu)
+    ]
+    return math.pow(math.fsum(parts), 1 / p)
+
+
+def _resolution(mu: Measure, nu: Measure, p: float) -> float:
+    mu, nu = mu.support(), nu.support()
+    if min(mu.size, nu.size) == 1 or (mu.is_uniform and nu.is_uniform) or torch.equal(mu.weights, nu.weights):
+        return 0.0
+    farthest = float(torch.cdist(mu.points, nu.points, compute_mode="donot_use_mm_for_euclid_dist").max())
+    return farthest * math.pow(max(mu.size, nu.size) * torch.finfo(torch.float64).eps, 1 / p)
+
+
+def optimal_plan(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> Plan:
+    """A plan that attains the distance, with atoms numbered as in the measures.
+
+    Raises:
+        ValueError: for measures with positions whose laws of positions differ: nothing may move then.
+    """
+    _check(mu, nu, p)
+    if isinstance(mu, Measure):
+        return _plan(mu.points, nu.points, mu.weights, nu.weights, p)
+    assert isinstance(nu, PositionedMeasure)
+    if not same_positions(mu, nu):
+        raise ValueError("the measures have different laws of positions, so that no plan keeps positions: d_p is infinite")
+    return _conditional_plan(mu, nu, p)
+
+
+def same_positions(mu: PositionedMeasure, nu: PositionedMeasure) -> bool:
+    """Whether both measures have the same first marginal θ, up to rounding."""
+    (s, a), (t, b) = mu.position_marginal(), nu.position_marginal()
+    if len(s) != len(t) or bool(((s - t).abs() > POSITION_TOLERANCE).any()):
+        return False
+    return bool(((a - b).abs() <= MASS_TOLERANCE * torch.maximum(a, b)).all())
+
+
+def _distance(mu: AnyMeasure, nu: AnyMeasure, plan: Plan, p: float) -> float:
+    gaps = mu.points[plan.source] - nu.points[plan.target]
+    # Powers of tiny or huge distances would leave the range of floats: measure in units of the largest one.
+    unit = float(gaps.abs().max())
+    if unit == 0:
+        return 0.0
+    lengths = torch.linalg.vector_norm(gaps / unit, dim=-1)
+    return unit * math.pow(float((plan.mass * lengths**p).sum()), 1 / p)
+
+
+def _conditional_plan(mu: PositionedMeasure, nu: PositionedMeasure, p: float) -> Plan:
+    places, masses = mu.position_marginal()
+    if len(places) == mu.size == nu.size:
+        # One atom at every position on both sides: each goes to the one that shares its position.
+        return Plan(mu.positions.argsort(), nu.positions.argsort(), masses)
+    parts: list[Plan] = []
+    for i, j, a, b, mass in _by_position(mu, nu):
+        inside = _plan(mu.points[i], nu.points[j], a, b, p)
+        parts.append(Plan(i[inside.source], j[inside.target], mass * inside.mass))
+    return Plan(*(torch.cat([getattr(part, name) for part in parts]) for name in ("source", "target", "mass")))
+
+
+def _by_position(mu: PositionedMeasure, nu: PositionedMeasure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """At every position: the atoms of μ and ν there, their weights normalised to one, and the mass of the position."""
+    places_mu, masses = mu.position_marginal()
+    places_nu, _ = nu.position_marginal()
+    for s, t, mass in zip(places_mu, places_nu, masses, strict=True):
+        i = ((mu.positions == s) & (mu.weights > 0)).nonzero()[:, 0]
+        j = ((nu.positions == t) & (nu.weights > 0)).nonzero()[:, 0]
+        a, b = mu.weights[i], nu.weights[j]
+        yield i, j, a / a.sum(), b / b.sum(), mass
+
+
+def _plan(x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: float) -> Plan:
+    """POT's plan between weighted points; atoms of weight zero take no part."""
+    i, j = a.nonzero()[:, 0], b.nonzero()[:, 0]
+    x, y, a, b = x[i], y[j], a[i], b[j]
+    if len(i) == 1 or len(j) == 1:
+        # All mass starts or ends in one place: there is only one plan.
+        return Plan(i.expand(max(len(i), len(j))), j.expand(max(len(i), len(j))), b if len(i) == 1 else a)
+    # One shift and one scale for both clouds change no plan, and keep the solver's numbers near one.
+    centre = (x.mean(0) + y.mean(0)) / 2
+    x, y = x - centre, y - centre
+    unit = max(float(x.abs().max()), float(y.abs().max())) or 1.0
+    masses_a, masses_b, total = _masses(a, b)
+    source, target, mass = _solve((x / unit).numpy(), (y / unit).numpy(), masses_a, masses_b, p)
+    used = mass > 0
+    source, target, mass = source[used], target[used], mass[used]
+    return Plan(i[torch.from_numpy(source)], j[torch.from_numpy(target)], torch.from_numpy(mass) / total)
+
+
+def _masses(a: Tensor, b: Tensor) -> tuple[Floats, Floats, float]:
+    """Masses of equal totals: integers when both clouds are uniform, so that sums of them carry no rounding."""
+    if bool((a == a[0]).all()) and bool((b == b[0]).all()):
+        common = math.gcd(len(a), len(b))
+        return np.full(len(a), len(b) / common), np.full(len(b), len(a) / common), len(a) * len(b) / common
+    return _to_total_one(a.numpy()), _to_total_one(b.numpy()), 1.0
+
+
+def _to_total_one(masses: Floats) -> Floats:
+    """The masses with the last digits of the largest one changed so that they add up to exactly 1 in floating point.
+
+    POT multiplies by the quotient of the totals; when that is not exactly 1, equal weights on both sides become unequal.
+    """
+    masses = masses.copy()
+    for _ in range(4):
+        masses[masses.argmax()] += 1 - masses.sum()
+    return masses
+
+
+def _solve(x: Floats, y: Floats, a: Floats, b: Floats, p: float) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
+    ot = _pot()
+    if x.shape[1] == 1:
+        plan = ot.emd_1d(x[:, 0], y[:, 0], a, b, metric="minkowski", p=p, dense=False)
+        return plan.row.astype(np.int64), plan.col.astype(np.int64), plan.data
+    if len(x) * len(y) > LAZY_ABOVE and p in (1, 2):
+        metric = "sqeuclidean" if p == 2 else "euclidean"
+        _, log = ot.lp.emd2_lazy(x, y, a, b, metric=metric, numItermax=_MOST_STEPS, log=True)
+        _refuse_unfinished(log)
+        plan = log["G"]
+        return plan.row.astype(np.int64), plan.col.astype(np.int64), plan.data
+    from scipy.spatial.distance import cdist
+
+    cost = cdist(x, y, "sqeuclidean") if p == 2 else cdist(x, y) ** p
+    dense, log = ot.emd(a, b, cost / (cost.max() or 1.0), numItermax=_MOST_STEPS, log=True)
+    _refuse_unfinished(log)
+    source, target = dense.nonzero()
+    return source.astype(np.int64), target.astype(np.int64), dense[source, target]
+
+
+def _refuse_unfinished(log: dict[str, object]) -> None:
+    if log["warning"] is not None:
+        raise ArithmeticError(f"the transport solver did not finish: {log['warning']}. Use fewer atoms.")
+
+
+def _pot() -> ModuleType:
+    try:
+        import ot  # type: ignore[import-untyped]  # POT ships no types
+    except ImportError:
+        raise ImportError("transport distances need POT: pip install 'lipscope[ot]'") from None
+    module: ModuleType = ot
+    return module
+
+
+def _check(mu: AnyMeasure, nu: AnyMeasure, p: float) -> None:
+    if type(mu) is not type(nu) or not isinstance(mu, Measure | PositionedMeasure):
+        raise TypeError(f"no distance between a {type(mu).__name__} and a {type(nu).__name__}")
+    if mu.dimension != nu.dimension:
+        raise ValueError(f"the measures have different dimensions, {mu.dimension} and {nu.dimension}")
+    if not 1 <= p < math.inf:
+        why = ": below 1 the cost is not a distance" if p < 1 else ""
+        raise ValueError(f"p must be at least 1 and finite, got {p}{why}")

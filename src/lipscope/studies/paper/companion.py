@@ -1,0 +1,35 @@
+"""The estimator of the paper's public companion scripts, kept only to be drawn beside the true σ.
+
+Those scripts take the first output of ``torch.func.jvp(f, (X,), (u,))``, which is f(X), where the tangent J·u was meant.
+Each step of their power iteration then maps u to Jᵀf(X), and the value they report converges to √‖Jᵀf(X)‖, which is not
+the local Lipschitz constant. Whether the published figures came from exactly that revision is unknown.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.measure.sigma import check_tokens, make_operator, working_dtype
+from lipscope.spectral.autodiff import TensorMap
+
+
+def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor:
+    """√‖Jᵀf(X)‖_F: what the companion scripts compute. **Not** the local Lipschitz constant.
+
+    Args:
+        map: an ``Attention`` layer (all of it, output bias included) or any torch callable.
+        X: tokens (n, d) or (B, n, d).
+
+    Returns:
+        A number for (n, d), a tensor (B,) for a batch.
+    """
+    tokens = check_tokens(X).to(working_dtype(map, X))
+    bare = X.ndim == 2
+    operator = make_operator(map, tokens, bare=bare)
+    layer = map.to(tokens.dtype, tokens.device) if isinstance(map, Attention) else map
+    with torch.no_grad():
+        f = layer(tokens[0])[None] if bare else layer(tokens)
+    value: Tensor = torch.linalg.vector_norm(operator.rmatvec(f.flatten(1)), dim=-1).sqrt()
+    return value.item() if bare else value

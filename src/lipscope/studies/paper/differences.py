@@ -1,0 +1,210 @@
+"""The kind of task that measures, one by one, what each difference from the published scripts does to the number.
+
+Every variant is measured on the same text as the reference: σ at scope ``attention``, the model's own mask, dropout off.
+What is listed is listed because it was seen in the scripts' public revision; whether the published figures came from
+exactly that revision is unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.measure.sigma import local_lipschitz
+from lipscope.models.anatomy import tokens_of
+from lipscope.models.capture import Recording
+from lipscope.models.model import Model
+from lipscope.models.scopes import scope_map, scope_tokens
+from lipscope.runs.kinds import COORDINATES, Text
+from lipscope.runs.plan import Block
+from lipscope.runs.registry import Pass, Row
+from lipscope.spectral.autodiff import TensorMap
+from lipscope.spectral.solvers import Auto
+from lipscope.studies.paper.companion import companion_estimator
+from lipscope.studies.paper.layers import chosen_layers, weights_of
+from lipscope.studies.paper.plain_torch import plain_forward, power_loop
+
+KIND = "lipscope.studies.paper.differences:Differences"
+ABSOLUTE_TOLERANCE = 1e-4
+DROPOUT = 0.1
+# Plain torch takes seconds per input: so many of them are enough for a ratio.
+_SLOW_INPUTS = 3
+
+VARIANTS = {
+    "primal": "the first output of torch.func.jvp, which is f(X), is taken for J·u, so √‖Jᵀf(X)‖ is reported",
+    "lost mask": "“masked” BERT is run without its mask",
+    "residual and LayerNorm": "BERT's residual connection and LayerNorm are inside the map that is measured",
+    "dropout": f"dropout ({DROPOUT:g}) stays on for random GPT-2; here each draw of what is dropped is held fixed",
+    "token types": "token_type_ids = 0 is passed to GPT-2, which adds the embedding of token 0 at every position",
+    "head slice": "rows of GPT-2's fused weights are sliced as heads, where heads are columns",
+    "absolute tolerance": f"power iteration stops when σ² changes by less than {ABSOLUTE_TOLERANCE:g}, however large it is",
+}
+
+
+class Differences(Text):
+    """σ with one difference at a time; options ``experiment`` and ``layers``."""
+
+    coordinates = (*COORDINATES, "variant")
+
+    def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
+        """A task per variant that means something for this model, at its middle layer."""
+        layer = chosen_layers(len(handle.layers), block.options["layers"])[-1]
+        settings = tuple(
+            {"layer": layer, "scope": "head" if name == "head slice" else "attention", "variant": name, "heads": None}
+            for name in VARIANTS
+            if _applies(name, handle, layer)
+        )
+        for one in super().expand(dataclasses.replace(block, layers=(layer,)), handle):
+            yield dataclasses.replace(one, settings=settings)
+
+    def measure(self, handle: Model, recorded: Recording, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+        """A row per input: σ as it is, and as the difference makes it."""
+        layer, variant, solver = task["layer"], task["variant"], Auto(**task["solver"])
+        right, wrong = _MEASURES[variant](_Here(handle, recorded, layer, payload["ids"], solver))
+        rows = []
+        for item, (reference, value) in enumerate(zip(right.tolist(), wrong.tolist(), strict=True)):
+            rows.append(
+                {"model": handle.name, "layer": layer, "head": 0 if variant == "head slice" else None,
+                 "scope": task["scope"], "mask": handle.layer(layer).mask, "n": task["n"],
+                 "input": payload["first"] + item, "document": None, "variant": variant, "reference": reference,
+                 "value": value, "experiment": task["options"]["experiment"], "notes": "; ".join(handle.notes)}
+            )  # fmt: skip
+        return rows
+
+
+def _applies(variant: str, handle: Model, layer: int) -> bool:
+    config: Any = getattr(handle.model, "config", None)
+    family, causal = getattr(config, "model_type", None), handle.layer(layer).causal
+    plain, bert, gpt2 = weights_of(handle, layer) is not None, family == "bert", family == "gpt2"
+    return {
+        "primal": True,
+        "lost mask": bert and causal,
+        "residual and LayerNorm": bert and not causal,
+        "dropout": gpt2 and plain,
+        "token types": gpt2,
+        "head slice": gpt2 and plain,
+        "absolute tolerance": plain and not (bert and causal),
+    }[variant]
+
+
+@dataclass(frozen=True, eq=False)
+class _Here:
+    """What every variant starts from."""
+
+    handle: Model
+    recorded: Recording
+    layer: int
+    ids: list[list[int]]
+    solver: Auto
+
+    def sigma(self, recording: Recording | None = None, scope: str = "attention") -> Tensor:
+        """Estimates of σ, one per input."""
+        values: Tensor = self.handle.solve(self.layer, recording or self.recorded, scope, solver=self.solver).estimate
+        return values
+
+    def tokens(self, recording: Recording | None = None) -> Tensor:
+        """What attention sees, (B, n, d)."""
+        return scope_tokens(self.handle.layer(self.layer), recording or self.recorded, "attention").contiguous()
+
+    def weights(self) -> Attention:
+        """The layer's weights under its mask."""
+        found = weights_of(self.handle, self.layer)
+        assert found is not None
+        return found
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _primal(here: _Here) -> Pair:
+    handle, where = here.handle, here.handle.layer(here.layer)
+    plain = handle.attention(here.layer, here.recorded)
+    map: Attention | TensorMap = plain or scope_map(handle.model, where, here.recorded, "attention", handle.layers)
+    values = companion_estimator(map, here.tokens())
+    assert isinstance(values, Tensor)
+    return here.sigma(), values
+
+
+def _lost_mask(here: _Here) -> Pair:
+    with _unmasked(here.handle):
+        bare = here.handle.record(here.handle.token_inputs(input_ids=torch.tensor(here.ids)))
+        return here.sigma(), here.sigma(bare)
+
+
+def _residual(here: _Here) -> Pair:
+    return here.sigma(), here.sigma(scope="attention+residual")
+
+
+def _dropout(here: _Here) -> Pair:
+    layer, wrong = here.weights(), []
+    for item, ids in enumerate(here.ids[:_SLOW_INPUTS]):
+        X = _tokens_under_dropout(here.handle, here.layer, ids, seed=item)
+        wrong.append(local_lipschitz(plain_forward(layer, dropout=DROPOUT, seed=item), X, solver=here.solver).estimate)
+    return here.sigma()[: len(wrong)], torch.tensor(wrong)
+
+
+def _token_types(here: _Here) -> Pair:
+    inputs = here.handle.token_inputs(input_ids=torch.tensor(here.ids))
+    shifted = here.handle.record(inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])})
+    return here.sigma(), here.sigma(shifted)
+
+
+def _head_slice(here: _Here) -> Pair:
+    layer, X = here.weights(), here.tokens()
+    right, dk = layer.head(0), layer.head_width
+    sliced = dataclasses.replace(
+        right, q=layer.q.mT[:dk].contiguous(), k=layer.k.mT[:dk].contiguous(), v=layer.v.mT[:dk].contiguous()
+    )
+    values = [local_lipschitz(one, X, solver=here.solver, certificate=False).estimate for one in (right, sliced)]
+    return values[0], values[1]
+
+
+def _tolerance(here: _Here) -> Pair:
+    function = plain_forward(here.weights())
+    wrong = [power_loop(function, X, atol=ABSOLUTE_TOLERANCE)[0] for X in here.tokens()[:_SLOW_INPUTS]]
+    return here.sigma()[: len(wrong)], torch.tensor(wrong)
+
+
+_MEASURES = {
+    "primal": _primal, "lost mask": _lost_mask, "residual and LayerNorm": _residual, "dropout": _dropout,
+    "token types": _token_types, "head slice": _head_slice, "absolute tolerance": _tolerance,
+}  # fmt: skip
+
+
+@contextmanager
+def _unmasked(handle: Model) -> Iterator[None]:
+    """BERT hides the future when its configuration says so; inside, it does not."""
+    config: Any = handle.model.config
+    config.is_decoder = False
+    try:
+        yield
+    finally:
+        config.is_decoder = True
+
+
+def _tokens_under_dropout(handle: Model, layer: int, ids: list[int], seed: int) -> Tensor:
+    """What attention sees when the model runs in training mode, on its own attention."""
+    seen: list[Tensor] = []
+
+    def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = tokens_of(args, kwargs)
+        assert tokens is not None
+        seen.append(tokens.detach())
+
+    hook = handle.layer(layer).host.register_forward_pre_hook(entering, with_kwargs=True)
+    try:
+        handle.model.train()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            handle.model(input_ids=torch.tensor([ids]), use_cache=False)
+    finally:
+        handle.model.eval()
+        hook.remove()
+    return seen[0][0]

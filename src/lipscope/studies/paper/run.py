@@ -1,0 +1,177 @@
+"""``reproduce``: measure every experiment of the paper that is not measured yet, and write figures, tables and pages.
+
+Rows are kept in ``RUN.db`` in the output directory; a run that is stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipscope.attention.layer import Attention
+from lipscope.models.corpora import read_text
+from lipscope.models.scopes import scope_tokens
+from lipscope.models.text import Chunker
+from lipscope.runs.engines import Engine
+from lipscope.runs.loading import forget_models, loaded_model
+from lipscope.runs.plan import ModelChoice
+from lipscope.runs.run import Progress, Summary, run_plan
+from lipscope.runs.store import Store
+from lipscope.runs.tasks import expand
+from lipscope.studies.paper import analysis
+from lipscope.studies.paper.analysis import Row
+from lipscope.studies.paper.cast import Cast, find_cast
+from lipscope.studies.paper.figure_data import figures
+from lipscope.studies.paper.figure_files import write_figure
+from lipscope.studies.paper.layers import chosen_layers, weights_of
+from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
+from lipscope.studies.paper.plain_torch import textbook_seconds
+from lipscope.studies.paper.plan import GROWTH, LONG, paper_plan, paper_text
+from lipscope.studies.paper.settings import FULL, Settings
+
+STORE = "RUN.db"
+_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What a run left behind.
+
+    Attributes:
+        directory: where everything is.
+        rows: what was measured.
+        cast: the models.
+        summary: what the sweep did.
+        files: the pages, tables and figures.
+        textbook: seconds that the textbook loop would need for the values of σ on real text, and how that was found.
+    """
+
+    directory: Path
+    rows: tuple[Row, ...]
+    cast: Cast
+    summary: Summary
+    files: tuple[Path, ...]
+    textbook: dict[str, Any]
+
+
+def reproduce(
+    out: str | os.PathLike[str],
+    settings: Settings = FULL,
+    *,
+    bert: str | None = None,
+    gpt2: str | None = None,
+    engine: Engine | None = None,
+    retry_failed: bool = False,
+    progress: Progress | None = None,
+    notice: Callable[[str], None] = lambda message: None,
+) -> Reproduction:
+    """Run the paper's experiments.
+
+    Args:
+        out: directory of the results; made when it does not exist.
+        settings: ``settings.FULL`` or ``settings.QUICK``, or your own.
+        bert: directory or hub name of the pretrained BERT; see ``cast.find_cast``.
+        gpt2: likewise for GPT-2.
+        engine: who computes; this process by default.
+        retry_failed: also measure tasks that failed before.
+        progress: called after every task.
+        notice: called with what the user should know: stand-ins, a damaged store.
+
+    Returns:
+        The rows and the files written.
+
+    Raises:
+        ImportError: when figures cannot be drawn; before anything is measured.
+    """
+    for name in ("matplotlib", "plotly"):
+        _require(name)
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    cast = find_cast(bert, gpt2)
+    for member in cast.members:
+        if member.stands_for and not member.masked:
+            notice(f"{member.name} stands in for {member.stands_for}, which is not on this machine")
+    expansion = expand(paper_plan(settings, cast))
+    if engine is not None:
+        forget_models()  # workers load their own
+    summary = run_plan(
+        expansion, directory / STORE, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice
+    )
+    with Store(directory / STORE) as store:
+        rows = store.rows()
+        seconds = store.seconds()
+    textbook = _textbook(rows, cast, settings, {job.model: job.fingerprint for job in expansion.jobs})
+    about = {"mode": settings.name, "measured_seconds": seconds, "threads": settings.threads, "text": paper_text(),
+             "textbook": textbook}  # fmt: skip
+    files = write_results(rows, cast, settings, about, directory)
+    return Reproduction(directory, tuple(rows), cast, summary, tuple(files), textbook)
+
+
+def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any], directory: Path) -> list[Path]:
+    """Figures, tables and pages from rows; nothing is measured.
+
+    Args:
+        rows: what a run measured.
+        cast: its models.
+        settings: its sizes.
+        about: mode, seconds, threads, text and the textbook's time.
+        directory: where to write.
+
+    Returns:
+        The files.
+    """
+    pictures = directory / "figures"
+    pictures.mkdir(exist_ok=True)
+    files, drawn = [], []
+    for figure in figures(rows, cast):
+        files += write_figure(figure, pictures)
+        drawn.append(figure.name)
+    table = exponent_table(analysis.fit_table(rows))
+    with (directory / "exponents.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([table.header, *table.rows])
+    found = findings_page(rows, cast, about, drawn)
+    reproduced = reproduction_page(rows, cast, settings, about)
+    for name, text in (
+        ("FINDINGS.md", found.to_markdown()),
+        ("findings.html", found.to_html(pictures)),
+        ("reproduction.md", reproduced.to_markdown()),
+    ):
+        (directory / name).write_text(text, encoding="utf-8")
+        files.append(directory / name)
+    return [*files, directory / "exponents.csv"]
+
+
+def _textbook(
+    rows: Sequence[Row], cast: Cast, settings: Settings, fingerprints: Mapping[ModelChoice, str]
+) -> dict[str, Any]:
+    """The textbook loop on one input each of the first models whose weights make plain attention."""
+    points = [(row["n"], row["width"]) for row in analysis.of(rows, GROWTH, LONG)]
+    samples: list[tuple[Attention, torch.Tensor]] = []
+    n = settings.lengths[len(settings.lengths) // 2]
+    for member in cast.members:
+        if len(samples) == _SAMPLES or member.masked:
+            continue
+        handle = loaded_model(member.choice, None, fingerprints.get(member.choice)).handle
+        layer = chosen_layers(len(handle.layers), "first and middle")[-1]
+        weights = weights_of(handle, layer)
+        if weights is None or weights.kv_heads != weights.heads:
+            continue
+        ids = Chunker(read_text(paper_text()), handle.tokenizer).chunks([n], 1)[n]
+        recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
+        samples.append((weights, scope_tokens(handle.layer(layer), recording, "attention")[0]))
+    if not samples or not points:
+        return {}
+    return textbook_seconds(samples, points) | {"points": len(points)}
+
+
+def _require(name: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(name) is None:
+        raise ImportError(f"figures need {name}: pip install 'lipscope[report]'")

@@ -1,0 +1,311 @@
+"""σ of every kind of attention on the same tokens: its value, its growth in n and in R, the worst found, and the bounds.
+
+Growth is the exponent of a power law fitted to σ over lengths (tokens of norm R) and over radii (n tokens, scaled). An input
+of n tokens begins one of more tokens, so values at two lengths are not independent: the interval of an exponent comes from
+the exponents of single inputs. The worst σ is searched by ascent over all tokens in the ball B_R; it lies between what was
+found and the least bound that holds on that ball.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.family import VARIANTS, family
+from lipscope.attention.layer import Attention
+from lipscope.attention.variants import Variant
+from lipscope.bounds import registry
+from lipscope.bounds.bound import Bound
+from lipscope.measure.sigma import check_tokens, local_lipschitz
+from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Solver
+from lipscope.studies.worst_case.ascent import maximise
+from lipscope.studies.worst_case.progress import Progress, reporting
+
+__all__ = ["Comparison", "Kind", "compare", "random_layer", "sphere_tokens"]
+
+LENGTHS = (8, 16, 32, 64, 128)
+SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """One kind of attention in a comparison.
+
+    Attributes:
+        name: its name in ``lipscope.attention.family.VARIANTS``.
+        sigma: σ at n tokens of radius R, one per input.
+        by_length: median σ by number of tokens.
+        by_radius: median σ by radius.
+        growth_n: power law in n, or None with fewer than three lengths. Its interval is for the mean exponent of inputs like
+            these; with a single input, for that input and by the scatter about its line.
+        growth_radius: power law in R, or None with fewer than three radii; its interval likewise.
+        worst: the largest σ found on the ball, or None when it was not searched.
+        bounds: upper bounds for all n tokens in the ball, least first.
+    """
+
+    name: str
+    sigma: SpectralNorm
+    by_length: dict[int, float]
+    by_radius: dict[float, float]
+    growth_n: GrowthFit | None
+    growth_radius: GrowthFit | None
+    worst: SpectralNorm | None
+    bounds: tuple[Bound, ...]
+
+    @property
+    def median(self) -> float:
+        """Median σ over the inputs."""
+        return float(self.sigma.estimate.quantile(0.5))
+
+    def to_row(self) -> dict[str, Any]:
+        """A plain dictionary: numbers and strings only."""
+        row: dict[str, Any] = {"attention": self.name, "sigma": self.median}
+        row |= {"lower": float(self.sigma.lower.min()), "upper": float(self.sigma.upper.max())}
+        for label, fit in (("n", self.growth_n), ("radius", self.growth_radius)):
+            numbers = (None,) * 3 if fit is None else (fit.alpha, fit.alpha_low, fit.alpha_high)
+            row |= dict(zip((f"growth_{label}", f"growth_{label}_low", f"growth_{label}_high"), numbers, strict=True))
+        row["worst_found"] = None if self.worst is None else float(self.worst.lower)
+        row["bound"] = self.bounds[0].value if self.bounds else None
+        row["bound_name"] = self.bounds[0].name if self.bounds else None
+        return row
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """All kinds, in the order they were asked for.
+
+    Attributes:
+        kinds: one entry per kind of attention.
+        n: number of tokens.
+        radius: R.
+        mask: the mask in words.
+        tokens: where the tokens come from, in words.
+        left_out: kinds that do not take this mask.
+        without: what the given layer has and all kinds go without, in words.
+    """
+
+    kinds: tuple[Kind, ...]
+    n: int
+    radius: float
+    mask: str
+    tokens: str
+    left_out: tuple[str, ...] = field(default=())
+    without: tuple[str, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Kind:
+        for kind in self.kinds:
+            if kind.name == name:
+                return kind
+        raise KeyError(f"no attention {name!r} in this comparison; there are: {', '.join(k.name for k in self.kinds)}")
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One row per kind."""
+        return [{**kind.to_row(), "n": self.n, "R": self.radius, "mask": self.mask} for kind in self.kinds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON: rows, curves, and all bounds."""
+        details = {
+            kind.name: {
+                "by_length": {str(n): value for n, value in kind.by_length.items()},
+                "by_radius": {f"{r:g}": value for r, value in kind.by_radius.items()},
+                "bounds": [bound.to_row() for bound in kind.bounds],
+            }
+            for kind in self.kinds
+        }
+        return {"n": self.n, "R": self.radius, "mask": self.mask, "tokens": self.tokens, "left_out": list(self.left_out),
+                "without": list(self.without), "rows": self.to_rows(), "details": details}  # fmt: skip
+
+
+def compare(
+    layer: Attention,
+    *,
+    n: int = 32,
+    radius: float | None = None,
+    tokens: Tensor | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    radii: Sequence[float] | None = None,
+    inputs: int = 4,
+    search: int = 60,
+    names: Sequence[str] = VARIANTS,
+    options: dict[str, dict[str, Any]] | None = None,
+    seed: int = 0,
+    solver: Solver | None = None,
+    progress: Progress | bool = False,
+) -> Comparison:
+    """Measure every kind of attention with the weights of ``layer`` on the same tokens.
+
+    Args:
+        layer: the weights and the mask; biases, rotary embeddings and other extras are left out.
+        n: number of tokens at which σ, the worst σ and the bounds are given.
+        radius: R, the norm of random tokens; √d by default. With ``tokens``, their largest norm.
+        tokens: instead of random tokens on the sphere, (B, m, d): every length takes the first tokens of each input, every
+            radius scales them. m must be at least n and every length.
+        lengths: numbers of tokens for the growth in n.
+        radii: radii for the growth in R; ¼, ½, 1, 2 and 4 times R by default.
+        inputs: random inputs per length.
+        search: most ascent steps for the worst σ on the ball; 0 for none.
+        names: kinds of attention, all by default.
+        options: parameters by kind, e.g. ``{"cosine": {"tau": 5.0}}``.
+        seed: seed of tokens and search.
+        solver: ``Auto()`` by default.
+        progress: True for a progress bar on standard error, or a function of (kinds done, kinds, what).
+
+    Returns:
+        A ``Comparison``.
+
+    Raises:
+        ValueError: when a number or a name does not fit.
+
+    Example:
+        >>> import lipscope
+        >>> layer = lipscope.studies.variants.random_layer(8, heads=2)
+        >>> found = lipscope.studies.variants.compare(layer, n=6, lengths=[4, 8, 16], inputs=2, search=0)
+        >>> all(kind.sigma.estimate.max() <= kind.bounds[0].value for kind in found.kinds if kind.bounds)
+        True
+    """
+    if search < 0:
+        raise ValueError(f"search must be at least 0, got {search}")
+    if n < 2 or inputs < 1:
+        raise ValueError(f"n must be at least 2 and inputs at least 1, got n = {n}, inputs = {inputs}")
+    for what, given in (("lengths", lengths), ("radii", radii or ())):
+        wrong = [value for value in given if not 0 < value < math.inf]
+        if wrong:
+            raise ValueError(f"{what} must be positive and finite, got {wrong[0]:g}")
+    layer = layer.to(torch.float64)
+    if tokens is not None:
+        tokens = check_tokens(tokens).double()
+        need = max([n, *lengths])
+        if tokens.shape[1] < need or tokens.shape[2] != layer.width:
+            raise ValueError(f"tokens must be at least {need} of width {layer.width}, got shape {tuple(tokens.shape)}")
+        size = float(tokens[:, :n].norm(dim=-1).max())
+        scale = 1.0 if radius is None else radius / size
+        tokens, radius = scale * tokens, scale * size
+    radius = math.sqrt(layer.width) if radius is None else radius
+    if not 0 < radius < math.inf:
+        raise ValueError(f"radius must be positive and finite, got {radius:g}")
+    chosen = tuple(share * radius for share in SHARES) if radii is None else tuple(sorted(radii))
+    draw = _Tokens(tokens, layer.width, inputs, seed)
+    members = family(layer, names, options)
+    if not members:
+        raise ValueError(
+            f"names must hold a kind of attention that takes mask {layer.mask}, got {', '.join(names) or 'none'}"
+        )
+    kinds = []
+    with reporting(progress) as report:
+        for done, (name, member) in enumerate(members.items()):
+            report(done, len(members), name)
+            kinds.append(_measure(name, member, draw, n, radius, lengths, chosen, search, seed, solver))
+        report(len(members), len(members), "done")
+    where = f"{inputs} random inputs on the sphere" if tokens is None else f"{len(tokens)} given inputs"
+    left_out = tuple(name for name in names if name not in members)
+    return Comparison(tuple(kinds), n, radius, str(layer.mask), where, left_out, extras(layer))
+
+
+def extras(layer: Attention) -> tuple[str, ...]:
+    """What a layer has that no kind takes over from it.
+
+    Example:
+        >>> import dataclasses
+        >>> layer = random_layer(4)
+        >>> extras(layer), extras(dataclasses.replace(layer, softcap=50.0))
+        ((), ('soft-cap',))
+    """
+    # A bias of zeros is what a model without one is read as.
+    biases = (layer.q_bias, layer.k_bias, layer.v_bias, layer.out_bias)
+    there = {
+        "biases": any(bias is not None and bool(bias.any()) for bias in biases),
+        "rotary embeddings": layer.rotary is not None,
+        "sinks": layer.sinks is not None,
+        "score bias": layer.bias is not None,
+        "soft-cap": layer.softcap is not None,
+    }
+    return tuple(name for name, found in there.items() if found)
+
+
+def random_layer(width: int = 16, *, heads: int = 2, mask: str | None = None, seed: int = 0) -> Attention:
+    """A layer with weights drawn from N(0, 1/d), as at initialisation, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> Tensor:
+        return torch.randn(width, width, generator=generator, dtype=torch.float64) / math.sqrt(width)
+
+    return Attention(draw(), draw(), draw(), draw(), heads, mask=mask)
+
+
+def sphere_tokens(n: int, width: int, radius: float, inputs: int, seed: int = 0) -> Tensor:
+    """Random tokens of norm R, (inputs, n, d), float64; shorter sequences are beginnings of longer ones."""
+    rows = []
+    for i in range(inputs):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + i)
+        # Token by token: torch draws other numbers for another n otherwise.
+        drawn = torch.stack([torch.randn(width, generator=generator, dtype=torch.float64) for _ in range(n)])
+        rows.append(radius * torch.nn.functional.normalize(drawn, dim=-1))
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The tokens of a comparison: given ones, or random ones."""
+
+    given: Tensor | None
+    width: int
+    inputs: int
+    seed: int
+
+    def at(self, n: int, radius: float, reference: float) -> Tensor:
+        """N tokens per input; ``radius``/``reference`` scales given ones."""
+        if self.given is None:
+            return sphere_tokens(n, self.width, radius, self.inputs, self.seed)
+        return self.given[:, :n] * (radius / reference)
+
+
+def _measure(
+    name: str, member: Attention | Variant, draw: _Tokens, n: int, radius: float, lengths: Sequence[int],
+    radii: Sequence[float], search: int, seed: int, solver: Solver | None,
+) -> Kind:  # fmt: skip
+    def sigma(m: int, R: float) -> SpectralNorm:
+        return local_lipschitz(member, draw.at(m, R, radius), solver=solver)
+
+    here = sigma(n, radius)
+    along_n = {m: here.estimate if m == n else sigma(m, radius).estimate for m in sorted(set(lengths))}
+    along_R = {R: here.estimate if radius == R else sigma(n, R).estimate for R in radii}
+    worst = None
+    if search:
+        starts = {"inputs": draw.at(n, radius, radius)[:2]}
+        if isinstance(member, Variant):
+            # Normalisations are steepest at the origin.
+            starts["small"] = 0.01 * starts["inputs"][:1]
+        worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts=starts, solver=solver).sigma
+    return Kind(
+        name=name, sigma=here,
+        by_length={m: float(values.quantile(0.5)) for m, values in along_n.items()},
+        by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
+        growth_n=growth(along_n), growth_radius=growth(along_R), worst=worst, bounds=set_bounds(member, radius, n),
+    )  # fmt: skip
+
+
+def set_bounds(layer: Attention | Variant, radius: float, n: int) -> tuple[Bound, ...]:
+    """Upper bounds for all inputs of n tokens in the ball, Frobenius norms, least first."""
+    found = []
+    for name, entry in registry.TABLE.items():
+        if entry.side == "upper" and entry.needs != "input" and registry.supports(name, layer):
+            bound = registry.evaluate(name, layer, radius=radius, n=n)
+            if bound.norm == "Frobenius" and bound.kind == "set" and math.isfinite(bound.value):
+                found.append(bound)
+    return tuple(sorted(found, key=lambda bound: bound.value))
+
+
+def growth(values: dict[Any, Tensor]) -> GrowthFit | None:
+    """The power law of σ at every n (or R), one value per input and always in the same order of inputs."""
+    if len(values) < 3 or not all(bool((v > 0).all()) for v in values.values()):
+        return None
+    x = [float(key) for key, v in values.items() for _ in v]
+    inputs = [i for v in values.values() for i in range(len(v))]
+    return fit_growth(x, [float(s) for v in values.values() for s in v], inputs=inputs if max(inputs) else None)

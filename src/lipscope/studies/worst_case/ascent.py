@@ -1,0 +1,249 @@
+"""Projected gradient ascent on σ: how large can the local Lipschitz constant of a layer become?
+
+All restarts move together. One step of one restart is
+
+    z⁺ = project( z + η·G + μ·(z − z⁻) ),     G_i = g_i/‖g_i‖,   g = ∂⟨u, J v⟩/∂z
+
+with the top singular pair (u, v) held fixed, then a few warm Golub–Kahan steps for the new pair. Every token moves by the
+same length, whatever its share of the gradient: the set is a product of balls, so this is still an ascent direction, and
+it is what brings tokens of small gradient to their place. A step is kept only when the Ritz value grows; it is a lower
+bound of σ, so σ at the end is at least what it was at the start, also where singular values cluster and ⟨u, dJ v⟩ is only
+a subgradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.norms import Normalisation
+from lipscope.attention.operators import AttentionOperator, VariantOperator
+from lipscope.attention.variants import Variant
+from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
+from lipscope.measure.sigma import local_lipschitz
+from lipscope.rounding import interval
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Auto, Solver
+from lipscope.studies.worst_case.constructions import Construction, check_length, construct
+from lipscope.studies.worst_case.domain import Domain, domain_of
+from lipscope.studies.worst_case.progress import Progress, reporting
+from lipscope.studies.worst_case.starts import Given, gather_starts
+from lipscope.studies.worst_case.warm import TopPair, cold_pair, warm_pair
+
+_FIRST_STEP, _GROW, _SHRINK, _LONGEST, _SHORTEST = 0.3, 1.2, 0.4, 4.0, 1e-9
+_MOMENTUM = 0.9
+_WARM_STEPS = 4
+_LOOK_AROUND = 25
+
+
+@dataclass(frozen=True, eq=False)
+class Ascent:
+    """What a search found.
+
+    Attributes:
+        tokens: the best input (n, d).
+        sigma: its σ, with the least upper end known, certified where that is less.
+        history: lower bounds of σ per step and restart, (steps + 1, restarts); constant once a restart has stopped.
+        labels: where each restart began.
+        starts: σ measured at the start of each restart, (restarts,).
+        ends: σ measured at its end.
+        best: the restart that won.
+        domain: the set in words.
+        inputs: the end of every restart, (restarts, n, d).
+        stopped: ``"converged"`` when every restart stood still before its steps were used up, else ``"steps"``.
+    """
+
+    tokens: Tensor
+    sigma: SpectralNorm
+    history: Tensor
+    labels: tuple[str, ...]
+    starts: Tensor
+    ends: Tensor
+    best: int
+    domain: str
+    inputs: Tensor
+    stopped: str
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per restart."""
+        return [
+            {"restart": i, "from": label, "start": float(self.starts[i]), "end": float(self.ends[i]), "best": i == self.best}
+            for i, label in enumerate(self.labels)
+        ]
+
+    def __str__(self) -> str:
+        s = self.sigma
+        return (
+            f"worst σ found on {self.domain}, n = {self.tokens.shape[0]}: σ ∈ {interval(s.lower, s.upper, 6)} "
+            f"({s.upper_kind}), from {self.labels[self.best]} (σ = {float(self.starts[self.best]):.6g}), "
+            f"{len(self.history) - 1} steps, {len(self.labels)} restarts, {self.stopped}"
+        )
+
+
+def maximise(
+    attention: Attention | Variant,
+    n: int,
+    *,
+    radius: float | None = None,
+    norm: Normalisation | None = None,
+    restarts: int = 16,
+    steps: int = 200,
+    seed: int = 0,
+    starts: Given = None,
+    built: tuple[Construction, ...] | None = None,
+    tolerance: float = 1e-4,
+    patience: int = 30,
+    solver: Solver | None = None,
+    dtype: torch.dtype = torch.float64,
+    progress: Progress | bool = False,
+) -> Ascent:
+    """Search for the input with the largest σ: sup of σ(X) over tokens in a set, from below.
+
+    Args:
+        attention: the layer, masked or not; for one head alone pass ``attention.head(h)``. For a ``Variant`` there are no
+            constructions but those of dot-product attention with the same weights, as starts.
+        n: number of tokens.
+        radius: R, for tokens of norm at most R.
+        norm: instead of a radius, a ``LayerNorm`` or ``RMSNorm``: tokens in its image.
+        restarts: number of starts: all constructions, all of ``starts``, and then noise at several radii and constructions
+            moved a little. More when the first two are more.
+        steps: most steps per restart.
+        seed: seed of the noise.
+        starts: inputs to start from, e.g. real activations, (n, d) or (B, n, d), or several such tensors by name; moved to
+            the nearest point of the set.
+        built: constructions to start from, when they are known already; all of them are built otherwise.
+        tolerance: a restart stops when σ has grown by less than this, relatively, over ``patience`` steps.
+        patience: see ``tolerance``.
+        solver: how the final values are measured; ``Auto()`` by default.
+        dtype: dtype of the search, float64 or float32; values are measured in float64.
+        progress: True for a progress bar on standard error, or a function of (steps done, steps, what).
+
+    Returns:
+        An ``Ascent``. Its σ is at least that of every start, as all of them are measured too.
+
+    Raises:
+        ValueError: when n < 2, the radius is not positive, or the starts do not fit.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> layer = lipscope.Attention(-W, W, W, scale=1.0)             # A = −I: tokens repel
+        >>> found = lipscope.studies.worst_case.maximise(layer, 4, radius=1.0, restarts=8, steps=50)
+        >>> built = lipscope.studies.worst_case.construct(layer, 4, radius=1.0)
+        >>> all(found.sigma.estimate >= c.sigma.estimate * (1 - 1e-9) for c in built)
+        True
+    """
+    domain = domain_of(radius, norm, attention.width)
+    plain = attention if isinstance(attention, Attention) else attention.plain
+    check_length(plain, n)
+    for name, value in (("restarts", restarts), ("steps", steps), ("patience", patience)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must lie strictly between 0 and 1, got {tolerance:g}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {dtype}")
+    built = construct(plain, n, radius=radius, norm=norm) if built is None else built
+    begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
+    search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
+    with reporting(progress) as report:
+        taken = search.run(steps, tolerance, patience, report)
+    precise = attention.to(torch.float64)
+    candidates = torch.cat([domain.tokens(begin.z), domain.tokens(search.z.double())])
+    measured = local_lipschitz(precise, candidates, solver=solver or Auto(), certificate=False).estimate
+    first, last = measured[: len(begin.z)], measured[len(begin.z) :]
+    winner = int(measured.argmax())
+    return Ascent(
+        tokens=candidates[winner],
+        sigma=local_lipschitz(precise, candidates[winner], solver=solver, certificate=isinstance(attention, Attention)),
+        history=torch.stack(search.history),
+        labels=begin.labels,
+        starts=first,
+        # A start whose σ the search underestimated counts as the end it might have been.
+        ends=torch.maximum(first, last),
+        best=winner % len(begin.z),
+        domain=str(domain),
+        inputs=domain.tokens(search.z.double()),
+        stopped="converged" if taken < steps or not search.active.numel() else "steps",
+    )
+
+
+class _Search:
+    """All restarts of one search, and which of them still move."""
+
+    def __init__(self, layer: Attention | Variant, domain: Domain, z: Tensor, seed: int) -> None:
+        self.layer, self.domain, self.z, self.seed = layer, domain, z, seed
+        self.gradient: Any = SigmaGradient(layer) if isinstance(layer, Attention) else VariantSigmaGradient(layer)
+        self.active = torch.arange(z.shape[0])
+        operator = self._at(z)
+        self.pair = cold_pair(operator, seed=seed)
+        self.direction = self._direction(operator, self.pair)
+        self.step = torch.full((z.shape[0],), _FIRST_STEP, dtype=torch.float64)
+        self.moved = torch.zeros_like(z)
+        self.history = [self.pair.theta.clone()]
+
+    def run(self, steps: int, tolerance: float, patience: int, report: Progress) -> int:
+        """Move until nothing moves any more, or the steps are used up; returns how many were taken."""
+        for step in range(1, steps + 1):
+            self._advance()
+            if step % _LOOK_AROUND == 0:
+                self._look_around(step)
+            self.history.append(self.pair.theta.clone())
+            self._retire(step, tolerance, patience)
+            report(step, steps, f"σ ≥ {float(self.pair.theta.max()):.4g}")
+            if not self.active.numel():
+                return step
+        return steps
+
+    def _advance(self) -> None:
+        """One trial per active restart, kept when it is better."""
+        now = self.active
+        move = (self.step[now] * self.domain.size).to(self.z)[:, None, None] * self.direction[now]
+        trial = self.domain.project(self.z[now] + move + _MOMENTUM * self.moved[now])
+        operator = self._at(trial)
+        pair = warm_pair(operator, self.pair.right[now], _WARM_STEPS)
+        better = pair.theta > self.pair.theta[now]
+        kept, items = better.nonzero()[:, 0], now[better]
+        self.moved[now] = 0.0
+        if kept.numel():
+            self.moved[items] = trial[kept] - self.z[items]
+            self.z[items] = trial[kept]
+            self._replace(items, pair.select(kept), operator if kept.numel() == now.numel() else operator.select(kept))
+        self.step[now] = torch.where(better, self.step[now] * _GROW, self.step[now] * _SHRINK).clamp(max=_LONGEST)
+
+    def _look_around(self, step: int) -> None:
+        """Warm starts follow one singular vector; a random start finds out whether another has overtaken it."""
+        now = self.active
+        operator = self._at(self.z[now])
+        fresh = cold_pair(operator, seed=self.seed + step)
+        better = (fresh.theta > self.pair.theta[now]).nonzero()[:, 0]
+        if better.numel():
+            self._replace(now[better], fresh.select(better), operator.select(better))
+
+    def _retire(self, step: int, tolerance: float, patience: int) -> None:
+        still = self.step[self.active] > _SHORTEST
+        if step >= patience:
+            before = self.history[step - patience][self.active]
+            still &= self.pair.theta[self.active] > before * (1 + tolerance)
+        self.active = self.active[still]
+
+    def _at(self, z: Tensor) -> AttentionOperator | VariantOperator:
+        X = self.domain.tokens(z)
+        if isinstance(self.layer, Variant):
+            return VariantOperator(self.layer, X)
+        return AttentionOperator(self.layer, X, tiled=False)
+
+    def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator | VariantOperator) -> None:
+        self.pair.theta[items], self.pair.left[items], self.pair.right[items] = pair.theta, pair.left, pair.right
+        self.direction[items] = self._direction(operator, pair)
+
+    def _direction(self, operator: AttentionOperator | VariantOperator, pair: TopPair) -> Tensor:
+        g = self.domain.pull_back(self.gradient(operator, pair.left, pair.right))
+        norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        # Tokens whose gradient is rounding stay where they are.
+        floor = 1e3 * torch.finfo(g.dtype).eps * norms.amax(1, keepdim=True)
+        return torch.where(norms > floor, g / norms.clamp_min(torch.finfo(g.dtype).tiny), torch.zeros_like(g))

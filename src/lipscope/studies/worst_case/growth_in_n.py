@@ -1,0 +1,220 @@
+"""How the worst σ grows with the number of tokens, beside what the theorems allow.
+
+At every length the constructions are built and, if asked for, ascent starts from them, from noise, and from the worst
+input of the length before with its tokens repeated. A power law c·n^α is fitted to the worst σ, with a bootstrap interval
+for α.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.norms import Normalisation
+from lipscope.bounds import registry
+from lipscope.measure.sigma import local_lipschitz
+from lipscope.rounding import round_down
+from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.spectral.result import SpectralNorm
+from lipscope.studies.worst_case.ascent import Ascent, maximise
+from lipscope.studies.worst_case.constructions import Construction, construct
+from lipscope.studies.worst_case.domain import domain_of
+from lipscope.studies.worst_case.progress import Progress, reporting
+
+Method: TypeAlias = Literal["construct", "ascend"]
+
+# n = 2 … 97 in steps of about √2.
+LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 97)
+# Relative difference below which two measured σ count as equal.
+_SAME = 1e-6
+UPPER = ("refined.unmasked", "refined.masked", "refined.visibility", "castin2024.general", "castin2024.meanfield")
+
+
+@dataclass(frozen=True, eq=False)
+class WorstInput:
+    """The worst input found at one length.
+
+    Attributes:
+        n: number of tokens.
+        tokens: the input (n, d).
+        sigma: its σ.
+        source: the construction, or ``"ascent"``.
+        built: every construction at this length.
+        ascent: the search, or None when there was none.
+        bounds: upper bounds by name, for tokens as long as the longest of the set.
+        given: σ at the user's own input of this length, or None.
+    """
+
+    n: int
+    tokens: Tensor
+    sigma: SpectralNorm
+    source: str
+    built: tuple[Construction, ...]
+    ascent: Ascent | None
+    bounds: dict[str, float]
+    given: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """Worst σ over lengths.
+
+    Attributes:
+        worst: the worst input at every length.
+        domain: the set in words.
+        radius: R of the bounds.
+        fits: power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths.
+    """
+
+    worst: tuple[WorstInput, ...]
+    domain: str
+    radius: float
+    fits: dict[str, GrowthFit]
+
+    @property
+    def fit(self) -> GrowthFit:
+        """The power law of the worst σ."""
+        if len(self.worst) < 3:
+            raise ValueError(f"a fit needs at least three lengths, this study has {len(self.worst)}")
+        if "worst" not in self.fits:
+            flat = [w.n for w in self.worst if float(w.sigma.estimate) <= 0]
+            raise ValueError(f"σ is 0 at n = {', '.join(map(str, flat))}, and no power law c·n^α passes through 0")
+        return self.fits["worst"]
+
+    def curves(self) -> dict[str, list[float]]:
+        """σ by length: the worst, ascent, the constructions, the user's inputs, and the upper bounds.
+
+        A construction in which another stands in (it has a note) is no curve of its own, and is left out.
+        """
+        lines: dict[str, list[float]] = {"worst": [float(w.sigma.estimate) for w in self.worst]}
+        for index, first in enumerate(self.worst[0].built):
+            if any(w.built[index].note for w in self.worst):
+                continue
+            lines[first.name] = [float(w.built[index].sigma.estimate) for w in self.worst]
+        if all(w.ascent is not None for w in self.worst):
+            lines["ascent"] = [float(w.ascent.sigma.estimate) for w in self.worst if w.ascent is not None]
+        if all(w.given is not None for w in self.worst):
+            lines["given"] = [w.given for w in self.worst if w.given is not None]
+        return lines | {name: [w.bounds[name] for w in self.worst] for name in self.worst[0].bounds}
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per length and source: σ as an interval, the prediction, and the least upper bound."""
+        rows = []
+        for w in self.worst:
+            least = min(w.bounds.values())
+            entries = [(c.name, c.sigma, c.predicted, c.note) for c in w.built]
+            entries += (
+                [] if w.ascent is None else [("ascent", w.ascent.sigma, None, f"from {w.ascent.labels[w.ascent.best]}")]
+            )
+            for name, s, predicted, note in entries:
+                rows.append(
+                    {"n": w.n, "source": name, "lower": float(s.lower), "estimate": float(s.estimate),
+                     "upper": float(s.upper), "upper_kind": str(s.upper_kind), "predicted": predicted,
+                     "bound": least, "worst": name == w.source, "note": note}
+                )  # fmt: skip
+        return rows
+
+
+def growth(
+    attention: Attention | Callable[[int], Attention],
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    radius: float | None = None,
+    norm: Normalisation | None = None,
+    method: Method = "construct",
+    head: int | None = None,
+    starts: Callable[[int], Tensor] | None = None,
+    restarts: int = 16,
+    steps: int = 200,
+    seed: int = 0,
+    progress: Progress | bool = False,
+) -> Growth:
+    """The worst σ found at every length, and its exponent.
+
+    Args:
+        attention: the layer, or a function that gives it for n tokens (when its mask or bias depends on n).
+        lengths: numbers of tokens, each at least 2.
+        radius: R, for tokens of norm at most R.
+        norm: instead of a radius, a ``LayerNorm`` or ``RMSNorm``: tokens in its image.
+        method: ``"construct"`` measures the constructions, ``"ascend"`` also climbs from them.
+        head: build the constructions from this head only.
+        starts: for ``"ascend"``, inputs (n, d) or (B, n, d) to start from as well, such as real activations.
+        restarts: see ``maximise``.
+        steps: see ``maximise``.
+        seed: see ``maximise``.
+        progress: True for a progress bar on standard error, or a function of (lengths done, lengths, what).
+
+    Returns:
+        A ``Growth``.
+
+    Raises:
+        ValueError: when a length is below 2, the method is unknown, or the set is not given.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> layer = lipscope.Attention(-3 * W, W, W, scale=1.0)
+        >>> study = lipscope.studies.worst_case.growth(layer, [16, 32, 64], radius=1.4)    # n ≪ e^{2γR²} ≈ 10⁵: √n
+        >>> 0.48 < study.fit.alpha < 0.53
+        True
+    """
+    if method not in ("construct", "ascend"):
+        raise ValueError(f"method must be 'construct' or 'ascend', got {method!r}")
+    if not lengths:
+        raise ValueError("lengths is empty: give numbers of tokens, each at least 2")
+    at = attention if callable(attention) and not isinstance(attention, Attention) else lambda n: attention
+    ordered = sorted(set(lengths))
+    worst: list[WorstInput] = []
+    with reporting(progress) as report:
+        for done, n in enumerate(ordered, start=1):
+            layer = at(n)
+            assert isinstance(layer, Attention)
+            given = None if starts is None else starts(n).double()
+            built = construct(layer, n, radius=radius, norm=norm, head=head)
+            ascent = None
+            if method == "ascend":
+                ascent = maximise(
+                    layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
+                    starts=_more_starts(given, worst[-1].tokens if worst else None, n),
+                )  # fmt: skip
+            worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
+            report(done, len(ordered), f"n = {n}: σ ≥ {round_down(worst[-1].sigma.lower)}")
+    domain = domain_of(radius, norm, layer.width)
+    found = Growth(tuple(worst), str(domain), domain.radius, {})
+    if len(ordered) < 3:
+        return found
+    curves = found.curves()
+    names = ["worst", *(c.name for c in worst[0].built if c.name in curves)]
+    fits = {name: fit_growth(ordered, curves[name]) for name in names if min(curves[name]) > 0}
+    return Growth(found.worst, found.domain, found.radius, fits)
+
+
+def _worst(
+    layer: Attention, n: int, built: tuple[Construction, ...], ascent: Ascent | None, R: float, given: Tensor | None
+) -> WorstInput:
+    largest = max(float(c.sigma.estimate) for c in built)
+    # Where the general pair stands in for another construction, the input is the pair's: of equals, the one without a note.
+    equals = [c for c in built if float(c.sigma.estimate) >= largest * (1 - _SAME)]
+    best = max(equals, key=lambda c: (not c.note, float(c.sigma.estimate)))
+    tokens, sigma, source = best.tokens, best.sigma, best.name
+    if ascent is not None and float(ascent.sigma.estimate) >= float(sigma.estimate):
+        tokens, sigma, source = ascent.tokens, ascent.sigma, "ascent"
+    bounds = {name: registry.evaluate(name, layer, radius=R, n=n).value for name in UPPER if registry.supports(name, layer)}
+    real = None
+    if given is not None:
+        batch = given if given.ndim == 3 else given[None]
+        real = float(local_lipschitz(layer.to(torch.float64), batch, certificate=False).estimate.max())
+    return WorstInput(n, tokens, sigma, source, built, ascent, bounds, real)
+
+
+def _more_starts(given: Tensor | None, previous: Tensor | None, n: int) -> dict[str, Tensor]:
+    """The user's inputs, and the worst input of a shorter length with its tokens repeated in turn."""
+    starts = {} if given is None else {"given": given}
+    if previous is not None:
+        starts["shorter"] = previous[torch.arange(n) % previous.shape[0]]
+    return starts

@@ -1,0 +1,306 @@
+"""Which tokens of a text, replaced by which others, make attention least smooth?
+
+σ of a layer depends on the token at position i through its embedding e_i, by way of all layers before. To first order,
+putting word w there changes σ by
+
+    ⟨∂σ/∂e_i, E_w − e_i⟩
+
+for the whole vocabulary at once, one product. A substitution is a large step and σ is curved, so the scores only choose
+candidates: each is measured exactly, and the best are kept, round by round, at most k tokens in all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.models.inputs import TokenArguments
+from lipscope.models.model import Model
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Auto
+from lipscope.studies.worst_case.model_gradient import embedding_gradient, embedding_table
+from lipscope.studies.worst_case.progress import Progress, reporting
+
+_BATCH = 32
+# Candidates are compared with one another: their upper ends do not matter.
+_RANKING = Auto(rtol=1e-4, interval=None)
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One replaced token.
+
+    Attributes:
+        position: where.
+        before: the token that was there, as text.
+        after: the token that is there now.
+        predicted: first-order change of σ.
+        sigma: σ measured after this and all earlier substitutions.
+    """
+
+    position: int
+    before: str
+    after: str
+    predicted: float
+    sigma: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured candidate.
+
+    Attributes:
+        round: from 0.
+        position: where.
+        word: id of the word put there.
+        before: σ without it.
+        predicted: first-order change of σ.
+        sigma: measured σ.
+    """
+
+    round: int
+    position: int
+    word: int
+    before: float
+    predicted: float
+    sigma: float
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAttack:
+    """The worst text found.
+
+    Attributes:
+        before: σ of the text as given, one item.
+        after: σ of the worst text.
+        substitutions: in the order in which they were made; empty when nothing raised σ.
+        before_text: the text as given.
+        after_text: the worst text.
+        before_ids: its token ids (n,).
+        after_ids: the new ones.
+        retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
+        tried: every measured candidate.
+    """
+
+    before: SpectralNorm
+    after: SpectralNorm
+    substitutions: tuple[Substitution, ...]
+    before_text: str
+    after_text: str
+    before_ids: Tensor
+    after_ids: Tensor
+    retokenises: bool | None
+    tried: tuple[Trial, ...]
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dictionary per substitution."""
+        return [{"round": i + 1, **vars(s)} for i, s in enumerate(self.substitutions)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Path:
+    ids: Tensor
+    sigma: float
+    made: tuple[Substitution, ...]
+
+
+def attack_tokens(
+    handle: Model,
+    text: str | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    layer: int,
+    head: int | None = None,
+    k: int = 1,
+    candidates: int = 64,
+    beam: int = 1,
+    progress: Progress | bool = False,
+) -> TokenAttack:
+    """Replace at most k tokens so that σ of a layer becomes as large as possible.
+
+    Args:
+        handle: a model from ``lipscope.load``.
+        text: the text, tokenised as the model expects; or
+        input_ids: token ids (n,).
+        layer: layer index; σ is that of scope ``attention``.
+        head: measure this head alone, before W_O.
+        k: most tokens to replace. Special tokens are neither replaced nor put in.
+        candidates: substitutions measured per round and path.
+        beam: paths kept from round to round; 1 is greedy.
+        progress: True for a progress bar on standard error, or a function of (rounds done, rounds, what).
+
+    Returns:
+        A ``TokenAttack``; every σ in it was measured, none is an extrapolation.
+
+    Raises:
+        ValueError: when the model has no tokens, the text is empty or too long, or nothing in it may be replaced.
+
+    Example:
+        >>> import torch, lipscope, transformers
+        >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        >>> config = transformers.BertConfig(vocab_size=20, max_position_embeddings=8, **sizes)
+        >>> model = lipscope.load(transformers.BertModel(config).eval())
+        >>> found = attack_tokens(model, input_ids=torch.tensor([5, 6, 7]), layer=0, k=1)
+        >>> bool(found.after.estimate[0] >= found.before.estimate[0])
+        True
+    """
+    for name, value in (("k", k), ("candidates", candidates), ("beam", beam)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    given: TokenArguments = {}
+    if text is not None:
+        given["text"] = text
+    if input_ids is not None:
+        given["input_ids"] = input_ids
+    inputs = handle.token_inputs(**given)
+    start = inputs["input_ids"]
+    if len(start) != 1:
+        raise ValueError(f"input_ids holds {len(start)} texts, but one is attacked at a time: pass ids of shape (n,)")
+    if head is not None:
+        handle.check_heads(layer, [head])
+    words = Vocabulary(handle)
+    if not bool(words.replaceable(start[0]).any()):
+        raise ValueError("the text holds special tokens only: there is nothing to replace")
+    before = _measure(handle, start, layer, head, Auto())
+    best = _Path(start[0], float(before.estimate.flatten()[0]), ())
+    paths = [best]
+    tried: list[Trial] = []
+    with reporting(progress) as report:
+        for number in range(k):
+            following: list[_Path] = []
+            for path in paths:
+                following += _successors(handle, path, words, layer, head, candidates, number, tried)
+            paths = _distinct(sorted(following, key=lambda path: -path.sigma))[:beam]
+            best = max(best, *paths[:1], key=lambda path: path.sigma) if paths else best
+            report(number + 1, k, f"σ = {best.sigma:.4g}")
+            if not paths:
+                break
+    after = before if best.ids.equal(start[0]) else _measure(handle, best.ids[None], layer, head, Auto())
+    old, new = words.write(start[0]), words.write(best.ids)
+    return TokenAttack(
+        before, after, best.made, old, new, start[0].cpu(), best.ids.cpu(), words.reads_back(new, best.ids), tuple(tried)
+    )
+
+
+def _successors(
+    handle: Model, path: _Path, words: Vocabulary, layer: int, head: int | None, candidates: int, number: int,
+    tried: list[Trial],
+) -> list[_Path]:  # fmt: skip
+    """Paths one substitution longer that raise σ, each measured."""
+    recording = handle.record(handle.token_inputs(input_ids=path.ids))
+    gradient = embedding_gradient(handle, recording, layer, head)
+    g, e = gradient.at_embeddings[0], gradient.embeddings[0]
+    scores = (g @ words.embeddings.mT - (g * e).sum(-1, keepdim=True)).double()
+    open_rows = words.replaceable(path.ids)
+    open_rows[[s.position for s in path.made]] = False
+    scores[~open_rows] = -torch.inf
+    scores[:, ~words.usable] = -torch.inf
+    scores[torch.arange(len(path.ids)), path.ids] = -torch.inf
+    chosen = _choose(scores, candidates)
+    batch = path.ids.repeat(len(chosen), 1)
+    for row, (i, w) in zip(batch, chosen, strict=True):
+        row[i] = w
+    sigmas = torch.cat([
+        _measure(handle, part, layer, head, _RANKING).estimate.flatten() for part in batch.split(_BATCH)
+    ]).tolist() if chosen else []  # fmt: skip
+    found = []
+    for ids, (i, w), sigma in zip(batch, chosen, sigmas, strict=True):
+        predicted = float(scores[i, w])
+        tried.append(Trial(number, i, w, path.sigma, predicted, sigma))
+        if sigma > path.sigma:
+            step = Substitution(i, words.write(path.ids[i : i + 1]), words.write(ids[i : i + 1]), predicted, sigma)
+            found.append(_Path(ids, sigma, (*path.made, step)))
+    return found
+
+
+def _choose(scores: Tensor, count: int) -> list[tuple[int, int]]:
+    """The best word of as many positions as half the count allows, then the best scores anywhere."""
+    n, V = scores.shape
+    tops = scores.max(-1)
+    rows = tops.values.argsort(descending=True)[: max(1, count // 2)].tolist()
+    chosen = dict.fromkeys((i, int(tops.indices[i])) for i in rows if bool(torch.isfinite(tops.values[i])))
+    flat = scores.flatten().topk(min(count, n * V))
+    for value, index in zip(flat.values.tolist(), flat.indices.tolist(), strict=True):
+        if len(chosen) >= count or value == -torch.inf:
+            break
+        chosen.setdefault((index // V, index % V))
+    return list(chosen)
+
+
+def _distinct(paths: Sequence[_Path]) -> list[_Path]:
+    """The same text reached in another order counts once."""
+    return list({tuple(path.ids.tolist()): path for path in reversed(paths)}.values())[::-1]
+
+
+def _measure(handle: Model, ids: Tensor, layer: int, head: int | None, solver: Auto) -> SpectralNorm:
+    recording = handle.record(handle.token_inputs(input_ids=ids))
+    scope, heads = ("attention", None) if head is None else ("head", [head])
+    return handle.solve(layer, recording, scope, heads=heads, solver=solver)
+
+
+class Vocabulary:
+    """The words a model knows: their names and embeddings, and which may be put into a text."""
+
+    def __init__(self, handle: Model) -> None:
+        self._handle, tokenizer = handle, handle.tokenizer
+        table = embedding_table(handle)
+        size = int(table.weight.shape[0])  # type: ignore[index]
+        device = handle.device
+        with torch.no_grad():
+            # Through the module, not its weight: some models scale what they look up.
+            self.embeddings: Tensor = table(torch.arange(size, device=device)[None])[0]
+        self.names = _names(tokenizer, size)
+        special = set(getattr(tokenizer, "all_special_ids", None) or [])
+        added = getattr(tokenizer, "get_added_vocab", None)
+        special |= set(added().values()) if added is not None else set()
+        config = getattr(handle.model, "config", None)
+        for field in ("pad", "bos", "eos", "cls", "sep", "mask", "unk"):
+            ids = getattr(config, f"{field}_token_id", None)
+            special |= set(ids if isinstance(ids, list) else [ids]) - {None}
+        usable = [i not in special and name is not None and not _UNUSED.fullmatch(name) for i, name in enumerate(self.names)]
+        self.usable = torch.tensor(usable, device=device)
+        self._special = torch.tensor(sorted(i for i in special if 0 <= i < size), dtype=torch.int64, device=device)
+
+    def replaceable(self, ids: Tensor) -> Tensor:
+        """True at positions that hold no special token."""
+        return ~torch.isin(ids, self._special)
+
+    def write(self, ids: Tensor) -> str:
+        """The ids as text."""
+        decode = getattr(self._handle.tokenizer, "decode", None)
+        if decode is not None:
+            return str(decode(ids.tolist()))
+        return (
+            "".join(self.names[i] or "" for i in ids.tolist()) if self._handle.tokenizer is not None else str(ids.tolist())
+        )
+
+    def reads_back(self, text: str, ids: Tensor) -> bool | None:
+        """Whether the tokenizer gives these ids for this text."""
+        if self._handle.tokenizer is None:
+            return None
+        plain = self._handle.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return bool(list(plain) == ids.tolist())
+
+
+_UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved[^>]*>")
+
+
+def _names(tokenizer: Any, size: int) -> list[str | None]:
+    """How the tokenizer writes each id; None for ids that it cannot write."""
+    if tokenizer is None:
+        return [str(i) for i in range(size)]
+    try:
+        return list(tokenizer.convert_ids_to_tokens(list(range(size))))
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError):
+        names: list[str | None] = []
+        for i in range(size):
+            try:
+                names.append(tokenizer.convert_ids_to_tokens([i])[0])
+            except (ValueError, IndexError, KeyError, TypeError, OverflowError):
+                names.append(None)
+        return names

@@ -1,0 +1,217 @@
+"""A lower bound of σ that costs nothing: the backward pass of training multiplies by Jᵀ anyway.
+
+With x the tokens that attention sees, y its output after W_O and g = dL/dy, the part of dL/dx that comes through attention
+is Jᵀg, hence
+
+    ‖Jᵀg‖ / ‖g‖ ≤ σ          (whole tensors: all tokens of one input; the largest over the inputs of the batch)
+
+J is block-diagonal over the batch, so every input gives a bound of its own. The ratio of a single token, ‖(Jᵀg)_i‖/‖g_i‖,
+is **not** a bound: other tokens send their gradient to i as well. What comes through attention alone is read at the query,
+key and value projections, whose inputs get a view of x each. The order in which gradients are added up stays the same, so
+training does too, to the last bit. With dropout the bound is for the map as this step ran it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_of
+from lipscope.models.capture import Recording, model_dtype, replay_until, replaying
+from lipscope.training.hooks import OwnHook
+
+
+@dataclass(eq=False)
+class _Passage:
+    """One forward pass through a layer: what its backward pass has brought so far."""
+
+    entries: int = 0
+    arrived: int = 0
+    gx: Tensor | None = None
+    gy: Tensor | None = None
+
+
+class LayerGain:
+    """Watches one layer: hooks on its projections and on W_O, and the largest gain since it was last asked.
+
+    Args:
+        index: index of the layer.
+        host: the module around projections and W_O; its call begins a passage.
+        entries: the modules that take x.
+        out: the module that gives y.
+        batch_dim: which dimension of the tokens is the batch.
+        failed: called with an error inside a hook, which must not reach the backward pass of training.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        host: nn.Module,
+        entries: Sequence[nn.Module],
+        out: nn.Module,
+        batch_dim: int,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.index, self.host, self.entries, self.out, self.batch_dim = index, host, list(entries), out, batch_dim
+        self.failed = failed
+        self.watching = True
+        self.views: list[Tensor] | None = None
+        self._passage: _Passage | None = None
+        self._largest: Tensor | None = None
+        self._hooks = [host.register_forward_pre_hook(OwnHook(host, self._begin))]
+        for entry in self.entries:
+            self._hooks.append(entry.register_forward_pre_hook(OwnHook(entry, self._enter), with_kwargs=True))
+        self._hooks.append(out.register_forward_hook(OwnHook(out, self._leave)))
+
+    def _begin(self, args: Any) -> None:
+        if self.watching:
+            self._passage = _Passage()
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        x, passage = tokens_of(args, kwargs), self._passage
+        if not self.watching or passage is None or x is None:
+            return None
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        view = x.view_as(x)
+        passage.entries += 1
+        if self.views is not None:
+            self.views.append(view)
+        view.register_hook(lambda g: self._take(passage, g))
+        replaced = tuple(view if value is x else value for value in args)
+        return replaced, {name: view if value is x else value for name, value in kwargs.items()}
+
+    def _leave(self, args: Any, output: Any) -> None:
+        y, passage = first_tensor(output), self._passage
+        if not self.watching:
+            return
+        self._passage = None
+        if y is not None and passage is not None and passage.entries == len(self.entries) and y.requires_grad:
+            y.register_hook(lambda g: self._open(passage, g))
+
+    def _open(self, passage: _Passage, g: Tensor) -> None:
+        """The gradient at y comes before those at the projections."""
+        if not self.watching:
+            return
+        passage.gy, passage.gx, passage.arrived = g.detach(), None, 0
+
+    def _take(self, passage: _Passage, g: Tensor) -> None:
+        if passage.gy is None or not self.watching:
+            return
+        try:
+            passage.gx = g.detach() if passage.gx is None else passage.gx + g.detach()
+            passage.arrived += 1
+            if passage.arrived == passage.entries:
+                gain = largest_gain(passage.gx, passage.gy, self.batch_dim)
+                self._largest = gain if self._largest is None else torch.maximum(self._largest, gain)
+                passage.gx = passage.gy = None
+        except Exception as error:
+            self.failed(error)
+
+    def collect(self) -> Tensor | None:
+        """The largest gain since the last call; None when no gradient came through."""
+        gain, self._largest = self._largest, None
+        return gain
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        self.watching = False
+        for hook in self._hooks:
+            hook.remove()
+
+
+def largest_gain(gx: Tensor, gy: Tensor, batch_dim: int = 0) -> Tensor:
+    """The largest ‖gx_b‖/‖gy_b‖ over the inputs b, each with all its tokens; 0 where no gradient comes.
+
+    Example:
+        >>> gy = torch.tensor([[[3.0, 4.0]], [[0.0, 1.0]]])
+        >>> float(largest_gain(torch.full_like(gy, 1.0), gy))
+        1.4142135623730951
+    """
+    # The squares of small gradients vanish in float32; Metal has nothing wider.
+    wide = torch.float32 if gx.device.type == "mps" else torch.float64
+    if gx.ndim == gy.ndim == 3 and gx.shape[batch_dim] == gy.shape[batch_dim]:
+        dims: tuple[int, ...] | None = (1, 2) if batch_dim == 0 else (0, 2)
+    else:
+        # Inputs laid end to end: all of them together.
+        dims = None
+    up, down = (torch.linalg.vector_norm(g, dim=dims, dtype=wide) for g in (gx, gy))
+    ratio = up / down
+    # An overflowed step (loss scaling) has no gradients to compare.
+    return torch.where(torch.isfinite(ratio), ratio, torch.zeros_like(ratio)).amax()
+
+
+@contextmanager
+def paused(gains: Sequence[LayerGain]) -> Iterator[None]:
+    """Inside, passes through the model are not training and are not watched."""
+    for gain in gains:
+        gain.watching = False
+    try:
+        yield
+    finally:
+        for gain in gains:
+            gain.watching = True
+
+
+def entry_modules(model: nn.Module, layer: Layer, recording: Recording) -> list[nn.Module]:
+    """The projections inside a layer's host that take its tokens: where a gradient leaves attention."""
+    if isinstance(layer.out, nn.MultiheadAttention):
+        return [layer.out]
+    call, found = recording.hosts[layer.index], list[nn.Module]()
+    x = call.tokens.clone()
+
+    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = tokens_of(args, kwargs)
+        if tokens is None or tokens.data_ptr() != x.data_ptr() or tokens.numel() != x.numel() or not is_linear(module):
+            return
+        # The parts of a composite linear map (a low-rank adapter, say) are not entries of their own.
+        if not any(module in set(outer.modules()) for outer in found):
+            found.append(module)
+
+    hooks = [part.register_forward_pre_hook(entering, with_kwargs=True) for part in layer.host.modules()]
+    try:
+        with replaying(model, recording.documents), torch.no_grad():
+            replay_until(call, x, Cut(layer.out, "output"))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def separable(model: nn.Module, layer: Layer, gain: LayerGain, recording: Recording) -> bool:
+    """Whether, in a backward pass through the whole block, the gradients at the entries add up to Jᵀ·dL/dy.
+
+    They do not when x reaches attention on another way, or when a projection feeds something else as well.
+    """
+    host, block = recording.hosts[layer.index], recording.blocks[layer.index]
+    outputs: list[Tensor] = []
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> None:
+        y = first_tensor(output)
+        outputs.extend([] if y is None else [y])
+
+    with replaying(model, recording.documents), torch.enable_grad():
+        hook = layer.out.register_forward_hook(leaving)
+        gain.views = []
+        try:
+            u = block.tokens.clone().requires_grad_(True)
+            result = first_tensor(block(u))
+        finally:
+            views, gain.views = gain.views, None
+            hook.remove()
+        if result is None or len(outputs) != 1 or len(views) != len(gain.entries):
+            return False
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(result)
+        *gx, gy = torch.autograd.grad((result * weights).sum(), [*views, *outputs], allow_unused=True)
+        if gy is None or any(part is None for part in gx):
+            return False
+        x = host.tokens.clone().requires_grad_(True)
+        (expected,) = torch.autograd.grad(replay_until(host, x, Cut(layer.out, "output")), x, gy)
+    total = sum(part.reshape(-1) for part in gx)
+    allowance = 4096 * torch.finfo(model_dtype(model)).eps * float(expected.abs().max())
+    return float((total - expected.reshape(-1)).abs().max()) <= allowance

@@ -1,0 +1,106 @@
+"""``LipschitzCallback`` for the Hugging Face ``Trainer``: σ in the Trainer's own logs, thresholds through its control.
+
+    Trainer(model, args, train_dataset=data, callbacks=[LipschitzCallback(every=100)])
+
+What is read goes through ``Trainer.log``, hence to TensorBoard, W&B, the progress bar and ``state.log_history`` alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lipscope.training.decisions import JointDecision
+from lipscope.training.monitor import Monitor
+from lipscope.training.readings import Record
+
+
+class LipschitzCallback(TrainerCallback):
+    """Measures σ every k optimiser steps of a ``Trainer``, and once when it only evaluates.
+
+    Args:
+        every: measure at the first step and at multiples of this.
+        **options: those of ``lipscope.training.Monitor``: ``probe``, ``heads``, ``layers``, ``thresholds``, …
+
+    Attributes:
+        monitor: the ``Monitor`` at work, once the Trainer has a model.
+        records: what was measured so far.
+
+    A threshold with action ``save`` asks the Trainer for a checkpoint, one with ``stop`` for the end of training. In a
+    distributed run the first process measures and decides for all, at multiples of ``every``.
+    """
+
+    def __init__(self, every: int = 100, **options: Any) -> None:
+        self._options = {"every": every, **options}
+        self.monitor: Monitor | None = None
+        self.records: list[Record] = []
+        self._decision = JointDecision()
+        self._training = False
+        self._watched: nn.Module | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Watch the model from the beginning, so that its first batch becomes the probe."""
+        self._watch(state, kwargs.get("model"))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Watch the model that is trained."""
+        self._training = True
+        self._watch(state, kwargs.get("model"))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After every optimiser step (not after every batch of an accumulated one)."""
+        every = int(self._options["every"])
+        record = None if self.monitor is None else self.monitor.step(step=state.global_step)
+        if record is not None and record.readings:
+            self._log(record, control)
+        save, stop = self._decision.take(record, joint=args.world_size > 1, due=state.global_step % every == 0)
+        control.should_save = control.should_save or save
+        control.should_training_stop = control.should_training_stop or stop
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Evaluation without training: one measurement on the first batch that was evaluated."""
+        if self._training or self.monitor is None:
+            return
+        record = self.monitor.measure(step=state.global_step)
+        if record.readings:
+            self._log(record, control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take the hooks off the model."""
+        self._training = False
+        if self.monitor is not None:
+            self.monitor.close()
+
+    def _watch(self, state: TrainerState, model: nn.Module | None) -> None:
+        if model is None or not state.is_world_process_zero:
+            return
+        # A second call of train() begins with new hooks; one that switched itself off stays off.
+        again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
+        if self._watched is not model or again:
+            if self.monitor is not None:
+                self.monitor.close()
+            self._watched = model
+            self.monitor = Monitor(model, **self._options)
+
+    def _log(self, record: Record, control: TrainerControl) -> None:
+        self.records.append(record)
+        trainer = _calling_trainer()
+        if trainer is not None:
+            # Logging takes the wish to log back; the Trainer's own row of this step is still to come.
+            wanted = control.should_log
+            trainer.log(record.scalars())
+            control.should_log = wanted
+
+
+def _calling_trainer() -> Trainer | None:
+    """The Trainer whose event this is: it hands its callbacks the model and the data, but not its loggers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back
+    return None

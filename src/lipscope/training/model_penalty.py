@@ -1,0 +1,180 @@
+"""Penalties over the attention layers of a model, inside a training loop.
+
+One pass in eval mode records the tokens that every attention layer sees. Then each layer is replayed at those tokens with
+its parameters in the graph: through the seam as queries, keys and values, from which the core is computed by operations with
+second derivatives; otherwise as the model's own eager attention. Tokens count as data, so a layer answers for its own
+weights only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.core import Linearisation, ungroup_queries
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Recording
+from lipscope.models.model import Model
+from lipscope.models.precision import double_throughout
+from lipscope.models.scopes import scope_tokens
+from lipscope.models.seam import CoreCall, observing_core, using_seam
+from lipscope.spectral.autodiff import differentiable_attention
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.training.penalties import SOLVER, evaluating, full_precision, jasmin, max_logit, sigma_of_map
+
+Kind: TypeAlias = Literal["spectral", "jasmin", "max-logit", "weights"]
+
+
+class _ReachedError(Exception):
+    """Stops a replay whose rest is not needed."""
+
+
+class ModelPenalty:
+    """A penalty over the attention layers of a model, differentiable in its weights.
+
+    ``penalty(input_ids=ids)`` returns a scalar to be added to the loss. A few short inputs are enough: cost grows with
+    inputs × n² × layers. It is computed in full precision,
+    also inside autocast. Training mode, gradients in flight and the random state are left as they were.
+
+    Args:
+        model: a Hugging Face model in float32 or float64 whose attention goes through the ``transformers`` interface.
+        kind: ``"spectral"`` (σ of scope attention), ``"jasmin"``, ``"max-logit"``, or ``"weights"`` (τ‖W_Q‖ + ‖W_K‖ +
+            ‖W_V‖, as norms of the maps from tokens to scaled queries, keys and values).
+        layers: layer indices, all by default.
+        k: for ``"jasmin"``, see ``jasmin``.
+        limit: for ``"max-logit"``, see ``max_logit``.
+        solver: for ``"spectral"`` and ``"weights"``; fewer ``max_steps`` are cheaper and give a lower bound of σ.
+
+    Attributes:
+        values: the penalty of every layer at the last call, as plain numbers.
+
+    Raises:
+        ValueError: when the kind is unknown, the model is in half precision, keeps its own attention or has trained
+            position biases or sinks (T5, gpt-oss), or none of its parameters requires gradients.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+        >>> penalty = ModelPenalty(model, "spectral")
+        >>> ids = torch.arange(6)[None]
+        >>> loss = model(input_ids=ids, labels=ids).loss + 0.1 * penalty(input_ids=ids)
+        >>> loss.backward()
+        >>> len(penalty.values), model.training
+        (2, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: Kind = "spectral",
+        *,
+        layers: Sequence[int] | None = None,
+        k: int = 0,
+        limit: float = 0.0,
+        solver: GolubKahan | None = None,
+    ) -> None:
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("no parameter of model requires gradients, so there is nothing to regularise")
+        narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
+        if narrow is not None:
+            raise ValueError(
+                f"model has {narrow} parameters; a penalty needs float32 or float64 (autocast the loss instead)"
+            )
+        self.kind, self.k, self.limit = kind, k, limit
+        self.solver = dataclasses.replace(solver or SOLVER, vectors=True)
+        self.values: list[float] = []
+        with evaluating(model):
+            self.handle = Model(model)
+        missing = [layer.name for layer in self.handle.layers if not layer.through_seam]
+        if missing:
+            raise ValueError(f"{missing[0]} keeps its own attention: a penalty needs the transformers attention interface")
+        self.layers = [self.handle.layer(i) for i in (range(len(self.handle.layers)) if layers is None else layers)]
+        with evaluating(model), full_precision(self.handle.device), torch.enable_grad():
+            self._try_layers()
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """The mean penalty over layers at these inputs (``input_ids``, ``attention_mask``, … as for the model)."""
+        with evaluating(self.handle.model), full_precision(self.handle.device):
+            with torch.no_grad():
+                recording = self.handle.record(inputs)
+            values = torch.stack([self._layer(layer, recording) for layer in self.layers])
+        self.values = values.detach().tolist()
+        return values.mean()
+
+    def _try_layers(self) -> None:
+        """Refuse now what every call would refuse: cores whose score terms are parameters."""
+        recording = self.handle.probe_recording
+        for layer in self.layers:
+            try:
+                self._core(layer, recording, scope_tokens(layer, recording, "attention").detach())
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"{layer.name} has trained position biases or sinks in its scores, which a penalty cannot "
+                    f"differentiate: {error}"
+                ) from error
+
+    def _layer(self, layer: Layer, recording: Recording) -> Tensor:
+        x = scope_tokens(layer, recording, "attention").detach()
+        if self.kind == "spectral":
+            return sigma_of_map(lambda t: self._attention(layer, recording, t), x, self.solver).mean()
+        if self.kind == "weights":
+            return self._weights(layer, recording, x)
+        call = self._core(layer, recording, x)
+        raw = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).mT
+        # Padded tokens are no queries of anybody.
+        real = None if recording.real is None else recording.real[:, None, :, None].to(raw.device)
+        if self.kind == "max-logit":
+            n, m = raw.shape[-2:]
+            # Masks of long inputs are rules: there is no matrix of them to look into.
+            visible = call.rule.visible(slice(0, n), slice(0, m), m, raw.device)
+            if real is not None:
+                visible = real if visible is None else visible & real
+            return max_logit(raw, visible, limit=self.limit)
+        P = call.rule.probabilities(raw)[0]
+        return jasmin(P if real is None else P.masked_fill(~real, 0.0), self.k)
+
+    def _weights(self, layer: Layer, recording: Recording, x: Tensor) -> Tensor:
+        """Norms of x ↦ τq, k, v. All inputs share the same matrices, so one is as good as all of them."""
+        first = x[:1]
+
+        def part(name: str) -> Tensor:
+            def function(t: Tensor) -> Tensor:
+                call = self._core(layer, recording, t.expand(x.shape[0], -1, -1).contiguous())
+                projected: Tensor = getattr(call, name)
+                return projected[:1].transpose(1, 2).flatten(2)
+
+            return sigma_of_map(function, first, self.solver).mean()
+
+        return part("q") + part("k") + part("v")
+
+    def _attention(self, layer: Layer, recording: Recording, x: Tensor) -> Tensor:
+        """The attention map of the layer with its parameters in the graph, (B, n, d)."""
+        call = self._core(layer, recording, x)
+        core = Linearisation.at(call.q, call.k, call.v, call.rule)
+        joined = ungroup_queries(core.o, call.q.shape[1]).transpose(1, 2).flatten(2).to(x)
+        output: Tensor = layer.out(joined)
+        output = output.reshape(*x.shape[:2], -1)
+        return output if recording.real is None else output * recording.real[..., None].to(output)
+
+    def _core(self, layer: Layer, recording: Recording, x: Tensor) -> CoreCall:
+        """What the attention core receives when the layer is replayed on tokens x, with the graph to its parameters."""
+        seen: list[CoreCall] = []
+
+        def observe(call: CoreCall) -> None:
+            seen.append(call)
+            raise _ReachedError
+
+        model = self.handle.model
+        with using_seam(model), differentiable_attention(), double_throughout(self.handle.dtype), observing_core(observe):
+            try:
+                recording.hosts[layer.index](x)
+            except _ReachedError:
+                return seen[0]
+        raise RuntimeError(f"the replay of layer {layer.index} never reached its attention core")

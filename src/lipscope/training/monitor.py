@@ -1,0 +1,306 @@
+"""``Monitor``: σ of every attention layer while a model trains, at a cost one does not notice.
+
+Every k steps σ is measured on a small probe batch, as an interval, together with the largest logit, the entropy and the
+attention on the first token. At every step the backward pass gives a lower bound for free. Training is not disturbed: its
+weights are the same bits with and without the monitor. Nor is it ever stopped by a mistake in here: the monitor switches
+itself off, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lipscope.models.inputs import probe_inputs as small_inputs
+from lipscope.models.model import Model
+from lipscope.models.refusals import backbone
+from lipscope.models.scopes import MODEL_SCOPES
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.training.backward_bound import LayerGain, entry_modules, paused, separable
+from lipscope.training.hooks import OwnHook
+from lipscope.training.probe import Probe
+from lipscope.training.readings import COLUMNS, Record
+from lipscope.training.thresholds import Guard, Threshold
+from lipscope.training.undisturbed import undisturbed
+from lipscope.training.watched_model import named_arguments, probe_inputs, unwrapped
+
+SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
+
+
+class ScalarWriter(Protocol):
+    """A TensorBoard ``SummaryWriter``, or anything that writes scalars like one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one number."""
+
+
+class Monitor:
+    """Watches σ of a model's attention layers while it trains.
+
+    Args:
+        model: the model, also compiled or data-parallel, or a module with a transformers model inside.
+        probe: the probe batch: the model's arguments, token ids (B, n), or embedded tokens (B, n, d). By default the
+            beginning of the first batch that the model sees.
+        every: measure at the first step and whenever the number of the step is a multiple of this.
+        heads: also measure every head.
+        layers: which layers, all by default.
+        scope: attention, norm+attention, attention+residual or block.
+        inputs: inputs of the probe batch to keep.
+        tokens: tokens of each to keep.
+        backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
+        thresholds: lines that must not be crossed, each with an action.
+        csv: a file that every measurement is appended to.
+        writer: a ``SummaryWriter`` that every measurement is written to.
+        part: ``"encoder"`` of an encoder–decoder model.
+        solver: accuracy of σ; by default 1 % with an interval of at most 25 %.
+
+    Attributes:
+        reason: why the monitor has switched itself off, or None.
+        notes: what it cannot do for this model.
+        closed: whether its hooks are off the model.
+
+    Example:
+        >>> import torch, lipscope
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        >>> monitor = lipscope.training.Monitor(layer, every=10)
+        >>> x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        >>> layer(x).square().sum().backward()
+        >>> record = monitor.step()
+        >>> reading = record.readings[0]
+        >>> reading.lower <= reading.estimate <= reading.upper, 0 < record.backward[0]
+        (True, True)
+        >>> monitor.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        probe: Any = None,
+        every: int = 100,
+        heads: bool = False,
+        layers: Sequence[int] | None = None,
+        scope: str = "attention",
+        inputs: int = 2,
+        tokens: int = 64,
+        backward: bool = True,
+        thresholds: Sequence[Threshold] = (),
+        csv: str | os.PathLike[str] | None = None,
+        writer: ScalarWriter | None = None,
+        part: str | None = None,
+        solver: GolubKahan | None = None,
+    ) -> None:
+        for name, value in (("every", every), ("inputs", inputs), ("tokens", tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
+        if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
+            raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
+        self.every, self.heads, self.layers, self.scope, self.inputs, self.tokens = (
+            every, heads, layers, scope, inputs, tokens)  # fmt: skip
+        self.part, self.writer, self.backward = part, writer, backward
+        self.solver = solver or GolubKahan(rtol=1e-2, interval=0.25)
+        self.csv = None if csv is None else _checked_csv(Path(csv))
+        self.reason: str | None = None
+        self.notes: list[str] = []
+        self.steps = 0
+        self.closed = False
+        self._guard = Guard(thresholds)
+        self._batch: Any = probe
+        self._handle: Model | None = None
+        self._probe: Probe | None = None
+        self._gains: list[LayerGain] = []
+        self._peak: dict[int, float] = {}
+        self._measured = False
+        self._capture: Any = None
+        try:
+            self.model, self._compiled = unwrapped(model)
+            self._prepare()
+            self._capture_first_batch()
+        except Exception as error:
+            self.model = model
+            self.switch_off(error)
+
+    def _prepare(self) -> None:
+        """Find the attention layers and put the hooks of the backward bound on."""
+        with undisturbed(self.model):
+            self._handle = Model(self.model, part=self.part)
+            chosen = self._handle.check_layers(self.layers, self.scope)
+            if self.backward and self._compiled:
+                self.notes.append("no backward bound: the model is compiled, and compiled code does not call hooks")
+            elif self.backward and self.scope != "attention":
+                # ‖Jᵀg‖/‖g‖ is read at attention itself, and says nothing about maps with a norm or a residual path.
+                self.notes.append(f"no backward bound: it is for scope attention, and σ is measured for scope {self.scope}")
+            elif self.backward:
+                self._watch_backward(self._handle, chosen)
+
+    def step(self, batch: Any = None, *, step: int | None = None) -> Record:
+        """Call it after every optimiser step.
+
+        Args:
+            batch: the batch of this step; it is only looked at when there is no probe batch yet.
+            step: number of the step; counted from 1 by default.
+
+        Returns:
+            The backward bounds of the step and, every k steps, the readings. Never raises.
+        """
+        self.steps = self.steps + 1 if step is None else step
+        return self._record(batch, measured=not self._measured or self.steps % self.every == 0)
+
+    def measure(self, batch: Any = None, *, step: int | None = None) -> Record:
+        """Measure now, in training or not; see ``step``."""
+        self.steps = self.steps if step is None else step
+        return self._record(batch, measured=True)
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        self.closed = True
+        for gain in self._gains:
+            gain.remove()
+        self._gains = []
+        if self._capture is not None:
+            self._capture.remove()
+            self._capture = None
+
+    def switch_off(self, error: Exception) -> None:
+        """Stop watching, once and for all, and say why."""
+        if self.reason is not None:
+            return
+        self.reason = " ".join(str(error).split()) or type(error).__name__
+        self.close()
+        _say(f"lipscope.training has switched itself off, training goes on without it: {self.reason}")
+
+    def _record(self, batch: Any, measured: bool) -> Record:
+        if self.reason is not None:
+            return Record(self.steps, scope=self.scope)
+        try:
+            backward = self._collect()
+            for layer, gain in backward.items():
+                self._peak[layer] = max(gain, self._peak.get(layer, 0.0))
+            record = Record(self.steps, backward=backward, backward_peak=dict(self._peak), scope=self.scope)
+            if measured:
+                record = Record(self.steps, self._readings(batch), backward, dict(self._peak), scope=self.scope)
+                self._measured, self._peak = True, {}
+            record = Record(**vars(record) | {"alarms": self._guard.check(record)})
+            for alarm in record.alarms:
+                _say(f"lipscope.training, step {self.steps}: {alarm.message}")
+            if measured:
+                self._write(record)
+            return record
+        except Exception as error:
+            self.switch_off(error)
+            return Record(self.steps, scope=self.scope)
+
+    def _readings(self, batch: Any) -> Any:
+        handle = self._handle
+        assert handle is not None
+        with undisturbed(self.model), paused(self._gains):
+            if self._probe is None:
+                given = self._batch if self._batch is not None else batch
+                if given is None:
+                    raise ValueError("there is no probe batch: the model has not run yet; give probe=… or step(batch)")
+                inputs = probe_inputs(handle, given, self.inputs, self.tokens)
+                layers = handle.check_layers(self.layers, self.scope)
+                self._probe = Probe(handle, inputs, layers=layers, heads=self.heads, scope=self.scope, solver=self.solver)
+                self._batch = None
+            self._follow_weights(handle)
+            return self._probe.measure()
+
+    def _follow_weights(self, handle: Model) -> None:
+        """Half-precision weights are measured in a float32 copy, which follows them."""
+        live = backbone(self.model, self.part)
+        if handle.model is live:
+            return
+        with torch.no_grad():
+            for tensors in (nn.Module.parameters, nn.Module.buffers):
+                for copied, current in zip(tensors(handle.model), tensors(live), strict=True):
+                    copied.copy_(current)
+
+    def _watch_backward(self, handle: Model, chosen: Sequence[int]) -> None:
+        live = backbone(self.model, self.part)
+        names = {module: name for name, module in handle.model.named_modules()}
+        recording = handle.record(small_inputs(handle.model))
+        without: list[int] = []
+        for layer in (handle.layers[i] for i in chosen):
+            shared = sum(other.host is layer.host for other in handle.layers) > 1
+            entries = [] if shared else entry_modules(handle.model, layer, recording)
+            if not entries:
+                without.append(layer.index)
+                continue
+            at = 0 if layer.batch_first else 1
+            trial = LayerGain(layer.index, layer.host, entries, layer.out, at, self.switch_off)
+            works = separable(handle.model, layer, trial, recording)
+            trial.remove()
+            if not works:
+                without.append(layer.index)
+                continue
+            host, out, *inside = (live.get_submodule(names[m]) for m in (layer.host, layer.out, *entries))
+            self._gains.append(LayerGain(layer.index, host, inside, out, at, self.switch_off))
+        if without:
+            self.notes.append(
+                f"no backward bound for layers {', '.join(map(str, without))}: what comes through attention cannot be told "
+                "from the rest of the gradient there"
+            )
+
+    def _collect(self) -> dict[int, float]:
+        found = {gain.index: value for gain in self._gains if (value := gain.collect()) is not None}
+        # One transfer from the device for all layers.
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+
+    def _capture_first_batch(self) -> None:
+        """Keep the inputs of the model's first call as the probe batch, unless one is given."""
+        if self._batch is None:
+            hook = OwnHook(self.model, self._keep_batch)
+            self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._capture is None:
+            return
+        self._capture.remove()
+        self._capture = None
+        try:
+            if self._probe is None:
+                self._batch = named_arguments(self.model, args, kwargs)
+        except Exception as error:
+            self.switch_off(error)
+
+    def _write(self, record: Record) -> None:
+        if self.writer is not None:
+            for tag, value in record.scalars().items():
+                self.writer.add_scalar(tag, value, record.step)
+        if self.csv is not None:
+            new = not self.csv.exists()
+            with self.csv.open("a", newline="", encoding="utf-8") as file:
+                rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                if new:
+                    rows.writeheader()
+                rows.writerows(record.rows())
+
+
+def _checked_csv(path: Path) -> Path:
+    """Measurements are appended, so that a resumed training goes on in the same file; other files are left alone."""
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            header = file.readline().strip()
+        if header != ",".join(COLUMNS):
+            raise ValueError(f"csv={str(path)!r} exists and is no file of this monitor: its first line is {header[:80]!r}")
+    elif not path.parent.is_dir():
+        raise ValueError(f"csv={str(path)!r} cannot be written: there is no directory {str(path.parent)!r}")
+    return path
+
+
+def _say(message: str) -> None:
+    """A warning, also where warnings are errors: training must not stop for it."""
+    try:
+        warnings.warn(message, UserWarning, stacklevel=4)
+    except UserWarning:
+        logging.getLogger("lipscope.training").warning(message)

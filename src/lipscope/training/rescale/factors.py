@@ -1,0 +1,133 @@
+"""How much the scores of a head must shrink: the largest γ ≤ 1 with which the target is met.
+
+The scores of a head are s_ij = γ·τ q_i·k_j + B_ij (bent by a soft-cap before B_ij, where there is one), so with
+r_ij = τ q_i·k_j the largest logit stays below t when γ r_ij ≤ c_ij for every visible pair, c_ij = t − B_ij: a closed form.
+σ is no simple function of γ (at γ = 0 every token attends evenly, and W_V alone counts), so its γ is found by search from 1
+downwards, and what was found is a value that was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.operators import HeadOperator
+from lipscope.models.seam import CoreCall
+from lipscope.spectral.solvers import Solver
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a head of a layer needs.
+
+    Attributes:
+        gamma: the factor of its scores, (H,); 0 where the target cannot be met.
+        lowest: the least value that was reached on the way, (H,).
+    """
+
+    gamma: Tensor
+    lowest: Tensor
+
+
+def raw_scores(call: CoreCall) -> tuple[Tensor, Tensor, Tensor]:
+    """τ q_i·k_j, the additive term and what is visible, all (B, H, n, n), of one call of the attention core."""
+    keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
+    raw = (call.q @ keys.mT).double()
+    additive = torch.zeros_like(raw) if call.rule.additive is None else call.rule.additive.to(raw).expand_as(raw)
+    n, m = raw.shape[-2:]
+    seen = call.rule.visible(slice(0, n), slice(0, m), m, raw.device)
+    visible = torch.ones_like(raw, dtype=torch.bool) if seen is None else seen.expand_as(raw)
+    return raw, additive, visible
+
+
+def largest_logits(call: CoreCall, gamma: Tensor | float = 1.0) -> Tensor:
+    """The largest visible logit of every head (H,) when its scores are multiplied by ``gamma``."""
+    raw, additive, visible = raw_scores(call)
+    factor = gamma[:, None, None].to(raw) if isinstance(gamma, Tensor) else gamma
+    return _logits(factor * raw, additive, visible, call.rule.softcap)
+
+
+def factors_for_logits(call: CoreCall, target: float) -> Factors:
+    """The largest γ ≤ 1 per head with which no visible logit exceeds ``target``."""
+    raw, additive, visible = raw_scores(call)
+    room = target - additive
+    if call.rule.softcap is not None:
+        bent = (room / call.rule.softcap).clamp(-1, 1)
+        room = call.rule.softcap * torch.atanh(bent)
+    limit = (room / raw).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    rising, falling = visible & (raw > 0), visible & (raw < 0)
+    most = limit.masked_fill(~rising, torch.inf).amin((0, 2, 3)).clamp(max=1.0)
+    least = limit.masked_fill(~falling, -torch.inf).amax((0, 2, 3))
+    even = (visible & (raw == 0) & (room < 0)).amax((0, 2, 3))
+    met = (most > 0) & (most >= least) & ~even
+    # Where no factor is enough: the least value over a range of factors, each of which can be had.
+    tried = [_logits(g * raw, additive, visible, call.rule.softcap) for g in (*_RANGE, 0.0)] if not bool(met.all()) else []
+    lowest = torch.stack(tried).amin(0) if tried else torch.full_like(most, target)
+    return Factors(torch.where(met, most, torch.zeros_like(most)), lowest)
+
+
+def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver) -> Factors:
+    """A γ ≤ 1 per head with which the upper end of σ stays below ``target`` at all inputs X (B, n, d).
+
+    From 1 downwards in steps of √2, then of 4 towards even attention (γ = 0); the first that is small enough, refined by
+    bisection towards its predecessor.
+    """
+    heads = layer.heads
+    lowest = torch.full((heads,), torch.inf, dtype=torch.float64)
+    good, bad = torch.zeros(heads, dtype=torch.float64), torch.ones(heads, dtype=torch.float64)
+    for gamma in _RANGE:
+        values = head_sigma(layer, X, torch.full((heads,), gamma), solver)
+        lowest = torch.minimum(lowest, values)
+        met, open_ = values <= target, good == 0
+        good = torch.where(open_ & met, torch.full_like(good, gamma), good)
+        bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
+        if bool((good > 0).all()):
+            break
+    if not bool((good > 0).all()):
+        # Below the range: only where even attention meets the target there is something to find.
+        even = head_sigma(layer, X, torch.zeros(heads), solver)
+        for gamma in _BELOW:
+            open_ = (good == 0) & (even <= target)
+            if not bool(open_.any()):
+                break
+            met = head_sigma(layer, X, torch.full((heads,), gamma), solver) <= target
+            good = torch.where(open_ & met, torch.full_like(good, gamma), good)
+            bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
+        lowest = torch.minimum(lowest, even)
+    searching = (good > 0) & (good < 1)
+    for _ in range(_BISECTIONS if bool(searching.any()) else 0):
+        middle = torch.where(searching, (good * bad).sqrt(), good.clamp_min(_RANGE[-1]))
+        met = head_sigma(layer, X, middle, solver) <= target
+        good = torch.where(searching & met, middle, good)
+        bad = torch.where(searching & ~met, middle, bad)
+    return Factors(good, lowest)
+
+
+def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Tensor:
+    """The upper end of σ of every head (H,) with its scores times ``gamma``, the largest over the inputs."""
+    operator = HeadOperator(with_scores_times(layer, gamma), X)
+    upper = solver.solve(operator).upper * (1 + operator.rounding)
+    return upper.reshape(X.shape[0], layer.heads).amax(0).cpu()
+
+
+def with_scores_times(layer: Attention, gamma: Tensor) -> Attention:
+    """The layer with the scores of head h multiplied by γ_h: its queries are."""
+    rows = gamma.to(layer.q).repeat_interleave(layer.head_width)
+    bias = None if layer.q_bias is None else layer.q_bias * rows
+    return dataclasses.replace(layer, q=layer.q * rows[:, None], q_bias=bias)
+
+
+def _logits(raw: Tensor, additive: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
+    scores = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    return (scores + additive).masked_fill(~visible, -torch.inf).amax((0, 2, 3))
+
+
+# Factors that are tried: 1, 1/√2, … 1/256.
+_RANGE = tuple(2.0 ** (-k / 2) for k in range(17))
+# And those that are tried when scores are so large that these are not small enough: 1/1024, 1/4096, … 2⁻⁶⁰.
+_BELOW = tuple(4.0**-k for k in range(5, 31))
+_BISECTIONS = 6

@@ -1,0 +1,314 @@
+"""``smooth``: rescale W_Q and W_K of single heads until their logits, or σ, stay below a target on a calibration text.
+
+Multiplying W_Q^h, b_Q^h, W_K^h and b_K^h by √γ multiplies the scores of head h by γ, whatever rotations come in between
+(QK-clip, Kimi Team, *Kimi K2: Open Agentic Intelligence*, 2025, arXiv:2507.20534, uses the step while training). Query heads
+that share a key head agree on its factor: the key takes √max γ, each query the rest. Layers are treated in order, each on
+what the smoothed ones before it put out, so that the target holds for all of them at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.layer import Attention
+from lipscope.models.affine import core_call, plain_attention
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Recording, model_dtype
+from lipscope.models.corpora import read_text
+from lipscope.models.inputs import check_length, require_tokenizer
+from lipscope.models.model import Model
+from lipscope.models.scopes import scope_tokens
+from lipscope.models.solve import jacobian, solve_heads, solve_scope
+from lipscope.models.text import Chunker, excerpt
+from lipscope.spectral.solvers import Auto, Solver
+from lipscope.training.rescale.factors import Factors, factors_for_logits, factors_for_sigma, largest_logits
+from lipscope.training.rescale.language_loss import language_loss, loss_kind
+from lipscope.training.rescale.loading import load_with_head
+from lipscope.training.rescale.projections import Rescaling, check_rescaled, find_rows
+from lipscope.training.rescale.report import HeadChange, Smoothing, Span
+
+METHODS, QUANTITIES = ("clip-qk",), ("max-logit", "sigma")
+
+
+def smooth(
+    model: str | os.PathLike[str] | nn.Module,
+    *,
+    target: float,
+    method: str = "clip-qk",
+    by: str = "max-logit",
+    text: str | os.PathLike[str] = "python-docs",
+    input_ids: Tensor | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    n: int = 128,
+    inputs: int = 4,
+    tokenizer: Any = None,
+    inplace: bool = False,
+    seed: int = 0,
+    solver: Solver | None = None,
+) -> Smoothing:
+    """Rescale queries and keys so that no head exceeds ``target`` on a calibration text.
+
+    Args:
+        model: a name, a directory, or a module in eval mode; a module is copied unless ``inplace``.
+        target: what no chosen head may exceed on the text.
+        method: ``clip-qk``, the only one so far.
+        by: ``max-logit``, the largest visible logit of a head, or ``sigma``, the upper end of σ of a head (scope head).
+        text: a name from ``lipscope corpora``, a file or a directory.
+        input_ids: calibration tokens (B, n) instead of a text.
+        layers: layers to rescale, all by default.
+        heads: heads of these layers, all by default.
+        n: tokens of one calibration input.
+        inputs: how many inputs are cut from the text.
+        tokenizer: replaces the model's own.
+        inplace: change the given module itself.
+        seed: where in the text the inputs lie.
+        solver: accuracy of σ.
+
+    Returns:
+        A ``Smoothing``: the rescaled model, what changed, and ``save``. Nothing is written.
+
+    Raises:
+        ValueError: when the target cannot be met (says how low the head gets), or the model's scores cannot be rescaled.
+
+    Example:
+        >>> import torch, transformers, lipscope
+        >>> config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16,
+        ...                                  initializer_range=2.0, bos_token_id=1, eos_token_id=2)
+        >>> _ = torch.manual_seed(0)
+        >>> report = lipscope.smooth(transformers.GPT2LMHeadModel(config).eval(), target=1.0,
+        ...                          input_ids=torch.arange(10)[None])
+        >>> all(change.logit_after <= 1.0 for change in report.heads)
+        True
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if by not in QUANTITIES:
+        raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
+    if not target < float("inf") or target != target:
+        raise ValueError(f"target must be a finite number, got {target}")
+    module, name, tokenizer, notes = _open(model, tokenizer, inplace)
+    handle = Model(module, tokenizer, name=name, notes=notes)
+    if input_ids is None:
+        ids, about = _calibration(handle, text, n, inputs, seed), f"{inputs} inputs of {n} tokens from {text}"
+    else:
+        ids = input_ids if input_ids.ndim == 2 else input_ids[None]
+        about = f"{ids.shape[0]} given inputs of {ids.shape[1]} tokens"
+    work = _Work(handle, module, ids, by, target, solver or Auto(rtol=1e-3, interval=0.05))
+    if work.kind == "causal" and work.ids.shape[1] < 2:
+        raise ValueError(
+            "inputs of 1 token have no next token, so the model has no loss on them: "
+            "give input_ids, or n, of at least 2 tokens"
+        )
+    return work.run(handle.check_layers(layers, "attention"), heads, method, about)
+
+
+class _Work:
+    """One run: what was measured before, the rescaling of layer after layer, what is measured after."""
+
+    def __init__(self, handle: Model, module: nn.Module, ids: Tensor, by: str, target: float, solver: Solver) -> None:
+        self.handle, self.module, self.by, self.target, self.solver = handle, module, by, target, solver
+        self.inputs = handle.token_inputs(input_ids=ids)
+        self.ids = self.inputs["input_ids"]
+        self.kind = loss_kind(module, handle.tokenizer)
+        self._descriptions: WeakKeyDictionary[Recording, dict[int, Attention | None]] = WeakKeyDictionary()
+
+    def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
+        handle = self.handle
+        chosen = {index: handle.check_heads(index, heads) for index in layers}
+        for index in layers:
+            self._refuse_unscalable(handle.layer(index))
+        before, loss_before = handle.record(self.inputs), self._loss()
+        found = self._measure(before, chosen)
+        gamma = {index: torch.ones(handle.layer(index).heads, dtype=torch.float64) for index in layers}
+        rescaling = Rescaling()
+        try:
+            for index in sorted(layers):
+                gamma[index] = self._rescale(handle.layer(index), chosen[index], rescaling)
+            after, loss_after = handle.record(self.inputs), self._loss()
+            reached = self._measure(after, chosen)
+        except BaseException:
+            # A module changed in place is given back as it was.
+            rescaling.undo()
+            raise
+        changes = [
+            HeadChange(index, h, None if h is None else float(gamma[index][h]), *_interleave(found[key], reached[key]))
+            for key in found
+            for index, h in [key]
+        ]
+        moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
+        return Smoothing(
+            model=self.module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=self.by, target=self.target,
+            heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
+            loss_before=loss_before, loss_after=loss_after, loss_kind=self.kind, hidden_change=moved, text=about,
+            notes=handle.notes,
+        )  # fmt: skip
+
+    def _rescale(self, layer: Layer, chosen: list[int], rescaling: Rescaling) -> Tensor:
+        """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
+        recording = self.handle.record(self.inputs)
+        plain = self._plain(layer, recording)
+        assert plain is not None
+        needed = self._factors(layer, recording)
+        gamma = torch.ones(layer.heads, dtype=torch.float64)
+        for h in chosen:
+            if not float(needed.gamma[h]) > 0:
+                raise ValueError(
+                    f"target {self.target:g} cannot be reached: {self.by} of layer {layer.index}, head {h} gets as low as "
+                    f"{float(needed.lowest[h]):.4g} on this text by rescaling W_Q and W_K, not lower. {_REST[self.by]}"
+                )
+            gamma[h] = float(needed.gamma[h])
+        if bool((gamma == 1).all()):
+            return gamma
+        rows = find_rows(layer, plain, lambda: self._plain(layer, self.handle.record(self.inputs)))
+        shrink = 1.0
+        for _ in range(_ATTEMPTS):
+            tried = torch.where(gamma < 1, gamma * shrink, gamma)
+            q, k = split_factors(tried, plain.kv_heads)
+            attempt = Rescaling()
+            for found, factors in zip(rows, (q, k), strict=True):
+                attempt.scale(found, factors.repeat_interleave(plain.head_width))
+            again = self.handle.record(self.inputs)
+            where = f"layer {layer.index} ({layer.name})"
+            check_rescaled(plain, self._plain(layer, again), q, k, where)
+            if self._meets(layer, again, chosen):
+                rescaling.absorb(attempt)
+                return tried
+            # Rounding of the rescaled weights: a little less, from the same weights.
+            attempt.undo()
+            shrink *= 1 - _MARGIN
+        raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
+
+    def _factors(self, layer: Layer, recording: Recording) -> Factors:
+        if self.by == "max-logit":
+            return factors_for_logits(self._call(layer, recording), self.target)
+        plain = self._plain(layer, recording)
+        assert plain is not None
+        tokens = scope_tokens(layer, recording, "head").contiguous()
+        return factors_for_sigma(plain, tokens, self.target, self.solver)
+
+    def _meets(self, layer: Layer, recording: Recording, chosen: list[int]) -> bool:
+        if self.by == "max-logit":
+            values = largest_logits(self._call(layer, recording))
+        else:
+            values = self._sigma_of_heads(layer, recording)[2].amax(0)
+        return bool((values[chosen] <= self.target).all())
+
+    def _plain(self, layer: Layer, recording: Recording) -> Attention | None:
+        """The layer with the weights it had when this was recorded; not from the handle, which takes weights for fixed."""
+        found = self._descriptions.setdefault(recording, {})
+        if layer.index not in found:
+            found[layer.index] = plain_attention(self.handle.model, layer, recording)
+        return found[layer.index]
+
+    def _call(self, layer: Layer, recording: Recording) -> Any:
+        host = recording.hosts[layer.index]
+        return core_call(self.handle.model, host, host.tokens, recording.documents)
+
+    def _sigma_of_heads(self, layer: Layer, recording: Recording) -> tuple[Tensor, Tensor, Tensor]:
+        """Lower end, estimate and upper end (B, H) of every head."""
+        plain = self._plain(layer, recording)
+        operator = jacobian(self.handle.model, self.handle.layers, layer, recording, "head", plain)
+        result = solve_heads(operator, layer, recording, self.solver, list(range(layer.heads)))
+        lower, estimate, upper = (v.reshape(-1, layer.heads).cpu() for v in (result.lower, result.estimate, result.upper))
+        return lower, estimate, upper
+
+    def _measure(
+        self, recording: Recording, chosen: dict[int, list[int]]
+    ) -> dict[tuple[int, int | None], tuple[float, Span]]:
+        """Largest logit and σ of every layer and of the chosen heads."""
+        found: dict[tuple[int, int | None], tuple[float, Span]] = {}
+        for index in chosen:
+            layer = self.handle.layer(index)
+            logits = largest_logits(self._call(layer, recording))
+            plain = self._plain(layer, recording)
+            operator = jacobian(self.handle.model, self.handle.layers, layer, recording, "attention", plain)
+            whole = solve_scope(operator, layer, recording, self.solver, "attention")
+            ends = [float(v.max()) for v in (whole.lower, whole.estimate, whole.upper)]
+            found[index, None] = float(logits.max()), Span(*ends)
+            parts = self._sigma_of_heads(layer, recording)
+            for h in chosen[index]:
+                found[index, h] = float(logits[h]), Span(*(float(part[:, h].max()) for part in parts))
+        return found
+
+    def _loss(self) -> float | None:
+        if self.kind is None:
+            return None
+        return language_loss(self.module, self.ids, self.kind, self.handle.tokenizer)
+
+    def _refuse_unscalable(self, layer: Layer) -> None:
+        """Refuse layers whose scores W_Q and W_K do not scale, each with its reason."""
+        label = f"layer {layer.index} ({layer.name})"
+        if sum(other.host is layer.host for other in self.handle.layers) > 1:
+            raise ValueError(f"{label} shares its weights with other layers, so they cannot be rescaled one by one")
+        if not layer.through_seam:
+            raise ValueError(f"{label} keeps its own attention and does not show its queries and keys: clip-qk needs them")
+        recording = self.handle.probe_recording
+        if self._plain(layer, recording) is not None:
+            return
+        norms = [name for name, part in layer.host.named_modules() if "norm" in type(part).__name__.lower()]
+        if norms:
+            raise ValueError(
+                f"{label} normalises its queries and keys ({', '.join(norms)}), so its scores do not change with the size "
+                "of W_Q and W_K: clip-qk does not apply. The gain of that normalisation bounds the scores already"
+            )
+        raise ValueError(f"{label}: its queries and keys are no affine maps of its tokens, so clip-qk does not apply")
+
+
+def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Factors of the queries (H,) and of the keys (Hkv,) that multiply the scores of head h by γ_h.
+
+    Example:
+        >>> split_factors(torch.tensor([0.25, 1.0]), 1)
+        (tensor([0.2500, 1.0000]), tensor([1.]))
+        >>> split_factors(torch.tensor([0.25, 1.0]), 2)
+        (tensor([0.5000, 1.0000]), tensor([0.5000, 1.0000]))
+    """
+    k = gamma.reshape(kv_heads, -1).amax(1).sqrt()
+    return gamma / k.repeat_interleave(gamma.shape[0] // kv_heads), k
+
+
+def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, Any, tuple[str, ...]]:
+    """The module that may be changed, its name, its tokenizer and remarks."""
+    if isinstance(model, Model):
+        raise TypeError(
+            "model must be a name, a directory or a module: smooth changes weights, and a loaded Model is shared"
+        )
+    if not isinstance(model, nn.Module):
+        loaded = load_with_head(os.fspath(model))
+        return loaded.model, loaded.name, tokenizer or loaded.tokenizer, loaded.notes
+    half = model_dtype(model) not in (torch.float32, torch.float64)
+    if half and inplace:
+        raise ValueError(
+            f"inplace=True needs weights in float32 or float64, got {model_dtype(model)}: rounding would undo it"
+        )
+    module = model if inplace else copy.deepcopy(model)
+    notes = (f"weights widened from {str(model_dtype(model))[6:]} to float32",) if half else ()
+    return module.float() if half else module, type(model).__name__, tokenizer, notes
+
+
+def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: int, seed: int) -> Tensor:
+    check_length(handle, n)
+    if inputs < 1:
+        raise ValueError(f"inputs must be at least 1, got {inputs}")
+    tokenizer = require_tokenizer(handle)
+    documents = excerpt(read_text(os.fspath(text)), max(1_000_000, 50 * n * inputs), seed)
+    return torch.tensor(Chunker(documents, tokenizer).chunks([n], inputs, seed)[n])
+
+
+def _interleave(before: tuple[float, Span], after: tuple[float, Span]) -> tuple[float, float, Span, Span]:
+    return before[0], after[0], before[1], after[1]
+
+
+_ATTEMPTS, _MARGIN = 8, 1e-5
+_REST = {
+    "max-logit": "What is left is the model's own position bias, which no factor of W_Q and W_K changes.",
+    "sigma": "What is left comes from W_V: even attention that is spread evenly passes its values on.",
+}

@@ -1,0 +1,130 @@
+"""Thresholds on what the monitor reads, and what happens when one is crossed: a warning, a checkpoint, or a stop.
+
+σ is an interval: it counts as above a threshold when its lower end is, and as below when its upper end is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lipscope.rounding import round_down, round_up
+from lipscope.training.readings import Reading, Record
+
+Action = Literal["warn", "save", "stop"]
+_QUANTITIES = ("sigma", "max_logit", "entropy", "sink_mass", "backward")
+_ACTIONS = ("warn", "save", "stop")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A line that a quantity must not cross.
+
+    Attributes:
+        quantity: ``sigma``, ``max_logit``, ``entropy``, ``sink_mass`` or ``backward`` (the free lower bound).
+        above: alarm when the quantity is larger than this.
+        below: alarm when it is smaller than this.
+        action: ``warn``, ``save`` (a checkpoint, and a warning) or ``stop`` (training, and a warning).
+        layers: layers it applies to, all by default.
+
+    Example:
+        >>> Threshold("max_logit", above=50.0, action="stop").describe()
+        'max_logit above 50'
+    """
+
+    quantity: str = "sigma"
+    above: float | None = None
+    below: float | None = None
+    action: Action = "warn"
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantity not in _QUANTITIES:
+            raise ValueError(f"quantity must be one of {', '.join(_QUANTITIES)}, got {self.quantity!r}")
+        if self.action not in _ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(_ACTIONS)}, got {self.action!r}")
+        if (self.above is None) == (self.below is None):
+            raise ValueError(f"a threshold on {self.quantity} needs exactly one of above and below")
+
+    def describe(self) -> str:
+        """The condition in words."""
+        return f"{self.quantity} above {self.above:g}" if self.above is not None else f"{self.quantity} below {self.below:g}"
+
+    def crossed(self, value: float) -> bool:
+        """Whether a value lies beyond the line."""
+        return value > self.above if self.above is not None else self.below is not None and value < self.below
+
+    def values(self, record: Record) -> list[tuple[int, int | None, float]]:
+        """(layer, head, value) of everything in the record that the threshold applies to."""
+        found: list[tuple[int, int | None, float]]
+        if self.quantity == "backward":
+            found = [(layer, None, gain) for layer, gain in record.backward.items()]
+        else:
+            found = [(r.layer, r.head, value) for r in record.readings if (value := self._value(r)) is not None]
+        return [entry for entry in found if self.layers is None or entry[0] in self.layers]
+
+    def _value(self, reading: Reading) -> float | None:
+        if self.quantity == "sigma":
+            return reading.lower if self.above is not None else reading.upper
+        value: float | None = getattr(reading, self.quantity)
+        return value
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A threshold that was crossed.
+
+    Attributes:
+        layer: index of the layer.
+        head: index of the head, or None.
+        value: what was read.
+        threshold: the line.
+    """
+
+    layer: int
+    head: int | None
+    value: float
+    threshold: Threshold
+
+    @property
+    def action(self) -> Action:
+        """What the threshold asks for."""
+        return self.threshold.action
+
+    @property
+    def message(self) -> str:
+        """One sentence."""
+        where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        bound = {"sigma": "σ is at least" if self.threshold.above is not None else "σ is at most"}
+        what = bound.get(self.threshold.quantity, f"{self.threshold.quantity} is")
+        value = f"{self.value:.4g}"
+        if self.threshold.quantity == "sigma" and self.threshold.above is None:
+            value = round_up(self.value)
+        elif self.threshold.quantity in ("sigma", "backward"):  # a lower end, a lower bound
+            value = round_down(self.value)
+        return f"{where}: {what} {value} ({self.threshold.describe()}: {self.action})"
+
+
+class Guard:
+    """Raises an alarm when a line is crossed, and again only after the quantity has come back."""
+
+    def __init__(self, thresholds: Sequence[Threshold]) -> None:
+        self.thresholds = tuple(thresholds)
+        for threshold in self.thresholds:
+            if not isinstance(threshold, Threshold):
+                raise TypeError(f"thresholds must be Threshold objects, got {type(threshold).__name__}")
+        self._beyond: set[tuple[int, int, int | None]] = set()
+
+    def check(self, record: Record) -> tuple[Alarm, ...]:
+        """The alarms that this record raises."""
+        alarms = []
+        for index, threshold in enumerate(self.thresholds):
+            for layer, head, value in threshold.values(record):
+                key = (index, layer, head)
+                if not threshold.crossed(value):
+                    self._beyond.discard(key)
+                elif key not in self._beyond:
+                    self._beyond.add(key)
+                    alarms.append(Alarm(layer, head, value, threshold))
+        return tuple(alarms)

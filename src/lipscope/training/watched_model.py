@@ -1,0 +1,133 @@
+"""Which module is watched, and on what: the model inside its wrappers, and the probe batch.
+
+Compiled, data-parallel and Lightning modules wrap the model. The probe batch is the beginning of a batch of training: its
+longest inputs, without padding, cut to a few tokens, so that one measurement costs less than one step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.inputs import accepts, position_limit
+from lipscope.models.model import Model
+from lipscope.models.refusals import check_ids
+
+# What belongs to a training step, not to the map from tokens to tokens.
+_NOT_INPUTS = ("labels", "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions",
+               "output_hidden_states", "num_items_in_batch", "logits_to_keep")  # fmt: skip
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The model inside compiled, data-parallel and other wrappers, and whether it is compiled."""
+    compiled = False
+    while True:
+        if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model, compiled = model._orig_mod, True  # type: ignore[assignment]
+        elif type(model).__name__ in _WRAPPERS and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]
+        elif not _is_pretrained(model) and (inner := _pretrained_inside(model)) is not None:
+            model = inner
+        else:
+            break
+    return model, compiled or any(module._compiled_call_impl is not None for module in model.modules())
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+
+
+def _pretrained_inside(model: nn.Module) -> nn.Module | None:
+    """The one outermost transformers model among the parts of a module (a LightningModule, say)."""
+    found: list[nn.Module] = []
+    for part in model.modules():
+        if _is_pretrained(part) and not any(part in set(outer.modules()) for outer in found):
+            found.append(part)
+    if len(found) > 1:
+        names = " and ".join(type(part).__name__ for part in found)
+        raise ValueError(f"{type(model).__name__} holds several transformers models ({names}): give the one to watch")
+    return found[0] if found else None
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the model's forward by name."""
+    names = list(inspect.signature(model.forward).parameters)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def probe_inputs(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str, Tensor]:
+    """The probe batch as the model's keyword arguments: ``inputs`` inputs of at most ``tokens`` tokens, none padded.
+
+    Args:
+        handle: the model.
+        batch: a mapping of arguments, or a tensor: token ids (B, n), or embedded tokens (B, n, d).
+        inputs: how many inputs to keep, those with most tokens first.
+        tokens: how many tokens of each to keep.
+
+    Raises:
+        ValueError: when there is nothing to probe with, it holds NaN, or its mask is more than one of padding.
+    """
+    given = _as_arguments(handle, batch)
+    for key, value in given.items():
+        if value.numel() == 0:
+            raise ValueError(f"the probe batch is empty: {key} has shape {tuple(value.shape)}")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the probe batch holds NaN or infinite values in {key}")
+    name = next((name for name in ("input_ids", "inputs_embeds") if name in given), None)
+    if name is None:
+        batched = "tokens" not in given or handle.layers[0].batch_first
+        return {key: value[:inputs] if batched else value[:tokens, :inputs] for key, value in given.items()}
+    if "input_ids" in given:
+        check_ids(given["input_ids"], handle.model)
+    B, n = given[name].shape[:2]
+    real = given.pop("attention_mask", None)
+    if real is not None and real.shape != (B, n):
+        # Dropping it would measure another map than the one that is trained.
+        raise ValueError(
+            f"the attention_mask of the probe batch has shape {tuple(real.shape)}; the probe takes masks of padding only, "
+            f"of shape ({B}, {n}): give probe=… with such a mask or without one"
+        )
+    real = torch.ones(B, n, dtype=torch.bool) if real is None else real.bool().cpu()
+    lengths = real.sum(-1)
+    if int(lengths.max()) == 0:
+        raise ValueError("the probe batch is padding only: attention_mask has no 1")
+    rows = [b for b in lengths.argsort(descending=True, stable=True).tolist() if int(lengths[b])][:inputs]
+    most = min(tokens, position_limit(handle.model) or tokens)
+    kept = min(most, *(int(lengths[b]) for b in rows)) if len(rows) > 1 else min(most, int(lengths[rows[0]]))
+    places = torch.stack([real[b].nonzero()[:kept, 0] for b in rows])
+    which = torch.tensor(rows)[:, None]
+    return {
+        key: value[which, places] if value.shape[:2] == (B, n) else value[rows] if value.shape[:1] == (B,) else value
+        for key, value in given.items()
+    }
+
+
+def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
+    if isinstance(batch, Mapping):
+        if hasattr(handle.model, "config"):
+            batch = {k: v for k, v in batch.items() if k not in _NOT_INPUTS and accepts(handle.model, k)}
+        given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        if batch.get("attention_mask") is not None and "attention_mask" not in given:
+            kind = type(batch["attention_mask"]).__name__
+            raise ValueError(f"the attention_mask of the probe batch must be a tensor (B, n), got {kind}")
+        if not hasattr(handle.model, "config"):
+            tokens = [value for value in given.values() if value.is_floating_point()]
+            given = {"tokens": tokens[0]} if tokens else {}
+    elif isinstance(batch, Tensor):
+        kind = "input_ids" if not batch.is_floating_point() else "inputs_embeds"
+        given = {kind if hasattr(handle.model, "config") else "tokens": batch}
+    else:
+        given = {}
+    if not given:
+        raise ValueError(
+            f"the probe batch must be a mapping of the model's arguments or a tensor of tokens, got {type(batch).__name__}"
+        )
+    # Copies in ordinary mode: tensors made for inference cannot take part in a derivative.
+    return {name: value.detach().clone().to(handle.device) for name, value in given.items()}
