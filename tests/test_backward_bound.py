@@ -36,7 +36,7 @@ def test_the_gain_is_a_lower_bound_of_sigma(family):
     assert monitor.reason is None
     for seed in range(4):
         backward(model, ids, seed)
-        gains = monitor._collect()
+        gains = monitor.backward_gains()
         assert set(gains) == {0, 1}, monitor.notes
         for layer, gain in gains.items():
             # The oracle does without casts to float32, the model itself casts in places: hence not the last digits.
@@ -56,7 +56,7 @@ def test_the_gain_is_exactly_that_of_the_cotangent():
     hook.remove()
     g = seen[0].flatten(1)
     ratios = torch.einsum("bmn,bm->bn", J, g).norm(dim=1) / g.norm(dim=1)
-    assert monitor._collect()[1] == pytest.approx(float(ratios.max()), rel=1e-6)
+    assert monitor.backward_gains()[1] == pytest.approx(float(ratios.max()), rel=1e-6)
 
 
 def test_the_ratio_of_single_tokens_is_not_a_bound():

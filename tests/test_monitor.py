@@ -17,8 +17,8 @@ from torch import nn
 import lipscope
 from dense_oracle import Oracle
 from lipscope.training import Monitor, Threshold
+from lipscope.training.attach import undisturbed
 from lipscope.training.readings import COLUMNS
-from lipscope.training.undisturbed import undisturbed
 from model_families import FAMILIES, enlarge
 
 GPT2 = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
@@ -148,7 +148,7 @@ def test_readings_follow_the_weights_and_start_warm():
     model = gpt2()
     monitor = Monitor(model, every=1, tokens=12)
     train(model, monitor, steps=3)
-    ids = monitor._probe.inputs["input_ids"]
+    ids = monitor.probe_batch["input_ids"]
     record = monitor.measure()
     expected = lipscope.load(model.eval()).measure(input_ids=ids).rows
     for reading in record.readings:
@@ -166,7 +166,7 @@ def test_half_precision_weights_are_followed_in_a_copy():
     assert first.backward
     wide = gpt2().bfloat16()
     wide.load_state_dict(model.state_dict())
-    exact = lipscope.load(wide.float().eval()).measure(input_ids=monitor._probe.inputs["input_ids"]).rows
+    exact = lipscope.load(wide.float().eval()).measure(input_ids=monitor.probe_batch["input_ids"]).rows
     for reading in first.readings:
         assert reading.estimate == pytest.approx(max(r["estimate"] for r in exact if r["layer"] == reading.layer), rel=2e-2)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
@@ -268,7 +268,7 @@ def test_padding_is_left_out_of_the_probe():
     monitor = Monitor(gpt2(), inputs=2)
     monitor.step({"input_ids": ids, "attention_mask": mask, "labels": ids})
     assert monitor.reason is None
-    assert torch.equal(monitor._probe.inputs["input_ids"], torch.stack([ids[1, :5], ids[0, 3:]]))
+    assert torch.equal(monitor.probe_batch["input_ids"], torch.stack([ids[1, :5], ids[0, 3:]]))
 
 
 def test_modes_buffers_and_random_states_come_back():
@@ -328,7 +328,6 @@ def saved_and_loaded(model: nn.Module, path) -> nn.Module:
 def test_a_copy_of_the_model_is_not_watched(build, how, tmp_path):
     model = build().eval()
     monitor = Monitor(model)
-    assert monitor._gains
     other = copy.deepcopy(model) if how == "copied" else pickle.loads(pickle.dumps(model))
     if how.startswith("saved"):
         other = saved_and_loaded(model, tmp_path / "model.pt")
@@ -338,8 +337,8 @@ def test_a_copy_of_the_model_is_not_watched(build, how, tmp_path):
     for module, watched in ((other, False), (model, True)):
         output = module(batch)
         (output.logits if build is gpt2 else output).square().sum().backward()
-        assert bool(monitor._collect()) == watched
-        assert (monitor._batch is not None) == watched
+        assert bool(monitor.backward_gains()) == watched
+        assert (monitor.probe_batch is not None) == watched
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
     monitor.close()
@@ -380,7 +379,7 @@ def test_thresholds_warn_save_and_stop_once_per_crossing():
 
 
 def test_thresholds_use_the_safe_end_of_the_interval():
-    from lipscope.training import Reading, Record
+    from lipscope.training.readings import Reading, Record
 
     record = Record(1, (Reading(0, None, 1.0, 1.1, 1.2, 1e-6, None, None, None, 3),))
     assert Threshold(above=0.9).values(record) == [(0, None, 1.0)]

@@ -1,15 +1,8 @@
 from .huggingface import LipschitzCallback as LipschitzCallback
 from .model_penalty import ModelPenalty as ModelPenalty
 from .monitor import Monitor as Monitor
-from .penalties import g_k as g_k
-from .penalties import jasmin as jasmin
 from .penalties import jasmin_penalty as jasmin_penalty
-from .penalties import matrix_norm as matrix_norm
-from .penalties import max_logit as max_logit
 from .penalties import max_logit_penalty as max_logit_penalty
 from .penalties import spectral_penalty as spectral_penalty
 from .penalties import weight_penalty as weight_penalty
-from .readings import Reading as Reading
-from .readings import Record as Record
-from .thresholds import Alarm as Alarm
 from .thresholds import Threshold as Threshold

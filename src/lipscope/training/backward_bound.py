@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_of
 from lipscope.models.capture import Recording, model_dtype, replay_until, replaying
-from lipscope.training.hooks import OwnHook
+from lipscope.training.attach import OwnHook
 
 
 @dataclass(eq=False)

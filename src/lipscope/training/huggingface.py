@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lipscope.training.decisions import JointDecision
 from lipscope.training.monitor import Monitor
 from lipscope.training.readings import Record
+from lipscope.training.thresholds import JointDecision
 
 
 class LipschitzCallback(TrainerCallback):

@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope.training.decisions import JointDecision
 from lipscope.training.monitor import Monitor
 from lipscope.training.readings import Record
+from lipscope.training.thresholds import JointDecision
 
 try:
     from lightning.pytorch import Callback

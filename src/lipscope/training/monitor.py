@@ -19,18 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lipscope.models.inputs import probe_inputs as small_inputs
+from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.refusals import backbone
 from lipscope.models.scopes import MODEL_SCOPES
 from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.backward_bound import LayerGain, entry_modules, paused, separable
-from lipscope.training.hooks import OwnHook
 from lipscope.training.probe import Probe
 from lipscope.training.readings import COLUMNS, Record
 from lipscope.training.thresholds import Guard, Threshold
-from lipscope.training.undisturbed import undisturbed
-from lipscope.training.watched_model import named_arguments, probe_inputs, unwrapped
 
 SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
 
@@ -105,9 +103,8 @@ class Monitor:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
         if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
             raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
-        self.every, self.heads, self.layers, self.scope, self.inputs, self.tokens = (
-            every, heads, layers, scope, inputs, tokens)  # fmt: skip
-        self.part, self.writer, self.backward = part, writer, backward
+        self.every, self.heads, self.layers, self.scope = every, heads, layers, scope
+        self.inputs, self.tokens, self.part, self.writer, self.backward = inputs, tokens, part, writer, backward
         self.solver = solver or GolubKahan(rtol=1e-2, interval=0.25)
         self.csv = None if csv is None else _checked_csv(Path(csv))
         self.reason: str | None = None
@@ -161,6 +158,17 @@ class Monitor:
         self.steps = self.steps if step is None else step
         return self._record(batch, measured=True)
 
+    def backward_gains(self) -> dict[int, float]:
+        """By layer, the largest ‖dL/dx‖/‖dL/dy‖ of the backward passes since this was last asked; see ``backward_bound``."""
+        found = {gain.index: value for gain in self._gains if (value := gain.collect()) is not None}
+        # One transfer from the device for all layers.
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+
+    @property
+    def probe_batch(self) -> Any:
+        """What σ is measured on: the batch as it came, and cut to the probe's size once measured; None before it came."""
+        return self._batch if self._probe is None else self._probe.inputs
+
     def close(self) -> None:
         """Take all hooks off the model."""
         self.closed = True
@@ -183,7 +191,7 @@ class Monitor:
         if self.reason is not None:
             return Record(self.steps, scope=self.scope)
         try:
-            backward = self._collect()
+            backward = self.backward_gains()
             for layer, gain in backward.items():
                 self._peak[layer] = max(gain, self._peak.get(layer, 0.0))
             record = Record(self.steps, backward=backward, backward_peak=dict(self._peak), scope=self.scope)
@@ -208,7 +216,7 @@ class Monitor:
                 given = self._batch if self._batch is not None else batch
                 if given is None:
                     raise ValueError("there is no probe batch: the model has not run yet; give probe=… or step(batch)")
-                inputs = probe_inputs(handle, given, self.inputs, self.tokens)
+                inputs = probe_batch(handle, given, self.inputs, self.tokens)
                 layers = handle.check_layers(self.layers, self.scope)
                 self._probe = Probe(handle, inputs, layers=layers, heads=self.heads, scope=self.scope, solver=self.solver)
                 self._batch = None
@@ -228,7 +236,7 @@ class Monitor:
     def _watch_backward(self, handle: Model, chosen: Sequence[int]) -> None:
         live = backbone(self.model, self.part)
         names = {module: name for name, module in handle.model.named_modules()}
-        recording = handle.record(small_inputs(handle.model))
+        recording = handle.record(probe_inputs(handle.model))
         without: list[int] = []
         for layer in (handle.layers[i] for i in chosen):
             shared = sum(other.host is layer.host for other in handle.layers) > 1
@@ -250,11 +258,6 @@ class Monitor:
                 f"no backward bound for layers {', '.join(map(str, without))}: what comes through attention cannot be told "
                 "from the rest of the gradient there"
             )
-
-    def _collect(self) -> dict[int, float]:
-        found = {gain.index: value for gain in self._gains if (value := gain.collect()) is not None}
-        # One transfer from the device for all layers.
-        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
     def _capture_first_batch(self) -> None:
         """Keep the inputs of the model's first call as the probe batch, unless one is given."""

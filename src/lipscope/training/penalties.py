@@ -1,23 +1,17 @@
-"""Eval mode and full precision for a moment: modules come back to the mode they were in, random numbers are not touched.
+"""Penalties on one layer, differentiable in its weights: σ itself, and cheaper quantities that bounds of σ are made of.
 
-Penalties on attention rows and logits, which bounds of σ are made of.
+``spectral_penalty`` finds the top singular pair (u, v) of J(X; W) first and then holds it fixed: where σ is simple,
+dσ/dW = d⟨u, J v⟩/dW, and a pair that is only nearly converged gives a lower bound of σ and its gradient. For an
+``Attention`` the bilinear form is a plain torch expression of W_Q, W_K, W_V, W_O and the biases,
+
+    ⟨u, J v⟩,   J v = W_O( T V + P dV − rowsum(T)·O ),   T = W∘(dQ Kᵀ + Q dKᵀ)
+
+The penalties on attention rows and logits are
 
     g_k(p) = p₍ₖ₎(1 − p₍ₖ₎ + p₍ₖ₊₁₎)        JaSMin_0 = max_i log g₁(P_i)        JaSMin_k = max_i log(g₁(P_i)/g_k(P_i))
 
-g₁ bounds the norm of the softmax Jacobian diag(p) − ppᵀ; Yudin et al. 2025 (arXiv 2507.07814) minimise it.
-
-An ``Attention`` as a function of its weights: the same maps as in ``lipscope.attention``, with their graph kept.
-
-    φ(W) = ⟨u, J(X; W) v⟩,   J v = W_O( T V + P dV − rowsum(T)·O ),   T = W∘(dQ Kᵀ + Q dKᵀ)
-
-which at fixed X, u, v is a plain torch expression of W_Q, W_K, W_V, W_O and the biases.
-
-σ as a penalty: ⟨u, J(X; W) v⟩ with the top singular pair (u, v) found first and then held fixed.
-
-Where σ is simple, dσ/dW = d⟨u, J v⟩/dW: the pair needs no gradient of its own. A pair that is only nearly converged gives a
-lower bound of σ and its gradient.
-
-The cheaper penalties of an ``Attention``: on its rows, on its logits, and on its weights; in full precision always.
+and (max |s_ij| − limit)². g₁ bounds the norm of the softmax Jacobian diag(p) − ppᵀ; Yudin et al. 2025 (arXiv 2507.07814)
+minimise it. Everything is computed in full precision, inside autocast too, and modules are back in their mode afterwards.
 """
 
 from __future__ import annotations
@@ -41,151 +35,7 @@ from lipscope.spectral.autodiff import GraphOperator, TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 
-
-@contextmanager
-def evaluating(module: nn.Module | None) -> Iterator[None]:
-    """Inside, the module and all its parts are in eval mode."""
-    if module is None:
-        yield
-        return
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside, autocast is off: σ and its singular pair do not survive bfloat16."""
-    with ExitStack() as stack:
-        for kind in {"cpu", device.type}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def g_k(p: Tensor, k: int = 1) -> Tensor:
-    """The number p₍ₖ₎(1 − p₍ₖ₎ + p₍ₖ₊₁₎) for rows of probabilities (…, n); values beyond the n-th count as 0.
-
-    Example:
-        >>> import torch
-        >>> g_k(torch.tensor([0.5, 0.3, 0.2]), 2)
-        tensor(0.2700)
-    """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    largest = p.topk(min(k + 1, p.shape[-1]), dim=-1).values
-    largest = torch.nn.functional.pad(largest, (0, k + 1 - largest.shape[-1]))
-    here, following = largest[..., k - 1], largest[..., k]
-    return here * (1 - here + following)
-
-
-def jasmin(P: Tensor, k: int = 0) -> Tensor:
-    """JaSMin of attention weights P (…, n, n): mean over heads and inputs of max_i log g₁(P_i), or log(g₁/g_k) for k > 0.
-
-    Rows in which g is 0 have a vanishing softmax Jacobian (they see one key only) and are left out, as are rows that see
-    fewer than k keys.
-
-    Args:
-        P: probabilities; rows may be hidden (all zero).
-        k: 0, or the k of g₁/g_k, at least 2.
-
-    Returns:
-        A scalar; 0 when no row of any head is left.
-
-    Example:
-        >>> import torch
-        >>> jasmin(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))          # max(log 0.5, log 0.18)
-        tensor(-0.6931)
-    """
-    if k < 0 or k == 1:
-        raise ValueError(f"k must be 0 or at least 2 (g₁/g₁ is constant), got {k}")
-    floor = torch.finfo(P.dtype).tiny
-    first = g_k(P)
-    counts = first > floor
-    value = first.clamp_min(floor).log()
-    if k:
-        other = g_k(P, k)
-        counts = counts & (other > floor)
-        value = value - other.clamp_min(floor).log()
-    worst = value.masked_fill(~counts, float("-inf")).amax(-1)
-    known = counts.any(-1)
-    if not bool(known.any()):
-        return P.new_zeros(())
-    return worst[known].mean()
-
-
-def max_logit(scores: Tensor, visible: Tensor | None = None, *, limit: float = 0.0) -> Tensor:
-    """Mean over heads and inputs of max(0, max_ij |s_ij| − limit)², over visible pairs.
-
-    Args:
-        scores: logits (B, H, n, n), with their scale, before a mask.
-        visible: True where query i sees key j, broadcastable; None for everywhere.
-        limit: logits up to this cost nothing.
-
-    Returns:
-        A scalar.
-    """
-    if limit < 0:
-        raise ValueError(f"limit must not be negative, got {limit:g}")
-    sizes = scores.abs()
-    if visible is not None:
-        sizes = sizes.masked_fill(~visible, 0.0)
-    return (sizes.amax((-1, -2)) - limit).clamp_min(0).square().mean()
-
-
-def projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
-    """Scaled queries (B, H, n, dk), keys and values of tokens (B, n, d), one key head per query head."""
-
-    def project(weight: Tensor, bias: Tensor | None, heads: int, factor: float) -> Tensor:
-        z = X @ weight.mT
-        if biases and bias is not None:
-            z = z + bias
-        z = factor * z.reshape(*X.shape[:2], heads, -1).transpose(1, 2)
-        return z.repeat_interleave(layer.heads // heads, dim=1)
-
-    q = project(layer.q, layer.q_bias, layer.heads, layer.tau)
-    k = project(layer.k, layer.k_bias, layer.kv_heads, 1.0)
-    v = project(layer.v, layer.v_bias, layer.kv_heads, 1.0)
-    turn = layer.turn(X.shape[1], X.shape[0])
-    return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
-
-
-def scores_and_weights(layer: Attention, X: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j."""
-    q, k, _ = projections(layer, X)
-    rule = _score_rule(layer, X.shape[1], X.shape[0])
-    raw = q @ k.mT
-    return raw, rule.probabilities(raw)[0], rule.allowed
-
-
-def bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
-    with torch.enable_grad():
-        q, k, v = projections(layer, X)
-        dq, dk, dv = projections(layer, right, biases=False)
-        P, W = _score_rule(layer, X.shape[1], X.shape[0]).probabilities(q @ k.mT)
-        T = W * (dq @ k.mT + q @ dk.mT)
-        moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
-        joined = moved.transpose(1, 2).flatten(2)
-        outputs = joined if layer.out is None else joined @ layer.out.mT
-        return (outputs * left).flatten(1).sum(-1)
-
-
-def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:
-    """The rule of the scores with the layer's own sinks and additive bias, not copies without a graph."""
-    rule = layer.score_rule(n, batch)
-    additive = rule.additive
-    if layer.bias is not None:
-        masked = cast(Mask, layer.mask).additive(n)
-        additive = layer.bias if masked is None else layer.bias + masked.to(layer.bias)
-        additive = additive.to(dtype=layer.dtype, device=layer.device)
-    return dataclasses.replace(rule, additive=additive, sinks=layer.sinks)
-
-
-# Good enough for a direction of descent, at a few products per step.
+# Accurate enough for a direction of descent, at a few products per step.
 SOLVER = GolubKahan(rtol=1e-3, interval=None, max_steps=100, vectors=True)
 
 
@@ -225,24 +75,103 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
     return values.mean()
 
 
-def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tensor, solver: GolubKahan) -> Tensor:
-    """σ of every input, with its graph."""
-    if isinstance(attention, Attention):
-        if batched.shape[-1] != attention.width:
-            raise ValueError(f"X has tokens of width {batched.shape[-1]}, but the layer takes width {attention.width}")
-        # A fresh description: what an old one has cached may belong to earlier values of its tensors.
-        layer = dataclasses.replace(attention)
-        batched = batched.to(layer.q)
-        left, right = top_pair(AttentionOperator(layer, batched), solver)
-        return bilinear(layer, batched, left, right)
-    with evaluating(attention if isinstance(attention, nn.Module) else None):
-        return sigma_of_map(_batched(attention, X), batched, solver)
+def jasmin_penalty(attention: Attention, X: Tensor, k: int = 0) -> Tensor:
+    """JaSMin of a layer at tokens X (n, d) or (B, n, d), with a gradient in W_Q, W_K and their biases; see ``jasmin``."""
+    with full_precision(attention.device):
+        _, P, _ = _scores_and_weights(attention, check_tokens(X).to(attention.q))
+        return jasmin(P, k)
 
 
-def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
-    """σ of every input of a map at X (B, …), with a gradient in whatever parameters the map uses."""
-    operator = GraphOperator(function, X)
-    return operator.bilinear(*top_pair(operator, solver))
+def max_logit_penalty(attention: Attention, X: Tensor, *, limit: float = 0.0) -> Tensor:
+    """Squared excess of the largest |logit| over ``limit`` at tokens X, mean over heads and inputs; see ``max_logit``."""
+    with full_precision(attention.device):
+        raw, _, visible = _scores_and_weights(attention, check_tokens(X).to(attention.q))
+        return max_logit(raw, visible, limit=limit)
+
+
+def weight_penalty(attention: Attention) -> Tensor:
+    """‖W_Q^h‖ + ‖W_K^h‖ + ‖W_V^h‖, mean over heads: the norms that every bound on a ball is made of.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, requires_grad=True)
+        >>> weight_penalty(lipscope.Attention(W, 2 * W, 3 * W)).item()
+        6.0
+    """
+    groups = ((attention.q, attention.heads), (attention.k, attention.kv_heads), (attention.v, attention.kv_heads))
+    return torch.stack(
+        [torch.stack([matrix_norm(block) for block in matrix.chunk(heads)]).mean() for matrix, heads in groups]
+    ).sum()
+
+
+def jasmin(P: Tensor, k: int = 0) -> Tensor:
+    """JaSMin of attention weights P (…, n, n): mean over heads and inputs of max_i log g₁(P_i), or log(g₁/g_k) for k > 0.
+
+    Rows in which g is 0 have a vanishing softmax Jacobian (they see one key only) and are left out, as are rows that see
+    fewer than k keys.
+
+    Args:
+        P: probabilities; rows may be hidden (all zero).
+        k: 0, or the k of g₁/g_k, at least 2.
+
+    Returns:
+        A scalar; 0 when no row of any head is left.
+
+    Example:
+        >>> import torch
+        >>> jasmin(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))          # max(log 0.5, log 0.18)
+        tensor(-0.6931)
+    """
+    if k < 0 or k == 1:
+        raise ValueError(f"k must be 0 or at least 2 (g₁/g₁ is constant), got {k}")
+    floor = torch.finfo(P.dtype).tiny
+    first = g_k(P)
+    counts = first > floor
+    value = first.clamp_min(floor).log()
+    if k:
+        other = g_k(P, k)
+        counts = counts & (other > floor)
+        value = value - other.clamp_min(floor).log()
+    worst = value.masked_fill(~counts, float("-inf")).amax(-1)
+    known = counts.any(-1)
+    if not bool(known.any()):
+        return P.new_zeros(())
+    return worst[known].mean()
+
+
+def g_k(p: Tensor, k: int = 1) -> Tensor:
+    """p₍ₖ₎(1 − p₍ₖ₎ + p₍ₖ₊₁₎) for rows of probabilities (…, n); values beyond the n-th count as 0.
+
+    Example:
+        >>> import torch
+        >>> g_k(torch.tensor([0.5, 0.3, 0.2]), 2)
+        tensor(0.2700)
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    largest = p.topk(min(k + 1, p.shape[-1]), dim=-1).values
+    largest = torch.nn.functional.pad(largest, (0, k + 1 - largest.shape[-1]))
+    here, following = largest[..., k - 1], largest[..., k]
+    return here * (1 - here + following)
+
+
+def max_logit(scores: Tensor, visible: Tensor | None = None, *, limit: float = 0.0) -> Tensor:
+    """Mean over heads and inputs of max(0, max_ij |s_ij| − limit)², over visible pairs.
+
+    Args:
+        scores: logits (B, H, n, n), with their scale, before a mask.
+        visible: True where query i sees key j, broadcastable; None for everywhere.
+        limit: logits up to this cost nothing.
+
+    Returns:
+        A scalar.
+    """
+    if limit < 0:
+        raise ValueError(f"limit must not be negative, got {limit:g}")
+    sizes = scores.abs()
+    if visible is not None:
+        sizes = sizes.masked_fill(~visible, 0.0)
+    return (sizes.amax((-1, -2)) - limit).clamp_min(0).square().mean()
 
 
 def matrix_norm(matrix: Tensor) -> Tensor:
@@ -263,6 +192,12 @@ def matrix_norm(matrix: Tensor) -> Tensor:
     return norm
 
 
+def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
+    """σ of every input of a map at X (B, …), with a gradient in whatever parameters the map uses."""
+    operator = GraphOperator(function, X)
+    return operator.bilinear(*top_pair(operator, solver))
+
+
 def top_pair(operator: Operator, solver: GolubKahan) -> tuple[Tensor, Tensor]:
     """Left and right top singular vectors, shaped as outputs and inputs, one per item."""
     M, N = operator.shape
@@ -278,36 +213,94 @@ def top_pair(operator: Operator, solver: GolubKahan) -> tuple[Tensor, Tensor]:
     return left.reshape(-1, *operator.output_shape), right.reshape(-1, *operator.input_shape)
 
 
+def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tensor, solver: GolubKahan) -> Tensor:
+    """σ of every input, with its graph."""
+    if isinstance(attention, Attention):
+        if batched.shape[-1] != attention.width:
+            raise ValueError(f"X has tokens of width {batched.shape[-1]}, but the layer takes width {attention.width}")
+        # A fresh description: what an old one has cached may belong to earlier values of its tensors.
+        layer = dataclasses.replace(attention)
+        batched = batched.to(layer.q)
+        left, right = top_pair(AttentionOperator(layer, batched), solver)
+        return _bilinear(layer, batched, left, right)
+    with evaluating(attention if isinstance(attention, nn.Module) else None):
+        return sigma_of_map(_batched(attention, X), batched, solver)
+
+
 def _batched(function: Variant | TensorMap, X: Tensor) -> TensorMap:
     if X.ndim == 3:
         return function
     return lambda x: function(x[0])[None]
 
 
-def jasmin_penalty(attention: Attention, X: Tensor, k: int = 0) -> Tensor:
-    """JaSMin of a layer at tokens X (n, d) or (B, n, d), with a gradient in W_Q, W_K and their biases; see ``jasmin``."""
-    with full_precision(attention.device):
-        _, P, _ = scores_and_weights(attention, check_tokens(X).to(attention.q))
-        return jasmin(P, k)
+def _scores_and_weights(layer: Attention, X: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j."""
+    q, k, _ = _projections(layer, X)
+    rule = _score_rule(layer, X.shape[1], X.shape[0])
+    raw = q @ k.mT
+    return raw, rule.probabilities(raw)[0], rule.allowed
 
 
-def max_logit_penalty(attention: Attention, X: Tensor, *, limit: float = 0.0) -> Tensor:
-    """Squared excess of the largest |logit| over ``limit`` at tokens X, mean over heads and inputs; see ``max_logit``."""
-    with full_precision(attention.device):
-        raw, _, visible = scores_and_weights(attention, check_tokens(X).to(attention.q))
-        return max_logit(raw, visible, limit=limit)
+def _bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
+    with torch.enable_grad():
+        q, k, v = _projections(layer, X)
+        dq, dk, dv = _projections(layer, right, biases=False)
+        P, W = _score_rule(layer, X.shape[1], X.shape[0]).probabilities(q @ k.mT)
+        T = W * (dq @ k.mT + q @ dk.mT)
+        moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
+        joined = moved.transpose(1, 2).flatten(2)
+        outputs = joined if layer.out is None else joined @ layer.out.mT
+        return (outputs * left).flatten(1).sum(-1)
 
 
-def weight_penalty(attention: Attention) -> Tensor:
-    """‖W_Q^h‖ + ‖W_K^h‖ + ‖W_V^h‖, mean over heads: the norms that every bound on a ball is made of.
+def _projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
+    """Scaled queries (B, H, n, dk), keys and values of tokens (B, n, d), one key head per query head."""
 
-    Example:
-        >>> import torch, lipscope
-        >>> W = torch.eye(2, requires_grad=True)
-        >>> weight_penalty(lipscope.Attention(W, 2 * W, 3 * W)).item()
-        6.0
-    """
-    groups = ((attention.q, attention.heads), (attention.k, attention.kv_heads), (attention.v, attention.kv_heads))
-    return torch.stack(
-        [torch.stack([matrix_norm(block) for block in matrix.chunk(heads)]).mean() for matrix, heads in groups]
-    ).sum()
+    def project(weight: Tensor, bias: Tensor | None, heads: int, factor: float) -> Tensor:
+        z = X @ weight.mT
+        if biases and bias is not None:
+            z = z + bias
+        z = factor * z.reshape(*X.shape[:2], heads, -1).transpose(1, 2)
+        return z.repeat_interleave(layer.heads // heads, dim=1)
+
+    q = project(layer.q, layer.q_bias, layer.heads, layer.tau)
+    k = project(layer.k, layer.k_bias, layer.kv_heads, 1.0)
+    v = project(layer.v, layer.v_bias, layer.kv_heads, 1.0)
+    turn = layer.turn(X.shape[1], X.shape[0])
+    return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
+
+
+def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:
+    """The rule of the scores with the layer's own sinks and additive bias, not copies without a graph."""
+    rule = layer.score_rule(n, batch)
+    additive = rule.additive
+    if layer.bias is not None:
+        masked = cast(Mask, layer.mask).additive(n)
+        additive = layer.bias if masked is None else layer.bias + masked.to(layer.bias)
+        additive = additive.to(dtype=layer.dtype, device=layer.device)
+    return dataclasses.replace(rule, additive=additive, sinks=layer.sinks)
+
+
+@contextmanager
+def evaluating(module: nn.Module | None) -> Iterator[None]:
+    """Inside, the module and all its parts are in eval mode."""
+    if module is None:
+        yield
+        return
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Inside, autocast is off: σ and its singular pair do not survive bfloat16."""
+    with ExitStack() as stack:
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,6 +1,7 @@
 """Thresholds on what the monitor reads, and what happens when one is crossed: a warning, a checkpoint, or a stop.
 
-σ is an interval: it counts as above a threshold when its lower end is, and as below when its upper end is.
+σ is an interval: it counts as above a threshold when its lower end is, and as below when its upper end is. Where several
+processes train together, the first one decides on checkpoints and stops, and all of them act at the same step.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from lipscope.rounding import round_down, round_up
 from lipscope.training.readings import Reading, Record
@@ -128,3 +131,39 @@ class Guard:
                     self._beyond.add(key)
                     alarms.append(Alarm(layer, head, value, threshold))
         return tuple(alarms)
+
+
+class JointDecision:
+    """What a training is asked to do after a step.
+
+    Processes that exchange messages must all know when. That is at multiples of ``every``; what is asked for in between
+    waits until then. A single process acts at once.
+    """
+
+    def __init__(self) -> None:
+        self._save = self._stop = False
+
+    def take(self, record: Record | None, *, joint: bool, due: bool) -> tuple[bool, bool]:
+        """Whether to save and whether to stop now.
+
+        Args:
+            record: what this step found; None where another process measures.
+            joint: whether there are several processes.
+            due: whether all of them take part at this step.
+        """
+        if record is not None:
+            self._save, self._stop = self._save or record.save, self._stop or record.stop
+        if joint and not due:
+            return False, False
+        decision = self._save, self._stop
+        self._save = self._stop = False
+        return agreed(*decision) if joint else decision
+
+
+def agreed(save: bool, stop: bool) -> tuple[bool, bool]:
+    """What the first process decided, in all of them."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return save, stop
+    decision = [(save, stop)]
+    torch.distributed.broadcast_object_list(decision, src=0)
+    return decision[0]

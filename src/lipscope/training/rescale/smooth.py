@@ -4,6 +4,10 @@ Multiplying W_Q^h, b_Q^h, W_K^h and b_K^h by √γ multiplies the scores of head
 (QK-clip, Kimi Team, *Kimi K2: Open Agentic Intelligence*, 2025, arXiv:2507.20534, uses the step while training). Query heads
 that share a key head agree on its factor: the key takes √max γ, each query the rest. Layers are treated in order, each on
 what the smoothed ones before it put out, so that the target holds for all of them at once.
+
+What it costs is told by the language-model loss on the calibration text. Causal models: mean −ln p(next token) in nats.
+Masked models: the same at 15 % of the tokens, drawn from a seed and hidden. A model without a head has no loss; the relative
+change of its last hidden state stands in.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,16 +26,16 @@ from lipscope.attention.layer import Attention
 from lipscope.models.affine import core_call, plain_attention
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording, model_dtype
+from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
+from lipscope.models.load import load_named
 from lipscope.models.model import Model
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.solve import jacobian, solve_heads, solve_scope
 from lipscope.models.text import Chunker, excerpt
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.training.rescale.factors import Factors, factors_for_logits, factors_for_sigma, largest_logits
-from lipscope.training.rescale.language_loss import language_loss, loss_kind
-from lipscope.training.rescale.loading import load_with_head
 from lipscope.training.rescale.projections import Rescaling, check_rescaled, find_rows
 from lipscope.training.rescale.report import HeadChange, Smoothing, Span
 
@@ -275,6 +280,33 @@ def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     return gamma / k.repeat_interleave(gamma.shape[0] // kv_heads), k
 
 
+def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
+    """``causal``, ``masked``, or None when the model has no language-model head that can be used."""
+    name = type(model).__name__
+    if name.endswith(_CAUSAL):
+        return "causal"
+    if name.endswith(_MASKED) and getattr(tokenizer, "mask_token_id", None) is not None:
+        return "masked"
+    return None
+
+
+@torch.no_grad()
+def language_loss(model: nn.Module, ids: Tensor, kind: str, tokenizer: Any = None, seed: int = 0) -> float:
+    """Mean loss in nats per predicted token on inputs (B, n)."""
+    if kind == "causal":
+        logits = model(input_ids=ids, use_cache=False).logits
+        return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.rand(ids.shape, generator=generator) < _HIDDEN_SHARE
+    special = torch.isin(ids.cpu(), torch.tensor(sorted(tokenizer.all_special_ids)))
+    hidden &= ~special
+    if not bool(hidden.any()):
+        hidden[:, ids.shape[1] // 2] = True
+    hidden = hidden.to(ids.device)
+    logits = model(input_ids=ids.masked_fill(hidden, tokenizer.mask_token_id)).logits
+    return float(nn.functional.cross_entropy(logits[hidden].float(), ids[hidden]))
+
+
 def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, Any, tuple[str, ...]]:
     """The module that may be changed, its name, its tokenizer and remarks."""
     if isinstance(model, Model):
@@ -282,7 +314,7 @@ def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, An
             "model must be a name, a directory or a module: smooth changes weights, and a loaded Model is shared"
         )
     if not isinstance(model, nn.Module):
-        loaded = load_with_head(os.fspath(model))
+        loaded = _load_with_head(os.fspath(model))
         return loaded.model, loaded.name, tokenizer or loaded.tokenizer, loaded.notes
     half = model_dtype(model) not in (torch.float32, torch.float64)
     if half and inplace:
@@ -292,6 +324,32 @@ def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, An
     module = model if inplace else copy.deepcopy(model)
     notes = (f"weights widened from {str(model_dtype(model))[6:]} to float32",) if half else ()
     return module.float() if half else module, type(model).__name__, tokenizer, notes
+
+
+def _load_with_head(name: str) -> Loaded:
+    """A zoo model, a directory or a hub name, with the language-model head of its checkpoint, which the loss needs."""
+    loaded = load_named(name)
+    config = getattr(loaded.model, "config", None)
+    architectures = getattr(config, "architectures", None) or [""]
+    heads = {_CAUSAL: "AutoModelForCausalLM", _MASKED: "AutoModelForMaskedLM"}
+    auto = next((auto for endings, auto in heads.items() if architectures[0].endswith(endings)), None)
+    source = getattr(loaded.model, "name_or_path", "")
+    # Weights from another file format come without their head.
+    if auto is None or not source or (Path(source).is_dir() and not any(Path(source).glob("*.safetensors"))):
+        return loaded
+    import transformers
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = getattr(transformers, auto).from_pretrained(
+            source, dtype=loaded.model.dtype, local_files_only=True, use_safetensors=True
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    return Loaded(model.eval(), loaded.tokenizer, loaded.name, loaded.notes)
 
 
 def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: int, seed: int) -> Tensor:
@@ -308,6 +366,8 @@ def _interleave(before: tuple[float, Span], after: tuple[float, Span]) -> tuple[
 
 
 _ATTEMPTS, _MARGIN = 8, 1e-5
+_CAUSAL, _MASKED = ("LMHeadModel", "ForCausalLM"), ("ForMaskedLM",)
+_HIDDEN_SHARE = 0.15
 _REST = {
     "max-logit": "What is left is the model's own position bias, which no factor of W_Q and W_K changes.",
     "sigma": "What is left comes from W_V: even attention that is spread evenly passes its values on.",

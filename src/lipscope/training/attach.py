@@ -1,15 +1,20 @@
-"""Which module is watched, and on what: the model inside its wrappers, and the probe batch.
+"""Put a monitor on a model in training and leave no trace: which module is watched, on what batch, and with which hooks.
 
-Compiled, data-parallel and Lightning modules wrap the model. The probe batch is the beginning of a batch of training: its
-longest inputs, without padding, cut to a few tokens, so that one measurement costs less than one step.
+Compiled, data-parallel and Lightning modules wrap the model that is watched. The probe batch is the beginning of a training
+batch: its longest inputs, without padding, cut to a few tokens, so that one measurement costs less than one step. Inside
+``undisturbed(model)`` every module is in eval mode, autocast is off and gradients can be taken; on exit the mode of every
+module, its buffers, and the random states of torch, numpy and Python are what they were, to the last bit.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +22,19 @@ from lipscope.models.inputs import accepts, position_limit
 from lipscope.models.model import Model
 from lipscope.models.refusals import check_ids
 
-# What belongs to a training step, not to the map from tokens to tokens.
-_NOT_INPUTS = ("labels", "past_key_values", "use_cache", "cache_position", "return_dict", "output_attentions",
-               "output_hidden_states", "num_items_in_batch", "logits_to_keep")  # fmt: skip
+# Arguments of a training step that the map from tokens to tokens does not have.
+_NOT_INPUTS = (
+    "labels",
+    "past_key_values",
+    "use_cache",
+    "cache_position",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "num_items_in_batch",
+    "logits_to_keep",
+)
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -35,9 +50,6 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
         else:
             break
     return model, compiled or any(module._compiled_call_impl is not None for module in model.modules())
-
-
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def _is_pretrained(model: nn.Module) -> bool:
@@ -62,7 +74,7 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def probe_inputs(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str, Tensor]:
+def probe_batch(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str, Tensor]:
     """The probe batch as the model's keyword arguments: ``inputs`` inputs of at most ``tokens`` tokens, none padded.
 
     Args:
@@ -131,3 +143,98 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
         )
     # Copies in ordinary mode: tensors made for inference cannot take part in a derivative.
     return {name: value.detach().clone().to(handle.device) for name, value in given.items()}
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode, full precision and autograd inside; modes, buffers and random states restored on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = _buffers(model)
+    # A module compiled in place would run, and keep, code traced for the probe.
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl is not None]
+    states = _random_states()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        # The attention core gives NaN for a derivative nobody asks for; anomaly detection would take it for a mistake.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        for device in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            for module, _ in modes:
+                # Not .eval(), which some modules override.
+                module.training = False
+            for module, _ in compiled:
+                module._compiled_call_impl = None
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for module, call in compiled:
+                module._compiled_call_impl = call
+            _restore_buffers(buffers)
+            _restore_random_states(states)
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
+    """Owner, name, tensor, version and content of every buffer: rotary tables may grow or shrink in a forward pass."""
+    found = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                version = -1 if buffer.is_inference() else buffer._version
+                found.append((module, name, buffer, version, buffer.detach().clone()))
+    return found
+
+
+def _restore_buffers(buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]]) -> None:
+    for module, name, buffer, version, content in buffers:
+        module._buffers[name] = buffer
+        if not buffer.is_inference() and buffer._version != version:
+            with torch.no_grad():
+                buffer.copy_(content)
+
+
+def _random_states() -> tuple[Any, ...]:
+    # Asking CUDA for its state would start it in a process that does not use it.
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), on_gpu, np.random.get_state(), random.getstate()
+
+
+def _restore_random_states(states: tuple[Any, ...]) -> None:
+    on_cpu, on_gpu, numpy_state, python_state = states
+    torch.set_rng_state(on_cpu)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state_all(on_gpu)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+
+
+class OwnHook:
+    """A forward hook, or pre-hook, that stays with one module: in a copy of it, or read back from a file, it does nothing.
+
+    A model carries its hooks along when it is copied or pickled (``torch.save(model)``, spawned processes). What is watched
+    is the model itself, so a hook is not copied: an inert one takes its place.
+
+    Args:
+        module: the module that it is registered on.
+        then: called with what the hook gets beside the module (arguments, keyword arguments, output).
+
+    Example:
+        >>> import copy
+        >>> layer, seen = nn.Identity(), []
+        >>> _ = layer.register_forward_hook(OwnHook(layer, lambda args, output: seen.append(output)))
+        >>> layer(1), copy.deepcopy(layer)(2), seen
+        (1, 2, [1])
+    """
+
+    def __init__(self, module: nn.Module, then: Callable[..., Any]) -> None:
+        self._module, self._then = module, then
+
+    def __call__(self, module: nn.Module, *details: Any) -> Any:
+        """What ``then`` says, for its own module only: shallow copies share their hooks."""
+        return self._then(*details) if module is self._module else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes anything, returns None, and can be loaded where lipscope is not installed.
+        return getattr, (nullcontext(), "__exit__")
