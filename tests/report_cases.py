@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lipscope.models.measure import COLUMNS
+from lipscope.measure.columns import COLUMNS
 
 HOSTILE = (
     "<script>window.hacked = 1</script>",

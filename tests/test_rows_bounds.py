@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import lipscope
 from lipscope.attention.norms import LayerNorm, RMSNorm
+from lipscope.measure.columns import COLUMNS
 from lipscope.models.input_norm import describe
-from lipscope.models.measure import COLUMNS
 from lipscope.models.model import Model
 from lipscope.models.seam import plain_experts
 from model_families import FAMILIES

@@ -10,46 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.row_statistics import row_statistics
+from lipscope.measure.columns import COLUMNS
 from lipscope.models.affine import core_call
 from lipscope.models.bound_columns import NO_BOUNDS, bound_columns, norm_radius
 from lipscope.models.capture import Recording
 from lipscope.models.model import Model
 from lipscope.models.scopes import scope_tokens
 from lipscope.spectral.solvers import Solver
-
-COLUMNS = {
-    "model": "its name",
-    "layer": "index of the attention layer",
-    "head": "index of the head, for scope head",
-    "scope": "which map σ belongs to",
-    "mask": "who sees whom",
-    "n": "number of tokens",
-    "input": "index of the input among those of its length",
-    "document": "of a packed input: index of the document; empty for the whole chunk",
-    "lower": "σ is at least this: a direction attains it",
-    "estimate": "best estimate of σ",
-    "upper": "σ is at most this: the least upper end known, in the sense of upper_kind",
-    "upper_kind": "exact (dense SVD), certified (closed form) or probabilistic (fails with probability ≤ delta)",
-    "delta": "failure probability of a probabilistic upper end",
-    "certified": "the certified upper bound at this input, where it was computed, least or not",
-    "refined": "least refined.* set bound for any n tokens no longer than radius_max",
-    "castin2024": "least castin2024.* set bound for the same tokens: the paper's",
-    "refined_global": "least refined.* set bound for any n tokens no longer than radius_norm: for every input of the model",
-    "castin2024_global": "least castin2024.* set bound likewise",
-    "radius_max": "largest norm of a token that enters the map",
-    "radius_rms": "root mean square of these norms",
-    "radius_norm": "largest norm that the normalisation before attention can put out",
-    "entropy": "entropy of an attention row in nats, mean over rows (and heads)",
-    "max_logit": "largest visible logit, after scale, soft-cap and bias",
-    "sink_mass": "attention on the first token and on sinks, mean over rows (and heads)",
-    "iterations": "operator pairs (J, Jᵀ) spent",
-    "status": "how the solver ended",
-    "converged": "whether the asked accuracy was reached",
-    "solver": "which one",
-    "dtype": "floating type of the computation",
-    "seconds": "time for σ and its upper end: that of the batch, divided by its rows",
-    "notes": "remarks on the model: random or de-quantised weights, eager attention, …",
-}
 
 
 def measure_recording(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
+from lipscope.measure.scopes import check_scope
 from lipscope.models.affine import AffineParts, plain_attention
 from lipscope.models.analytic import remembered, with_named_mask
 from lipscope.models.anatomy import Layer, find_layers
@@ -29,7 +30,7 @@ from lipscope.models.inputs import (
 from lipscope.models.refusals import backbone, in_dtype, refuse_activations_that_are_not_numbers, refuse_unmeasurable
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.selftest import run_self_tests
-from lipscope.models.solve import add_certificate, by_head, check_scope, jacobian, solve_heads, solve_scope
+from lipscope.models.solve import add_certificate, by_head, jacobian, solve_heads, solve_scope
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope.measure.scopes import check_scope
 from lipscope.models.anatomy import Cut, Layer, first_tensor
 from lipscope.models.capture import Call, Recording, last_hidden_state, replay_until, replaying
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
-
-MODEL_SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
 
 
 def scope_tokens(layer: Layer, recording: Recording, scope: str) -> Tensor:
@@ -66,7 +65,7 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
         case "model":
             inner = _model_map(model, layers[0], recording)
         case _:
-            raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
+            raise ValueError(f"no map for scope {check_scope(scope)!r}")
 
     def function(x: Tensor) -> Tensor:
         with replaying(model, recording.documents):

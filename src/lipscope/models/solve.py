@@ -11,19 +11,14 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.bounds.certificates import affordable
+from lipscope.measure.scopes import check_scope
 from lipscope.measure.sigma import certificate_at
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording
-from lipscope.models.scopes import MODEL_SCOPES, HeadOfOperator, scope_operator, scope_tokens
+from lipscope.models.scopes import HeadOfOperator, scope_operator, scope_tokens
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
 from lipscope.spectral.solvers import Solver
-
-
-def check_scope(scope: str) -> None:
-    """Refuse an unknown scope, naming those that exist."""
-    if scope not in MODEL_SCOPES:
-        raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(MODEL_SCOPES)}")
 
 
 def jacobian(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from lipscope.measure.scopes import SCOPES
 from lipscope.report.run import Row, Run
 from lipscope.runs.fit import GrowthFit, fit_growth
 
@@ -214,7 +215,7 @@ _SETTING = ("model", "text", "scope", "dtype", "kind", "options")
 
 
 def _order(part: Any) -> tuple[int, str]:
-    scopes = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
+    scopes = list(SCOPES)
     return (scopes.index(part) if part in scopes else len(scopes), str(part))
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from lipscope.models.measure import COLUMNS
+from lipscope.measure.columns import COLUMNS
 from lipscope.report.charts import (
     Chart,
     entropy_chart,

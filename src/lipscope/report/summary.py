@@ -7,19 +7,12 @@ import statistics
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
+from lipscope.measure.scopes import SCOPES
 from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
 from lipscope.report.run import Run
 from lipscope.rounding import round_down, round_up, rounded
 from lipscope.runs.fit import GrowthFit
 
-SCOPES = {
-    "head": "one attention head, before the output matrix",
-    "attention": "all heads of a layer with the output matrix, without residual and normalisation",
-    "norm+attention": "the normalisation before attention and attention",
-    "attention+residual": "attention with its residual connection",
-    "block": "a whole Transformer block",
-    "model": "the whole model, from the first block's tokens to its last hidden state",
-}
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
 # With three parameters the AIC says nothing for fewer: its small-sample correction has points − 4 in the denominator.

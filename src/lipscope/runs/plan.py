@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lipscope.measure.scopes import SCOPES
 from lipscope.runs.registry import kind_path, quantity_path
 
 
@@ -63,7 +64,6 @@ def _key(key: str) -> str:
     return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else json.dumps(key)
 
 
-SCOPES = ("head", "attention", "norm+attention", "attention+residual", "block", "model")
 # Seeds are 64-bit numbers for torch and for TOML.
 _LARGEST = 2**63 - 1
 # More than any machine has cores; torch would try to start them all.

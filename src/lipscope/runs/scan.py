@@ -41,7 +41,7 @@ class Scan:
     """Rows of a scan: plain dictionaries with the same keys, one per layer, head and input.
 
     ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
-    ``lipscope.models.measure.COLUMNS`` says what every key means.
+    ``lipscope.measure.columns.COLUMNS`` says what every key means.
 
     Attributes:
         rows: the rows.

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.refusals import backbone
-from lipscope.models.scopes import MODEL_SCOPES
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.backward_bound import LayerGain, entry_modules, paused, separable
