@@ -17,7 +17,7 @@ from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, TEXT, RealLayer, pyplot, s
 from lipscope.bounds import castin2024, refined
 from lipscope.rounding import span
 from lipscope.runs.fit import fit_growth
-from lipscope.studies.worst_case import growth_in_n as growth
+from lipscope.studies.worst_case import growth
 
 LAYER, INPUTS = 2, 6
 LENGTHS = [8, 16, 32, 64, 128, 256]

@@ -16,7 +16,7 @@ import torch
 import lipscope
 from lipscope.bounds import Constants, lower, refined
 from lipscope.studies.worst_case import grouped_sigma
-from lipscope.studies.worst_case import growth_in_n as growth
+from lipscope.studies.worst_case import growth
 
 R = 1.3
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
