@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.attention import family
+from lipscope.attention.family import family
 from lipscope.bounds import bounded_scores, kim2021, ramapuram2024, registry
 from lipscope.studies.variants import set_bounds
 from lipscope.studies.worst_case import maximise

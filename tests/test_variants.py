@@ -11,8 +11,7 @@ import torch
 import cases
 import lipscope
 import reference
-from lipscope.attention import family
-from lipscope.attention.family import VARIANTS, variant
+from lipscope.attention.family import VARIANTS, family, variant
 from lipscope.attention.operators import VariantOperator
 from lipscope.attention.sinkhorn import potential
 from lipscope.measure.gradient import VariantSigmaGradient

@@ -1,73 +1,101 @@
-"""What layers that are described by their tensors share: where the tensors live, and how they are moved.
-
-One multi-head attention layer, described by its tensors.
+"""One multi-head attention layer, described by its tensors.
 
 q_i = W_Q x_i + b_Q     k_j = W_K x_j + b_K     v_j = W_V x_j + b_V
 s_ij = τ q_i·k_j + B_ij     P_i = softmax_j(s_ij)     o_i = Σ_j P_ij v_j
 attention(X) = concat_h(o^h) W_Oᵀ + b_O
 
-With rotary embeddings q_i and k_j are turned by R_i and R_j, so that s_ij = τ (R_i q_i)·(R_j k_j) + B_ij.
-
-Weights in the layouts that others store, as the fields of an ``Attention``.
-
-What an ``Attention`` refuses: shapes, types and numbers that do not fit together.
+With rotary embeddings q_i and k_j are rotated by R_i and R_j, so that s_ij = τ (R_i q_i)·(R_j k_j) + B_ij.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention.core import Linearisation, Triple, ungroup_queries
+from lipscope.attention.differentiable import bilinear
 from lipscope.attention.masks import Mask, MaskLike, as_mask
+from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
+from lipscope.attention.operators import AttentionOperator, HeadOperator, NormAttentionOperator
 from lipscope.attention.rotary import Rotary, Turn
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+from lipscope.attention.validation import derived, moved, validate
+from lipscope.spectral.operator import Operator
+
+# What ``Attention.operator`` linearises.
+SCOPES = ("attention", "head", "norm+attention")
 
 
-@dataclass(frozen=True, eq=False)
-class Described:
-    """A layer as tensors; the first of them are its query weights.
-
-    Attributes:
-        q: query weights, ``(heads·dk, d)``.
-    """
-
-    q: Tensor
+class Layer(Protocol):
+    """An attention layer that can be measured: it answers for its own Jacobian. ``Attention`` and ``Variant`` do."""
 
     @property
     def width(self) -> int:
         """Token dimension d."""
-        return self.q.shape[1]
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        ...
+
+    @property
+    def mask(self) -> MaskLike:
+        """Who sees whom."""
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating type of the weights."""
-        return self.q.dtype
+        ...
 
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self.q.device
+        ...
+
+    def with_mask(self, mask: MaskLike) -> Self:
+        """The same layer under another mask."""
+        ...
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
         """The same layer in another dtype or on another device."""
-        moved: dict[str, Any] = {
-            field.name: value.to(dtype=dtype, device=device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor | Rotary)
-        }
-        return dataclasses.replace(self, **moved)
+        ...
+
+    def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
+        """The Jacobian at tokens X (B, n, d), in their dtype and on their device.
+
+        Args:
+            X: tokens; those before the normalisation for scope ``"norm+attention"``.
+            scope: ``"attention"`` (all heads and W_O), ``"head"`` (each head before W_O) or ``"norm+attention"``
+                (u ↦ attention(norm(u)), with X = u). A layer may refuse all but the first.
+            norm: the normalisation of scope ``"norm+attention"``.
+
+        Returns:
+            An operator with one item per input, or per (input, head).
+
+        Raises:
+            ValueError: when tokens, scope or norm do not fit the layer.
+        """
+        ...
+
+    def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
+        ...
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Apply the layer to tokens (n, d) or (B, n, d)."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
-class Attention(Described):
+class Attention:
     """An immutable description of one multi-head attention layer; calling it applies the layer.
 
     Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows. Tensors are kept,
@@ -99,6 +127,7 @@ class Attention(Described):
         torch.Size([3, 4])
     """
 
+    q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor | None = None
@@ -118,6 +147,8 @@ class Attention(Described):
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mask", as_mask(self.mask))
+        if not isinstance(self.rotary, Rotary | None):
+            raise TypeError(f"rotary must be a lipscope.Rotary, got {type(self.rotary).__name__}")
         validate(self)
 
     @classmethod
@@ -170,6 +201,21 @@ class Attention(Described):
         )  # fmt: skip
 
     @property
+    def width(self) -> int:
+        """Token dimension d."""
+        return self.q.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the weights."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.q.device
+
+    @property
     def head_width(self) -> int:
         """Dimension dk of one query or key."""
         return self.q.shape[0] // self.heads
@@ -191,7 +237,11 @@ class Attention(Described):
 
     def with_mask(self, mask: MaskLike) -> Attention:
         """The same layer under another mask."""
-        return dataclasses.replace(self, mask=mask)
+        return derived(self, mask=as_mask(mask))
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Attention:
+        """The same layer in another dtype or on another device."""
+        return moved(self, dtype, device)
 
     def head(self, index: int) -> Attention:
         """Query head ``index`` alone, before W_O, as a one-head layer."""
@@ -206,7 +256,7 @@ class Attention(Described):
         bias, mask = self.bias, self.mask
         if bias is not None and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias[..., index : index + 1, :, :]
-        return dataclasses.replace(
+        return derived(
             self,
             q=rows(self.q, index, dk), k=rows(self.k, shared, dk), v=rows(self.v, shared, dv), out=None,
             q_bias=rows(self.q_bias, index, dk), k_bias=rows(self.k_bias, shared, dk),
@@ -220,7 +270,7 @@ class Attention(Described):
         if bias is not None and bias.ndim == 4 and bias.shape[0] > 1:
             bias = bias[index : index + 1]
         rotary = None if self.rotary is None else self.rotary.for_input(index)
-        return dataclasses.replace(self, mask=cast(Mask, self.mask).for_input(index), bias=bias, rotary=rotary)
+        return derived(self, mask=cast(Mask, self.mask).for_input(index), bias=bias, rotary=rotary)
 
     @cached_property
     def qkv(self) -> Tensor:
@@ -302,6 +352,27 @@ class Attention(Described):
             Y = Y + self.out_bias.detach()
         return Y if X.ndim == 3 else Y[0]
 
+    def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
+        """The Jacobian at tokens X (B, n, d), in their dtype and on their device, at one of ``SCOPES``; see ``Layer``."""
+        if X.shape[-1] != self.width:
+            raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {self.width}")
+        layer = self.to(dtype=X.dtype, device=X.device)
+        if scope == "norm+attention":
+            if not isinstance(norm, LayerNorm | RMSNorm):
+                raise ValueError("scope 'norm+attention' needs norm, a LayerNorm or an RMSNorm")
+            return NormAttentionOperator(layer, norm, X)
+        if norm is not None:
+            raise ValueError(f"norm belongs to scope 'norm+attention', not to {scope!r}")
+        if scope == "attention":
+            return AttentionOperator(layer, X)
+        if scope == "head":
+            return HeadOperator(layer, X)
+        raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(SCOPES)}")
+
+    def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
+        return bilinear(self, X, left, right)
+
     def __repr__(self) -> str:
         shared = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
         extras = "".join(f", {name}" for name in ("softcap", "bias", "sinks", "rotary") if getattr(self, name) is not None)
@@ -361,67 +432,3 @@ def split_fused(
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def validate(layer: Attention) -> None:
-    """Refuse inconsistent shapes, naming the argument and the two sizes that disagree."""
-    for name in ("q", "k", "v"):
-        if not isinstance(getattr(layer, name), Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
-    for name in ("heads", "kv_heads"):
-        if not isinstance(getattr(layer, name), int):
-            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
-    tensors = {
-        field.name: value for field in dataclasses.fields(layer) if isinstance(value := getattr(layer, field.name), Tensor)
-    }
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-        if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{name} holds NaN or infinite values")
-    for name in ("q", "k", "v"):
-        if tensors[name].ndim != 2 or 0 in tensors[name].shape:
-            raise ValueError(f"{name} must be a non-empty matrix, got shape {tuple(tensors[name].shape)}")
-        if tensors[name].shape[1] != layer.width:
-            raise ValueError(f"{name} takes tokens of width {tensors[name].shape[1]}, but q takes width {layer.width}")
-    if layer.heads < 1:
-        raise ValueError(f"heads must be at least 1, got {layer.heads}")
-    if layer.kv_heads < 1 or layer.heads % layer.kv_heads:
-        raise ValueError(f"kv_heads = {layer.kv_heads} must be a positive divisor of heads = {layer.heads}")
-    for name, count in (("q", layer.heads), ("k", layer.kv_heads), ("v", layer.kv_heads)):
-        if tensors[name].shape[0] % count:
-            raise ValueError(f"{name} has {tensors[name].shape[0]} rows, which {count} heads do not divide")
-    if layer.k.shape[0] != layer.kv_heads * layer.head_width:
-        raise ValueError(
-            f"k has {layer.k.shape[0]} rows, but kv_heads × query width = {layer.kv_heads} × {layer.head_width} "
-            f"= {layer.kv_heads * layer.head_width}"
-        )
-    joined = layer.heads * layer.value_width
-    if layer.out is not None and (layer.out.ndim != 2 or layer.out.shape[1] != joined):
-        raise ValueError(f"out has shape {tuple(layer.out.shape)}, but the heads joined have width {joined}")
-    expected = {"q_bias": layer.q.shape[0], "k_bias": layer.k.shape[0], "v_bias": layer.v.shape[0]}
-    expected |= {"out_bias": layer.output_width, "sinks": layer.heads}
-    for name, size in expected.items():
-        if name in tensors and tensors[name].shape != (size,):
-            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, but ({size},) is needed")
-    if layer.bias is not None:
-        shape = tuple(layer.bias.shape)
-        if len(shape) not in (2, 3, 4) or shape[-1] != shape[-2]:
-            raise ValueError(f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}")
-        if len(shape) > 2 and shape[-3] not in (1, layer.heads):
-            raise ValueError(f"bias is for {shape[-3]} heads, but the layer has heads = {layer.heads}")
-    if layer.rotary is not None:
-        if not isinstance(layer.rotary, Rotary):
-            raise TypeError(f"rotary must be a lipscope.Rotary, got {type(layer.rotary).__name__}")
-        if layer.rotary.width > layer.head_width:
-            raise ValueError(f"rotary turns {layer.rotary.width} coordinates, but queries have width {layer.head_width}")
-        if (layer.rotary.dtype, layer.rotary.cos.device) != (layer.dtype, layer.device):
-            raise ValueError(
-                f"rotary is {layer.rotary.dtype} on {layer.rotary.cos.device}, but q is {layer.dtype} on {layer.device}"
-            )
-    if layer.softcap is not None and not 0 < layer.softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite (None for no cap), got {layer.softcap}")
-    if layer.scale is not None and not math.isfinite(layer.scale):
-        raise ValueError(f"scale must be finite, got {layer.scale}")

@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lipscope.attention.validation import derived
+
 
 class Mask:
     """Base of all masks."""
@@ -241,12 +243,12 @@ class Explicit(Mask):
     def for_input(self, index: int) -> Mask:
         """The slice of one input."""
         t = self.tensor
-        return Explicit(t[index : index + 1]) if t.ndim > 2 and t.shape[0] > 1 else self
+        return derived(self, tensor=t[index : index + 1]) if t.ndim > 2 and t.shape[0] > 1 else self
 
     def for_head(self, index: int) -> Mask:
         """The slice of one head."""
         t = self.tensor
-        return Explicit(t[:, index : index + 1]) if t.ndim == 4 and t.shape[1] > 1 else self
+        return derived(self, tensor=t[:, index : index + 1]) if t.ndim == 4 and t.shape[1] > 1 else self
 
     def _at(self, n: int) -> Tensor:
         t = self.tensor

@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.core import Linearisation, group_queries, ungroup_queries
-from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation, NormLinearisation
 from lipscope.attention.tiled import AnyLinearisation, prefers_tiles
-from lipscope.attention.variants import Variant
 from lipscope.spectral.operator import Operator
 
 if TYPE_CHECKING:
-    from lipscope.attention.variants import Core
+    from lipscope.attention.layer import Attention
+    from lipscope.attention.variants import Core, Variant
 
 
 class AttentionOperator(Operator):

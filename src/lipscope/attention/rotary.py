@@ -12,10 +12,12 @@ Reference: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedd
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lipscope.attention.validation import derived, moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,13 +122,13 @@ class Rotary:
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Rotary:
         """The same tables in another dtype or on another device."""
-        return replace(self, cos=self.cos.to(dtype=dtype, device=device), sin=self.sin.to(dtype=dtype, device=device))
+        return moved(self, dtype, device)
 
     def for_input(self, index: int) -> Rotary:
         """The tables of batch item ``index``."""
         if self.cos.ndim == 2 or self.cos.shape[0] == 1:
             return self
-        return replace(self, cos=self.cos[index : index + 1], sin=self.sin[index : index + 1])
+        return derived(self, cos=self.cos[index : index + 1], sin=self.sin[index : index + 1])
 
     def turn(self, n: int, batch: int) -> Turn:
         """The tables for ``batch`` inputs of n tokens.

@@ -23,7 +23,6 @@ Rows do not add up to one; b = −log n keeps their sums near one when scores ar
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -35,9 +34,13 @@ from torch import Tensor
 
 from lipscope.attention.core import Linearisation, Triple
 from lipscope.attention.features import Feature, LiftedKey, LiftedQuery, Normalised
-from lipscope.attention.layer import Attention, Described
+from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
+from lipscope.attention.norms import Normalisation
+from lipscope.attention.operators import VariantOperator
 from lipscope.attention.scores import ScoreRule, safe_softmax
+from lipscope.attention.validation import derived, moved
+from lipscope.spectral.operator import Operator
 
 Features: TypeAlias = tuple[Feature, Feature, Feature]
 
@@ -78,7 +81,7 @@ class Core(Protocol):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Variant(Described, ABC):
+class Variant(ABC):
     """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it.
 
     Attributes:
@@ -100,15 +103,35 @@ class Variant(Described, ABC):
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mask", as_mask(self.mask))
-        if not isinstance(self.mask, self.masks):
-            raise ValueError(f"mask {self.mask} does not fit {self.kind} attention: it takes mask full only")
+        object.__setattr__(self, "mask", self._fitting(self.mask))
         for name in self.numbers:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         # The plain layer on the same weights says what does not fit together.
         _ = self.plain
+
+    @classmethod
+    def _fitting(cls, mask: MaskLike) -> Mask:
+        found = as_mask(mask)
+        if not isinstance(found, cls.masks):
+            raise ValueError(f"mask {found} does not fit {cls.kind} attention: it takes mask full only")
+        return found
+
+    @property
+    def width(self) -> int:
+        """Token dimension d."""
+        return self.q.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the weights."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.q.device
 
     @property
     def key_weights(self) -> Tensor:
@@ -132,7 +155,11 @@ class Variant(Described, ABC):
 
     def with_mask(self, mask: MaskLike) -> Self:
         """The same layer under another mask."""
-        return dataclasses.replace(self, mask=mask)
+        return derived(self, mask=self._fitting(mask))
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
+        """The same layer in another dtype or on another device."""
+        return moved(self, dtype, device)
 
     @abstractmethod
     def features(self, X: Tensor) -> Features:
@@ -168,6 +195,20 @@ class Variant(Described, ABC):
         Y = self.merge_heads(self.outputs(*(feature.value for feature in self.features(batched))))
         return Y if X.ndim == 3 else Y[0]
 
+    def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
+        """The Jacobian at tokens X (B, n, d), in their dtype and on their device, at scope ``"attention"`` only."""
+        if scope != "attention" or norm is not None:
+            raise ValueError(f"{self.kind} attention is measured at scope 'attention' only, without a norm")
+        return VariantOperator(self.to(dtype=X.dtype, device=X.device), X)
+
+    def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), as ⟨∂⟨u, f(X)⟩/∂X, v⟩ with its graph."""
+        with torch.enable_grad():
+            X = X if X.requires_grad else X.detach().clone().requires_grad_()
+            Y = self(X)
+            (slope,) = torch.autograd.grad(Y, X, left.reshape(Y.shape), create_graph=True)
+            return (slope * right.reshape(X.shape)).flatten(1).sum(-1)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DotProductVariant(Variant):
@@ -189,7 +230,7 @@ class DotProductVariant(Variant):
     @cached_property
     def scaled(self) -> Attention:
         """Dot-product attention with the same weights and the same scale."""
-        return dataclasses.replace(self.plain, scale=self.tau)
+        return derived(self.plain, scale=self.tau)
 
     def features(self, X: Tensor) -> Features:
         """τ q_i, k_j and v_j."""

@@ -72,9 +72,7 @@ class VariantSigmaGradient:
         """The gradient (B, n, d) at the operator's inputs; see ``SigmaGradient``."""
         with torch.enable_grad():
             X = operator.X.detach().clone().requires_grad_()
-            Y = self.layer(X)
-            (slope,) = torch.autograd.grad(Y, X, left.reshape(Y.shape), create_graph=True)
-            (gradient,) = torch.autograd.grad((slope * right.reshape(X.shape)).sum(), X)
+            (gradient,) = torch.autograd.grad(self.layer.bilinear(X, left, right).sum(), X)
         return gradient
 
 

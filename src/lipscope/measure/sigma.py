@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike
-from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
-from lipscope.attention.operators import AttentionOperator, HeadOperator, NormAttentionOperator, VariantOperator
+from lipscope.attention.norms import Normalisation
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_upper
 from lipscope.bounds.strips import height_within
@@ -19,7 +18,6 @@ from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, res
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 ATTENTION_SCOPES = ("attention", "head")
-_ALL_SCOPES = (*ATTENTION_SCOPES, "norm+attention")
 
 
 def local_lipschitz(
@@ -185,41 +183,16 @@ def make_operator(
     Returns:
         An operator with one item per input, or per (input, head).
     """
-    if isinstance(map, Variant):
-        return _variant_operator(map, X, scope, mask, norm)
-    if not isinstance(map, Attention):
-        if mask is not None:
-            raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
-        if not callable(map):
-            raise TypeError(f"map must be an Attention or a callable, got {type(map).__name__}")
-        if scope in ATTENTION_SCOPES[1:]:
-            raise ValueError(f"scope {scope!r} needs an Attention layer: a callable is measured as one map")
-        return AutodiffOperator(map, X, batched=not bare)
-    if X.shape[-1] != map.width:
-        raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {map.width}")
-    layer = map if mask is None else map.with_mask(mask)
-    layer = layer.to(dtype=X.dtype, device=X.device)
-    scope = scope or "attention"
-    if scope == "norm+attention":
-        if not isinstance(norm, LayerNorm | RMSNorm):
-            raise ValueError("scope 'norm+attention' needs norm, a LayerNorm or an RMSNorm")
-        return NormAttentionOperator(layer, norm, X)
-    if norm is not None:
-        raise ValueError(f"norm belongs to scope 'norm+attention', not to {scope!r}")
-    if scope == "attention":
-        return AttentionOperator(layer, X)
-    if scope == "head":
-        return HeadOperator(layer, X)
-    raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(_ALL_SCOPES)}")
-
-
-def _variant_operator(
-    map: Variant, X: Tensor, scope: str | None, mask: MaskLike, norm: Normalisation | None
-) -> VariantOperator:
-    if scope not in (None, "attention") or norm is not None:
-        raise ValueError(f"{map.kind} attention is measured at scope 'attention' only, without a norm")
-    layer = map if mask is None else map.with_mask(mask)
-    return VariantOperator(layer.to(dtype=X.dtype, device=X.device), X)
+    if isinstance(map, Attention | Variant):
+        layer = map if mask is None else map.with_mask(mask)
+        return layer.operator(X, scope or "attention", norm)
+    if mask is not None:
+        raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
+    if not callable(map):
+        raise TypeError(f"map must be an Attention or a callable, got {type(map).__name__}")
+    if scope in ATTENTION_SCOPES[1:]:
+        raise ValueError(f"scope {scope!r} needs an Attention layer: a callable is measured as one map")
+    return AutodiffOperator(map, X, batched=not bare)
 
 
 def working_dtype(map: Attention | Variant | TensorMap, X: Tensor) -> torch.dtype:

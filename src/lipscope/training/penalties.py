@@ -19,16 +19,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Triple
+from lipscope.attention.differentiable import scores_and_weights
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Mask
 from lipscope.attention.operators import AttentionOperator
-from lipscope.attention.scores import ScoreRule
 from lipscope.attention.variants import Variant
 from lipscope.measure.sigma import check_tokens
 from lipscope.spectral.autodiff import GraphOperator, TensorMap
@@ -78,14 +75,14 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
 def jasmin_penalty(attention: Attention, X: Tensor, k: int = 0) -> Tensor:
     """JaSMin of a layer at tokens X (n, d) or (B, n, d), with a gradient in W_Q, W_K and their biases; see ``jasmin``."""
     with full_precision(attention.device):
-        _, P, _ = _scores_and_weights(attention, check_tokens(X).to(attention.q))
+        _, P, _ = scores_and_weights(attention, check_tokens(X).to(attention.q))
         return jasmin(P, k)
 
 
 def max_logit_penalty(attention: Attention, X: Tensor, *, limit: float = 0.0) -> Tensor:
     """Squared excess of the largest |logit| over ``limit`` at tokens X, mean over heads and inputs; see ``max_logit``."""
     with full_precision(attention.device):
-        raw, _, visible = _scores_and_weights(attention, check_tokens(X).to(attention.q))
+        raw, _, visible = scores_and_weights(attention, check_tokens(X).to(attention.q))
         return max_logit(raw, visible, limit=limit)
 
 
@@ -222,7 +219,7 @@ def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tenso
         layer = dataclasses.replace(attention)
         batched = batched.to(layer.q)
         left, right = top_pair(AttentionOperator(layer, batched), solver)
-        return _bilinear(layer, batched, left, right)
+        return layer.bilinear(batched, left, right)
     with evaluating(attention if isinstance(attention, nn.Module) else None):
         return sigma_of_map(_batched(attention, X), batched, solver)
 
@@ -231,55 +228,6 @@ def _batched(function: Variant | TensorMap, X: Tensor) -> TensorMap:
     if X.ndim == 3:
         return function
     return lambda x: function(x[0])[None]
-
-
-def _scores_and_weights(layer: Attention, X: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j."""
-    q, k, _ = _projections(layer, X)
-    rule = _score_rule(layer, X.shape[1], X.shape[0])
-    raw = q @ k.mT
-    return raw, rule.probabilities(raw)[0], rule.allowed
-
-
-def _bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
-    with torch.enable_grad():
-        q, k, v = _projections(layer, X)
-        dq, dk, dv = _projections(layer, right, biases=False)
-        P, W = _score_rule(layer, X.shape[1], X.shape[0]).probabilities(q @ k.mT)
-        T = W * (dq @ k.mT + q @ dk.mT)
-        moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
-        joined = moved.transpose(1, 2).flatten(2)
-        outputs = joined if layer.out is None else joined @ layer.out.mT
-        return (outputs * left).flatten(1).sum(-1)
-
-
-def _projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
-    """Scaled queries (B, H, n, dk), keys and values of tokens (B, n, d), one key head per query head."""
-
-    def project(weight: Tensor, bias: Tensor | None, heads: int, factor: float) -> Tensor:
-        z = X @ weight.mT
-        if biases and bias is not None:
-            z = z + bias
-        z = factor * z.reshape(*X.shape[:2], heads, -1).transpose(1, 2)
-        return z.repeat_interleave(layer.heads // heads, dim=1)
-
-    q = project(layer.q, layer.q_bias, layer.heads, layer.tau)
-    k = project(layer.k, layer.k_bias, layer.kv_heads, 1.0)
-    v = project(layer.v, layer.v_bias, layer.kv_heads, 1.0)
-    turn = layer.turn(X.shape[1], X.shape[0])
-    return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
-
-
-def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:
-    """The rule of the scores with the layer's own sinks and additive bias, not copies without a graph."""
-    rule = layer.score_rule(n, batch)
-    additive = rule.additive
-    if layer.bias is not None:
-        masked = cast(Mask, layer.mask).additive(n)
-        additive = layer.bias if masked is None else layer.bias + masked.to(layer.bias)
-        additive = additive.to(dtype=layer.dtype, device=layer.device)
-    return dataclasses.replace(rule, additive=additive, sinks=layer.sinks)
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""What a layer refuses when it is made, and how others are derived from it without being checked again.
+
+To look for NaN in all tensors costs as much as to use them. A layer is checked once, when it is made: its heads, its copies
+in another dtype and its view of one input consist of numbers that have been checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lipscope.attention.layer import Attention
+
+Made = TypeVar("Made")
+
+
+def derived(made: Made, **changes: Any) -> Made:
+    """The frozen dataclass ``made`` with some fields changed to values that are known to fit: ``replace``, unchecked."""
+    other = object.__new__(type(made))
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        object.__setattr__(other, field.name, changes.get(field.name, getattr(made, field.name)))
+    return other
+
+
+def moved(made: Made, dtype: torch.dtype | None, device: torch.device | None) -> Made:
+    """The same with all tensors in another dtype or on another device.
+
+    Raises:
+        ValueError: when a number is too large for the dtype.
+    """
+    changes = {}
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        value = getattr(made, field.name)
+        if hasattr(value, "to"):
+            changes[field.name] = there = value.to(dtype=dtype, device=device)
+            if isinstance(there, Tensor) and torch.finfo(there.dtype).max < torch.finfo(value.dtype).max:
+                refuse_infinite(f"{field.name} in {there.dtype}", there)
+    return derived(made, **changes)
+
+
+def refuse_infinite(name: str, tensor: Tensor) -> None:
+    """Raise when a tensor is not finite."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name} holds NaN or infinite values")
+
+
+def validate(layer: Attention) -> None:
+    """Refuse an inconsistent layer, naming the argument and the two sizes that disagree."""
+    for name in ("q", "k", "v"):
+        if not isinstance(getattr(layer, name), Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
+    for name in ("heads", "kv_heads"):
+        if not isinstance(getattr(layer, name), int):
+            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
+    for field in dataclasses.fields(layer):
+        if isinstance(value := getattr(layer, field.name), Tensor):
+            _validate_numbers(field.name, value, layer)
+    for problems in (_problems_of_projections, _problems_of_the_rest):
+        for wrong, message in problems(layer):
+            if wrong:
+                raise ValueError(message)
+    for name, shape in _vectors(layer).items():
+        vector = getattr(layer, name)
+        if vector is not None and vector.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(vector.shape)}, but {shape} is needed")
+
+
+def _validate_numbers(name: str, tensor: Tensor, layer: Attention) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
+    refuse_infinite(name, tensor)
+
+
+def _problems_of_projections(layer: Attention) -> Iterator[tuple[bool, str]]:
+    """Whether something is wrong, and what; each presupposes that the earlier ones are not."""
+    matrices = {"q": layer.q, "k": layer.k, "v": layer.v}
+    for name, matrix in matrices.items():
+        shape = tuple(matrix.shape)
+        yield matrix.ndim != 2 or 0 in shape, f"{name} must be a non-empty matrix, got shape {shape}"
+        yield shape[1] != layer.width, f"{name} takes tokens of width {shape[1]}, but q takes width {layer.width}"
+    heads, kv_heads = layer.heads, layer.kv_heads
+    yield heads < 1, f"heads must be at least 1, got {heads}"
+    divides = kv_heads >= 1 and heads % kv_heads == 0
+    yield not divides, f"kv_heads = {kv_heads} must be a positive divisor of heads = {heads}"
+    for (name, matrix), count in zip(matrices.items(), (heads, kv_heads, kv_heads), strict=True):
+        yield bool(matrix.shape[0] % count), f"{name} has {matrix.shape[0]} rows, which {count} heads do not divide"
+    keys = kv_heads * layer.head_width
+    wanted = f"kv_heads × query width = {kv_heads} × {layer.head_width} = {keys}"
+    yield layer.k.shape[0] != keys, f"k has {layer.k.shape[0]} rows, but {wanted}"
+
+
+def _problems_of_the_rest(layer: Attention) -> Iterator[tuple[bool, str]]:
+    """Likewise of W_O, the score bias, rotary tables and numbers."""
+    joined, heads = layer.heads * layer.value_width, layer.heads
+    if layer.out is not None:
+        shape = tuple(layer.out.shape)
+        yield len(shape) != 2 or shape[1] != joined, f"out has shape {shape}, but the heads joined have width {joined}"
+    if layer.bias is not None:
+        shape = tuple(layer.bias.shape)
+        square = len(shape) in (2, 3, 4) and shape[-1] == shape[-2]
+        yield not square, f"bias must be (n, n), (heads, n, n) or (B, heads, n, n), got {shape}"
+        if len(shape) > 2:
+            yield shape[-3] not in (1, heads), f"bias is for {shape[-3]} heads, but the layer has heads = {heads}"
+    if layer.rotary is not None:
+        width, dtype, device = layer.rotary.width, layer.rotary.dtype, layer.rotary.cos.device
+        wide = width > layer.head_width
+        yield wide, f"rotary turns {width} coordinates, but queries have width {layer.head_width}"
+        elsewhere = (dtype, device) != (layer.dtype, layer.device)
+        yield elsewhere, f"rotary is {dtype} on {device}, but q is {layer.dtype} on {layer.device}"
+    capped = layer.softcap is None or 0 < layer.softcap < math.inf
+    yield not capped, f"softcap must be positive and finite (None for no cap), got {layer.softcap}"
+    yield layer.scale is not None and not math.isfinite(layer.scale), f"scale must be finite, got {layer.scale}"
+
+
+def _vectors(layer: Attention) -> dict[str, tuple[int]]:
+    """The shapes of all vectors."""
+    return {
+        "q_bias": (layer.q.shape[0],),
+        "k_bias": (layer.k.shape[0],),
+        "v_bias": (layer.v.shape[0],),
+        "out_bias": (layer.output_width,),
+        "sinks": (layer.heads,),
+    }
