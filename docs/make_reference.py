@@ -129,7 +129,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def statuses() -> str:
     """What every status, kind of upper end and refusal means."""
     from lipscope.models.selftest import SelfTestError
-    from lipscope.runs import engines, errors
+    from lipscope.runs import engines
+    from lipscope.runs import schema as errors
     from lipscope.spectral.result import Status
 
     parts = ["# What a status means", NOTE, "## How a measurement ended", "`status` of a result and of a row; "

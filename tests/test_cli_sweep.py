@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lipscope.cli.main import app
 from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
 from lipscope.runs import Store
-from lipscope.runs.lock import StoreLock
+from lipscope.runs.store import StoreLock
 from model_families import FAMILIES
 
 runner = CliRunner()

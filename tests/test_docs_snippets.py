@@ -41,8 +41,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
     snippets.prepare(tmp_path, small=True)
-    for where in ("lipscope.models.load.load", "lipscope.runs.scan.load", "lipscope.runs.loading.load"):
-        monkeypatch.setattr(where, cached_load)
+    monkeypatch.setattr("lipscope.models.load.load", cached_load)
     monkeypatch.setattr(Chunker, "__init__", chunker_of_known_text)
     return tmp_path
 

@@ -16,8 +16,7 @@ import lipscope
 from lipscope.bounds.bound import Bound
 from lipscope.report.summary import above, below
 from lipscope.rounding import interval, round_down, round_up
-from lipscope.runs.fit import GrowthFit
-from lipscope.runs.plateau import PlateauFit
+from lipscope.runs.fit import GrowthFit, PlateauFit
 from lipscope.training.readings import Reading, Record
 from lipscope.training.thresholds import Alarm, Threshold
 

@@ -12,7 +12,7 @@ import torch
 import cases
 import lipscope
 from lipscope.bounds import lower, refined
-from lipscope.runs.plateau import RATES
+from lipscope.runs.fit import RATES
 from lipscope.studies.mean_field import (
     Ball,
     Empirical,

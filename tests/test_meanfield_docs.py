@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-from lipscope.runs.plateau import RATES
+from lipscope.runs.fit import RATES
 
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "mean-field.md"
 

@@ -13,7 +13,7 @@ from lipscope.cli.main import app
 from lipscope.models.scopes import scope_map, scope_tokens
 from lipscope.models.selftest import check_causality
 from lipscope.runs import Store, expand
-from lipscope.runs.loading import loaded_model
+from lipscope.runs.work import loaded_model
 from lipscope.studies.paper.adversarial_points import paper_case, real_eigenvalues, strongest_head
 from lipscope.studies.paper.cast import find_cast
 from lipscope.studies.paper.causal_bert import causal_bert, masked

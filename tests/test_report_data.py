@@ -17,7 +17,6 @@ from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.data import ReportData, report_data
 from lipscope.report.heat import heat_map
 from lipscope.report.page import _facts, _table
-from lipscope.report.run import load_run
 from lipscope.report.summary import (
     _against_guides,
     _which_curve,
@@ -30,6 +29,7 @@ from lipscope.report.summary import (
 )
 from lipscope.report.token_page import page_view
 from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.runs.run import load_run
 from lipscope.runs.scan import Scan
 from report_cases import make_rows, make_view, write_run
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lipscope.report.progress import SweepProgress, read_progress
 from lipscope.report.server import ReportServer
-from lipscope.runs.run import run_plan
+from lipscope.runs.progress import SweepProgress, read_progress
 from lipscope.runs.store import Store
+from lipscope.runs.sweep import run_plan
 from lipscope.runs.tasks import expand
 from report_cases import make_rows, write_run
 from sweep_cases import plan_of, save_models

@@ -15,10 +15,11 @@ from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
-from lipscope.report.run import load_run
 from lipscope.report.token_views import measure_views
 from lipscope.runs.plan import Plan
-from lipscope.runs.run import run_plan
+from lipscope.runs.run import load_run
+from lipscope.runs.sweep import run_plan
+from lipscope.runs.work import forget_models
 from lipscope.runs.worst_tokens import LONGEST, worst_inputs
 from model_families import FAMILIES
 from report_cases import make_rows
@@ -159,15 +160,11 @@ def test_another_model_or_text_is_noticed(store: Path, monkeypatch: pytest.Monke
 
     said: list[str] = []
     monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", other))
-    monkeypatch.setattr(
-        "lipscope.runs.loading._loaded", type(__import__("lipscope.runs.loading", fromlist=["_loaded"])._loaded)()
-    )
+    forget_models()
     assert measure_views(run, 1, say=said.append) == []
     assert "is not the one that was measured" in said[0]
     monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load_tiny))
-    monkeypatch.setattr(
-        "lipscope.runs.loading._loaded", type(__import__("lipscope.runs.loading", fromlist=["_loaded"])._loaded)()
-    )
+    forget_models()
     (store.parent / "text.txt").write_text(TEXT[::-1])
     assert measure_views(run, 1, say=said.append) == []
     assert "text.txt' here is not the one that was measured" in said[-2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -150,6 +151,13 @@ def test_texts_from_files(tmp_path: Path) -> None:
         read_text(tmp_path / "d.txt")
     with pytest.raises(FileNotFoundError, match="python-docs"):
         read_text("no-such-text")
+
+
+@pytest.mark.skipif(ZOO["gpt2-mini"].missing is not None, reason="the weights of gpt2-mini are not installed")
+def test_the_default_corpus_has_no_input_of_one_repeated_token() -> None:
+    """Rules of tables are no prose: no eight tokens in a row, wherever an input may lie, are the same."""
+    ids = Chunker(read_text("python-docs"), load_named("gpt2-mini").tokenizer).ids
+    assert max(len(list(run)) for _, run in itertools.groupby(ids)) < 8
 
 
 def test_lengths() -> None:

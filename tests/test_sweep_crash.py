@@ -21,7 +21,7 @@ import pytest
 
 from lipscope.runs import Store, expand, run_plan
 from lipscope.runs.recovery import damage
-from lipscope.runs.rowtext import table_digest
+from lipscope.runs.rows import table_digest
 from sweep_cases import plan_of, save_models
 from test_sweep_store import WHERE, made_up_outcome, made_up_task
 

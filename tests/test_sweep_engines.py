@@ -19,7 +19,7 @@ import lipscope
 from lipscope.cli.main import app
 from lipscope.runs import Dask, EngineError, Plan, Store, expand, run_plan
 from lipscope.runs.engines import make_engine
-from lipscope.runs.run import Step
+from lipscope.runs.sweep import Step
 from sweep_cases import plan_of, save_models
 
 TESTS, SOURCE = Path(__file__).parent, Path(lipscope.__file__).parent.parent

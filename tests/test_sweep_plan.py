@@ -11,10 +11,9 @@ import torch
 
 import lipscope
 from lipscope.runs import Block, ModelChoice, Plan, dry_run, expand, register_quantity, run_plan
-from lipscope.runs.fingerprints import model_fingerprint
 from lipscope.runs.registry import QUANTITIES
 from lipscope.runs.store import Store
-from lipscope.runs.work import run_job
+from lipscope.runs.work import model_fingerprint, run_job
 from sweep_cases import LOADER, plan_of, save_models, with_bytes
 
 
@@ -195,6 +194,24 @@ def test_rows_are_those_of_a_scan(place: Path, tmp_path: Path) -> None:
             assert {name: same[name] for name in row if name != "seconds"} == {
                 k: v for k, v in row.items() if k != "seconds"
             }
+
+
+@pytest.mark.parametrize("kind", ["text", "packed"])
+def test_a_scan_and_a_sweep_read_the_same_inputs_of_a_long_text(place: Path, tmp_path: Path, kind: str) -> None:
+    """More than a million letters: both take the same excerpt, and a seed draws the same inputs from it."""
+    text = tmp_path / "long.txt"
+    words = [f"{(7 * i * i + i // 5) % 99991:x}" for i in range(300_000)]
+    text.write_text("\n\n".join(" ".join(words[i : i + 5]) for i in range(0, len(words), 5)), encoding="utf-8")
+    assert text.stat().st_size > 1_000_000
+    settings = {"lengths": [8], "inputs": 2, "layers": [0]}
+    handle = with_bytes(str(place / "tiny-gpt2"), None)
+    gpt2 = ModelChoice(str(place / "tiny-gpt2"), loader=LOADER)
+    plan = plan_of(place, models=[gpt2], texts=[str(text)], kind=kind, scopes=["attention"], **settings)
+    run_plan(plan, tmp_path / "run.db")
+    with Store(tmp_path / "run.db") as store:
+        swept = {(row["input"], row["document"]): row["estimate"] for row in store.rows()}
+    scan = lipscope.scan(handle, text, pack=kind == "packed", solver=lipscope.Auto(**plan.blocks[0].solver), **settings)
+    assert {(row["input"], row["document"]): row["estimate"] for row in scan.rows} == swept
 
 
 def test_packed_documents_and_quantities(place: Path, tmp_path: Path) -> None:

@@ -34,10 +34,9 @@ from lipscope.runs import (
     run_plan,
 )
 from lipscope.runs.estimate import Work
-from lipscope.runs.fingerprints import digest
-from lipscope.runs.kept import kept_notices
-from lipscope.runs.rowtext import IDENTITY_COLUMNS, table_digest, to_record
+from lipscope.runs.rows import IDENTITY_COLUMNS, digest, table_digest, to_record
 from lipscope.runs.schema import MIGRATIONS, VERSION, migrate
+from lipscope.runs.sweep import kept_notices
 from lipscope.runs.tasks import Task
 from lipscope.runs.work import Outcome
 from sweep_cases import plan_of, save_models
@@ -150,7 +149,7 @@ def test_failures_are_kept_and_retried_on_request(place: Path, tmp_path: Path) -
 def test_two_processes_on_one_store(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     code = (
-        "import sys, time; from pathlib import Path; from lipscope.runs.lock import StoreLock\n"
+        "import sys, time; from pathlib import Path; from lipscope.runs.store import StoreLock\n"
         "lock = StoreLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)

@@ -216,8 +216,8 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 def _write(result: Scan, directory: Path, command: str) -> None:
     import torch
 
-    from lipscope.runs.environment import environment
     from lipscope.runs.scan_files import write_scan
+    from lipscope.runs.work import environment
 
     write_scan(result, directory, command=command, environment=environment(torch.get_num_threads()))
     typer.echo(f"rows are in {directory}", err=True)

@@ -13,7 +13,7 @@ import typer
 from lipscope.cli.options import Debug
 
 if TYPE_CHECKING:
-    from lipscope.report.run import Run
+    from lipscope.runs.run import Run
 
 ClearErrors = Callable[[bool], AbstractContextManager[None]]
 _TOKENS = 3
@@ -49,7 +49,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         with clear_errors(debug):
             from lipscope.report.data import report_data
             from lipscope.report.html import save_page
-            from lipscope.report.run import load_run
+            from lipscope.runs.run import load_run
 
             paths = [run] if other is None else [run, other]
             runs = [_with_tokens(load_run(path, all_plans=all_plans), tokens) for path in paths]
@@ -75,8 +75,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
     ) -> None:
         """Serve the report on this machine, with new rows as a sweep finds them, until Ctrl-C."""
         with clear_errors(debug):
-            from lipscope.report.run import load_run
             from lipscope.report.server import ReportServer
+            from lipscope.runs.run import load_run
 
             views = list(_with_tokens(load_run(run), tokens).views) if tokens else []
             with ReportServer(run, host=host, port=port, tokens=views) as server:

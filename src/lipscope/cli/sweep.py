@@ -16,7 +16,7 @@ from lipscope.cli.tables import print_table
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
     from lipscope.runs.plan import Plan
-    from lipscope.runs.run import Step, Summary
+    from lipscope.runs.sweep import Step, Summary
     from lipscope.runs.tasks import Expansion
 
 ClearErrors = Callable[[bool], AbstractContextManager[None]]
@@ -78,14 +78,14 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             if workers is not None and workers < 1:
                 raise ValueError(f"--workers must be at least 1, got {workers}")
             if dry_run:
-                from lipscope.runs.run import dry_run as preview
+                from lipscope.runs.sweep import dry_run as preview
 
                 with _waiting("looking at models and texts, and measuring a sample"):
                     expansion, left = preview(chosen, ledger, workers=workers or 1, retry_failed=retry_failed)
                 _print_estimate(expansion, left, workers or 1, ledger)
                 return
             from lipscope.runs.engines import make_engine
-            from lipscope.runs.run import run_plan
+            from lipscope.runs.sweep import run_plan
             from lipscope.runs.tasks import expand
 
             engine = make_engine(scheduler, workers)

@@ -139,7 +139,7 @@ def _read_file(path: Path) -> str:
 
 
 def _python_docs(_: Path) -> list[str]:
-    """The prose of the language reference: titles, grammar, code blocks and marks of emphasis removed."""
+    """The prose of the language reference: titles, tables, grammar, code blocks and marks of emphasis removed."""
     from pydoc_data.topics import topics
 
     documents = []
@@ -148,7 +148,7 @@ def _python_docs(_: Path) -> list[str]:
         prose = [
             " ".join(p.split())
             for p in paragraphs
-            if not p.startswith("   ") and not re.search(r"^[*=~\-^\"]{3,}$", p, re.M)
+            if not p.startswith("   ") and not re.search(r"^[*=~\-^\"]{3,}$|^ *\+[-=+]{3,}", p, re.M)
         ]
         text = "\n".join(re.sub(r"[*`\"]+", "", p) for p in prose if len(p) > 60)
         if text:

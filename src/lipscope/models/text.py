@@ -83,8 +83,13 @@ def chunk_of(handle: Model, documents: Sequence[str], n: int, seed: int = 0) -> 
     """Token ids (n,) of one chunk of a text, as the model's tokenizer writes them."""
     check_length(handle, n)
     tokenizer = require_tokenizer(handle)
-    (chunk,) = Chunker(excerpt(documents, max(1_000_000, 50 * n), seed), tokenizer).chunks([n], 1, seed)[n]
+    (chunk,) = Chunker(excerpt_for(documents, [n], 1, seed), tokenizer).chunks([n], 1, seed)[n]
     return torch.tensor(chunk)
+
+
+def excerpt_for(documents: Sequence[str], lengths: Sequence[int], inputs: int, seed: int = 0) -> list[str]:
+    """An excerpt with far more text than ``inputs`` chunks of every length need, and soon tokenised."""
+    return excerpt(documents, max(1_000_000, 50 * inputs * sum(lengths)), seed)
 
 
 def excerpt(documents: Sequence[str], characters: int, seed: int = 0) -> list[str]:

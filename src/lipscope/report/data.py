@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES
-from lipscope.report.run import Row, Run
 from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.runs.run import Row, Run
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
@@ -192,7 +192,7 @@ def report_data(runs: Sequence[Run]) -> ReportData:
 
     Example:
         >>> from lipscope.runs.scan import Scan
-        >>> from lipscope.report.run import load_run
+        >>> from lipscope.runs.run import load_run
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
         >>> data = report_data([load_run(Scan((row, row | {"n": 16, "estimate": 1.2})))])
         >>> [(point.n, point.median) for point in data.settings[0].worst.points]

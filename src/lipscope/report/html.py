@@ -20,7 +20,7 @@ from typing import Any
 from lipscope import __version__
 from lipscope.report.data import ReportData, report_data
 from lipscope.report.page import Page
-from lipscope.report.run import Row, Run, Source, load_run
+from lipscope.runs.run import Row, Run, Source, load_run
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("charts.js", "page.js")

@@ -22,9 +22,9 @@ from lipscope.report.data import Cell, Point, ReportData, Setting
 from lipscope.report.figures_page import Looks, page_chart
 from lipscope.report.heat import heat_map
 from lipscope.report.palette import palette
-from lipscope.report.run import Row, Run
 from lipscope.report.summary import above, below, cards, exponent, exponents, interval, listed, number, sentences, tells
 from lipscope.report.token_page import page_view, worst_tokens
+from lipscope.runs.run import Row, Run
 
 _RANKED = 20
 _WHY = (("radius", radius_chart, "radius_rms"), ("entropy", entropy_chart, "entropy"), ("sink", sink_chart, "sink_mass"))

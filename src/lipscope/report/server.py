@@ -22,8 +22,8 @@ from typing import Any
 from lipscope.report.data import report_data
 from lipscope.report.html import compact_rows, inert_json, render_content, render_page
 from lipscope.report.page import Page
-from lipscope.report.progress import SweepProgress, read_progress
-from lipscope.report.run import Run, is_store, load_run
+from lipscope.runs.progress import SweepProgress, read_progress
+from lipscope.runs.run import Run, is_store, load_run
 
 # A page of many rows takes seconds to make; a running sweep must not be slowed down by its spectators.
 _LEAST_PAUSE = 3.0

@@ -9,9 +9,9 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
-from lipscope.report.run import Run
 from lipscope.rounding import round_down, round_up, rounded
 from lipscope.runs.fit import GrowthFit
+from lipscope.runs.run import Run
 
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.report.run import Row
 from lipscope.report.summary import interval, number
+from lipscope.runs.run import Row
 
 _PAIRS = 8
 _LONGEST_LABEL = 14

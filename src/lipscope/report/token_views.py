@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.report.data import report_data
-from lipscope.report.run import Run
 from lipscope.runs.plan import Block, ModelChoice
+from lipscope.runs.run import Run
 from lipscope.runs.worst_tokens import worst_inputs
 
 # For other maps every column of the Jacobian takes a pass through the model.
@@ -65,10 +65,9 @@ def _views(blocks: Sequence[Block], wanted: Sequence[Mapping[str, Any]]) -> Iter
 
 def _find(blocks: Sequence[Block], row: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """The model that a row was measured on, and its token ids."""
-    from lipscope.runs.fingerprints import digest
     from lipscope.runs.kinds import Text
-    from lipscope.runs.loading import loaded_model
-    from lipscope.runs.rowtext import SHORT_DIGEST
+    from lipscope.runs.rows import SHORT_DIGEST, digest
+    from lipscope.runs.work import loaded_model
 
     reasons = []
     for block in blocks:

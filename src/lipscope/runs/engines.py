@@ -1,7 +1,8 @@
 """Who runs the jobs: this process, or a Dask cluster. Every engine gives the same rows, bit for bit.
 
 Jobs are values, and what a worker does with one (``lipscope.runs.work``) depends on nothing else. Engines only decide
-where and in which order.
+where and in which order. A Dask scheduler sees bytes: unpickling what passes through it then imports this module, which
+needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,12 +16,25 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lipscope.runs.environment import environment
-from lipscope.runs.remote import introduce, run_packed_job
-from lipscope.runs.tasks import Job
-from lipscope.runs.work import Outcome, run_job
+if TYPE_CHECKING:
+    from lipscope.runs.tasks import Job
+    from lipscope.runs.work import Outcome
+
+
+def run_packed_job(job: bytes) -> bytes:
+    """Run a pickled job and pickle its outcomes."""
+    from lipscope.runs.work import run_job
+
+    return pickle.dumps(list(run_job(pickle.loads(job))))
+
+
+def introduce() -> dict[str, Any]:
+    """Versions and hardware of a worker that is ready to work: all that a job needs is imported."""
+    from lipscope.runs.work import environment
+
+    return environment(1)
 
 
 class EngineError(RuntimeError):
@@ -58,6 +72,8 @@ class InProcess:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """The outcomes, task by task."""
+        from lipscope.runs.work import run_job
+
         for job in jobs:
             yield from run_job(job)
 
@@ -171,6 +187,8 @@ class Dask:
         return next(results)
 
     def _outcomes(self, future: Any, job: Job) -> list[Outcome]:
+        from lipscope.runs.work import Outcome, environment
+
         try:
             if future.status == "finished":
                 outcomes: list[Outcome] = pickle.loads(future.result(timeout=self.patience))
@@ -228,6 +246,8 @@ _LOCAL_WORKERS = {
 
 
 def _refuse_other_versions(who: str, found: dict[str, Any]) -> None:
+    from lipscope.runs.work import environment
+
     here = environment(1)["versions"]
     for package in ("lipscope", "torch", "transformers"):
         has, wanted = found["versions"].get(package), here.get(package)

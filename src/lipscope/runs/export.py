@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lipscope.runs.rowtext import IDENTITY_COLUMNS
+from lipscope.runs.rows import IDENTITY_COLUMNS
 from lipscope.runs.schema import KEY_COLUMNS
 from lipscope.runs.store import Store
 

@@ -14,11 +14,10 @@ from lipscope.models.measure import measure_recording
 from lipscope.models.model import Model
 from lipscope.models.packing import measure_packed_recordings, packed_chunks, record_packed
 from lipscope.models.scopes import scope_map
-from lipscope.models.text import Chunker, input_batches
-from lipscope.runs.fingerprints import digest
+from lipscope.models.text import Chunker, excerpt_for, input_batches
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row, load_object
-from lipscope.runs.rowtext import SHORT_DIGEST
+from lipscope.runs.rows import SHORT_DIGEST, digest
 from lipscope.spectral.solvers import Auto
 
 COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
@@ -120,4 +119,4 @@ def _texts(block: Block, handle: Model) -> Iterator[tuple[str, list[str], str]]:
         raise ValueError(f"kind {block.kind!r} needs texts: names of corpora, files or directories")
     for name in block.texts:
         documents = read_text(os.fspath(name))
-        yield name, documents, digest(documents)
+        yield name, excerpt_for(documents, block.sizes, block.inputs, block.seed), digest(documents)

@@ -114,7 +114,7 @@ class Block:
         scopes: which maps; see ``lipscope.models.scopes``.
         lengths: numbers of tokens, or a string such as ``"8:512:log"``.
         inputs: inputs per length, disjoint in the text.
-        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:Kind"``; see ``lipscope.runs.registry``.
+        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:TaskKind"``; see ``lipscope.runs.registry``.
         quantities: further columns to measure for every row, by name or as ``"package.module:function"``.
         options: settings of the kind.
         dtype: ``"float32"`` or ``"float64"``; that of the weights by default.

@@ -20,10 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lipscope.runs.errors import DAMAGED, primary_code
-from lipscope.runs.fingerprints import digest
-from lipscope.runs.rowtext import is_sound
-from lipscope.runs.schema import KEY_COLUMNS, RECORD, VERSION, migrate
+from lipscope.runs.rows import digest, is_sound
+from lipscope.runs.schema import DAMAGED, KEY_COLUMNS, RECORD, VERSION, migrate, primary_code
 
 _TASK = "key, status, identity, labels, row_count, error, trace, seconds, flops, run, environment, finished, attempts"
 # No record of ours is smaller, which bounds their number by the file's size.

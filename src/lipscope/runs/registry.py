@@ -64,7 +64,7 @@ class Measured:
     rows: Sequence[Row]
 
 
-class Kind(Protocol):
+class TaskKind(Protocol):
     """How a block becomes passes, and a pass rows. Instances keep no state: they are made anew on every worker."""
 
     coordinates: tuple[str, ...]

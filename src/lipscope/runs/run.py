@@ -1,166 +1,221 @@
-"""``run_plan``: measure what a plan asks for and the store does not have yet."""
+"""One run, wherever it comes from: the store of a sweep, the files of a scan, or a ``Scan`` itself, as rows and their story.
+
+Everything a report shows is made from a ``Run``. Rows keep all their columns; those without an interval for σ (a kind of a
+sweep may measure something else) are counted and left out.
+"""
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from lipscope.runs.engines import Engine, InProcess
-from lipscope.runs.environment import environment
-from lipscope.runs.estimate import Estimate, calibrate, estimate
-from lipscope.runs.kept import kept_notices
-from lipscope.runs.plan import Plan
-from lipscope.runs.recovery import Recovery
-from lipscope.runs.rowtext import table_digest
-from lipscope.runs.store import Store
-from lipscope.runs.tasks import Expansion, Task, expand
-from lipscope.runs.work import run_job
+from lipscope.runs.scan import Scan
 
-Progress = Callable[["Step"], None]
+Row = dict[str, Any]
+Source = str | os.PathLike[str] | Scan
+
+_SQLITE = b"SQLite format 3\x00"
+_WHOLE = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
+_NEEDED = ("layer", "n", "lower", "estimate", "upper")
 
 
 @dataclass(frozen=True)
-class Step:
-    """Where a sweep stands.
+class Story:
+    """How a run came about; what is not known is None or empty.
 
     Attributes:
-        done: work done in this run, in floating-point operations.
-        total: work of this run.
-        tasks: tasks finished in this run.
-        all_tasks: tasks of this run.
-        failed: tasks of this run that failed.
-        task: the task that just ended; None at the start.
+        command: the command line that makes it again.
+        plan: the plan of a sweep, as it was written.
+        seeds: where inputs lie and solvers start.
+        rtol: relative accuracies that were asked for.
+        delta: failure probabilities that were asked for.
+        environments: versions and hardware.
+        created: when, in UTC.
     """
 
-    done: float
-    total: float
-    tasks: int
-    all_tasks: int
-    failed: int
-    task: Task | None = None
+    command: str | None = None
+    plan: str | None = None
+    seeds: tuple[int, ...] = ()
+    rtol: tuple[float, ...] = ()
+    delta: tuple[float, ...] = ()
+    environments: tuple[Mapping[str, Any], ...] = ()
+    created: str | None = None
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What a run did.
+class Run:
+    """Rows and their story.
 
     Attributes:
-        tasks: tasks that the plan asks for.
-        kept: tasks that the store had already.
-        measured: tasks measured now.
-        failed: tasks of the plan that have failed, now or before; see ``Store.failures``.
-        rows: rows of the plan in the store.
-        seconds: time of this run.
-        digest: hash of the plan's table but for its times; equal digests are equal tables.
-        failures: the failed tasks.
-        recovery: what a damaged store lost, or None.
+        name: what the run is called on the page.
+        rows: its rows, all with the same columns.
+        story: how it came about.
+        views: token views, as ``TokenView.to_dict`` writes them, with ``model`` and ``text``.
+        left_out: rows without an interval for σ.
+        tasks: of a sweep: tasks asked for, done, failed.
+        failures: why tasks failed, one line each.
+        path: where it was read from, None for a ``Scan``.
     """
 
-    tasks: int
-    kept: int
-    measured: int
-    failed: int
-    rows: int
-    seconds: float
-    digest: str
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    recovery: Recovery | None = None
+    name: str
+    rows: Sequence[Row]
+    story: Story = field(default_factory=Story)
+    views: Sequence[Row] = ()
+    left_out: int = 0
+    tasks: tuple[int, int, int] | None = None
+    failures: Sequence[str] = ()
+    path: Path | None = None
 
 
-def run_plan(
-    plan: Plan | Expansion,
-    store: str | os.PathLike[str],
-    *,
-    engine: Engine | None = None,
-    retry_failed: bool = False,
-    progress: Progress | None = None,
-    notice: Callable[[str], None] | None = None,
-) -> Summary:
-    """Measure what a plan asks for and the store does not have yet.
-
-    Every finished task is in the store before the next one counts. A run that is stopped, by whatever, goes on where it was
-    when it is called again.
+def load_run(source: Source, *, all_plans: bool = False) -> Run:
+    """Read a run.
 
     Args:
-        plan: the plan, or its expansion.
-        store: the file of the store; made when it does not exist.
-        engine: who computes; this process by default.
-        retry_failed: also measure tasks that failed before.
-        progress: called at the start and after every task.
-        notice: called with what the user should know at once: a damaged store, tasks kept from another name or version.
-
-    Returns:
-        What was done.
+        source: the store of a sweep, a directory or a rows file that ``lipscope scan --out`` wrote, or a ``Scan``.
+        all_plans: of a store, the rows of every plan it served.
 
     Raises:
-        ValueError: when the plan names what does not exist; before anything is measured.
-        StoreError: when the store cannot be used, is locked, or the disk is full.
-        EngineError: when the cluster is not there.
+        FileNotFoundError: when there is nothing there.
+        ValueError: when it is neither a store nor the rows of a scan; says what is missing.
 
     Example:
-        >>> import lipscope, tempfile
-        >>> plan = lipscope.runs.Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8], inputs=2)
-        >>> expansion = lipscope.runs.expand(plan)      # loads the model and refuses what it does not have
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     first = lipscope.runs.run_plan(expansion, f"{directory}/run.db")
-        ...     again = lipscope.runs.run_plan(expansion, f"{directory}/run.db")
-        >>> (first.measured, first.rows), (again.measured, again.kept)
-        ((1, 2), (0, 1))
+        >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
+        >>> load_run(Scan((row,))).rows[0]["scope"] is None
+        True
     """
-    start = time.monotonic()
-    expansion = plan if isinstance(plan, Expansion) else expand(plan)
-    engine = engine or InProcess()
-    with Store(store, write=True) as ledger:
-        if ledger.recovery is not None and notice is not None:
-            notice(str(ledger.recovery))
-        tasks = expansion.tasks
-        keys = {task.key for task in tasks}
-        had = ledger.tasks("done") & keys
-        jobs = expansion.pending(had if retry_failed else had | ledger.tasks("failed"))
-        total = sum(job.flops for job in jobs)
-        all_tasks = sum(len(job.tasks) for job in jobs)
-        here = environment(expansion.plan.threads)
-        if notice is not None:
-            for sentence in kept_notices(ledger, tasks, here):
-                notice(sentence)
-        run = ledger.begin_run(expansion.plan.text, tasks, engine.name, here)
-        done, measured, failed = 0.0, 0, 0
-        if progress is not None:
-            progress(Step(done, total, 0, all_tasks, failed))
-        if jobs:
-            with engine:
-                for outcome in engine.run(jobs):
-                    ledger.save(outcome, run)
-                    done += outcome.task.work.flops
-                    measured += 1
-                    failed += outcome.error is not None
-                    if progress is not None:
-                        progress(Step(done, total, measured, all_tasks, failed, outcome.task))
-        ledger.finish_run(run)
-        rows = ledger.rows()
-        failures = ledger.failures(keys)
-        return Summary(
-            len(tasks), len(had), measured - failed, len(failures), len(rows), time.monotonic() - start, table_digest(rows),
-            failures, ledger.recovery,
-        )  # fmt: skip
+    if isinstance(source, Scan):
+        views = [{"model": source.about.get("model"), "text": source.about.get("text"), **v.to_dict()} for v in source.views]
+        return _run("scan", source.rows, _story({"about": source.about}), views, text=source.about.get("text"))
+    path = Path(source)
+    if path.is_dir():
+        found = [path / name for name in ("rows.json", "rows.csv") if (path / name).is_file()]
+        if not found:
+            raise ValueError(
+                f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
+            )
+        return _scan_files(found[0], path.name or str(path))
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")
+    if is_store(path):
+        return _store(path, all_plans)
+    return _scan_files(path, path.parent.name if path.stem == "rows" and path.parent.name else path.stem)
 
 
-def dry_run(
-    plan: Plan, store: str | os.PathLike[str], *, workers: int = 1, retry_failed: bool = False
-) -> tuple[Expansion, Estimate]:
-    """What a plan would take: every task is listed, and a sample is measured for the time; nothing is stored.
+def is_store(path: Path) -> bool:
+    """Whether a file is an SQLite database; opening it as a store says whether it is ours."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
 
-    Rates of tasks that the store has already are taken from there.
-    """
-    expansion = expand(plan)
-    known: dict[Any, float] = {}
-    finished: set[str] = set()
-    if os.path.exists(store):
-        with Store(store) as ledger:
-            known = ledger.rates()
-            finished = ledger.tasks("done") if retry_failed else ledger.tasks("done") | ledger.tasks("failed")
-    jobs = expansion.pending(finished)
-    return expansion, estimate(jobs, calibrate(jobs, run_job, known), workers)
+
+def _store(path: Path, all_plans: bool) -> Run:
+    from lipscope.runs.store import Store
+
+    with Store(path) as store:
+        rows, plan, environments = store.rows(all_plans=all_plans), store.plan(), store.environments()
+        tasks, failures = store.progress(), store.failures()
+    reasons = [
+        f"{failure['model']}, layer {failure['layer']}, scope {failure['scope']}, n = {failure['n']}: {failure['error']}"
+        for failure in failures
+    ]
+    story = Story(
+        command=f"lipscope sweep plan.toml --store {path.name}", plan=plan, seeds=_values(rows, "seed"),
+        rtol=_values(rows, "rtol"), delta=_values(rows, "delta_asked"), environments=tuple(environments),
+    )  # fmt: skip
+    return _run(path.stem, rows, story, [], tasks=tasks, failures=reasons, path=path)
+
+
+def _scan_files(path: Path, name: str) -> Run:
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = _from_csv(text) if path.suffix == ".csv" else json.loads(text)
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is neither a store nor the rows of a scan: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is not the rows of a scan: it must be a list of rows")
+    about = _beside(path, "run.json", {})
+    views = _beside(path, "tokens.json", [])
+    return _run(name, rows, _story(about), views, text=(about.get("about") or {}).get("text"), path=path)
+
+
+def _beside(path: Path, name: str, default: Any) -> Any:
+    file = path.with_name(name)
+    if not file.is_file():
+        return default
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(found, type(default)):
+        raise ValueError(f"{file} is not what `lipscope scan --out` writes")
+    return found
+
+
+def _story(run: Mapping[str, Any]) -> Story:
+    about = run.get("about") or {}
+    solver = about.get("solver")
+    options = solver if isinstance(solver, dict) else {}
+    return Story(
+        command=run.get("command"), created=run.get("created"),
+        seeds=() if "seed" not in about else (about["seed"],),
+        rtol=() if "rtol" not in options else (options["rtol"],),
+        delta=() if "delta" not in options else (options["delta"],),
+        environments=(run["environment"],) if run.get("environment") else (),
+    )  # fmt: skip
+
+
+def _run(
+    name: str, rows: Sequence[Mapping[str, Any]], story: Story, views: Sequence[Row], *, text: str | None = None, **more: Any
+) -> Run:
+    """The rows that hold an interval, all with the columns that a report looks at."""
+    common = dict.fromkeys(("model", "text", "kind", "options", *_OPTIONAL))
+    complete = [common | dict(row) for row in rows]
+    if complete:
+        for column in _NEEDED:
+            if all(column not in row for row in rows):
+                raise ValueError(f"the rows of {name} have no column {column!r}: they do not come from a scan or a sweep")
+    for row in complete:
+        row["text"] = row["text"] if row["text"] is not None else text
+    kept = [row for row in complete if all(_finite(row.get(column)) for column in _NEEDED)]
+    return Run(name, kept, story, views, len(complete) - len(kept), **more)
+
+
+def _from_csv(text: str) -> list[Row]:
+    return [{name: _value(name, cell) for name, cell in row.items()} for row in csv.DictReader(text.splitlines())]
+
+
+def _value(name: str, cell: str | None) -> Any:
+    if cell is None or cell == "":
+        return None
+    if cell in ("True", "False"):
+        return cell == "True"
+    if name in _WHOLE:
+        return int(cell)
+    if name in _WORDS:
+        return cell
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def _values(rows: Sequence[Row], name: str) -> tuple[Any, ...]:
+    return tuple(sorted({row[name] for row in rows if row.get(name) is not None}))
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
+_OPTIONAL = (
+    "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
+    "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
+)  # fmt: skip

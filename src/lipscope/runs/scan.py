@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from lipscope.measure.memory import MemoryPlan, read_bytes
+from lipscope.models import load as model_loading
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
-from lipscope.models.load import load
 from lipscope.models.measure import measure_recording
 from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.models.packing import measure_packed, packed_chunks
-from lipscope.models.text import Chunker, excerpt, input_batches, parse_lengths
+from lipscope.models.text import Chunker, excerpt_for, input_batches, parse_lengths
 from lipscope.models.tokens import TokenView
 from lipscope.rounding import interval
 from lipscope.runs.fit import GrowthFit, fit_growth
@@ -207,7 +207,7 @@ def scan(
         >>> [row["n"] for row in result.rows]
         [8]
     """
-    handle = load(model, **load_options) if not isinstance(model, Model) else model
+    handle = model_loading.load(model, **load_options) if not isinstance(model, Model) else model
     scope = scope or ("head" if heads else "attention")
     if heads and scope != "head":
         raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
@@ -220,8 +220,7 @@ def scan(
             raise ValueError(f"{argument} must be at least {least}, got {value}")
     solver = solver or Auto()
     documents = read_text(os.fspath(text)) if isinstance(text, (str, os.PathLike)) else list(text)
-    # Far more than is needed, at a few letters per token, and little enough to tokenise in seconds.
-    documents = excerpt(documents, max(1_000_000, 50 * inputs * sum(sizes)), seed)
+    documents = excerpt_for(documents, sizes, inputs, seed)
     chosen = handle.check_layers(layers, scope)
     about = {
         "model": handle.name, "text": os.fspath(text) if isinstance(text, (str, os.PathLike)) else "a list of documents",

@@ -31,7 +31,7 @@ def write_scan(
         result: the scan.
         directory: where to.
         command: the command line that makes it again.
-        environment: versions and hardware; see ``lipscope.runs.environment``.
+        environment: versions and hardware; see ``lipscope.runs.work``.
     """
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)

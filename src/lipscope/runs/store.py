@@ -1,28 +1,99 @@
-"""The ledger of a sweep: one SQLite file that keeps every finished task, whatever happens next.
+"""The store of a sweep: one SQLite file that keeps every finished task, whatever happens next.
 
 Write-ahead logging, one transaction per task with all its rows, every transaction on the disk before the next task counts
-as done. Only the driver of a sweep writes, under a lock; anyone may read meanwhile.
+as done. Only the driver of a sweep writes, under a lock that belongs to the process and is gone when it dies, however it
+dies; anyone may read meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
-from lipscope.runs.errors import DAMAGED, ForeignFileError, NewerStoreError, explained, primary_code
-from lipscope.runs.fingerprints import digest
-from lipscope.runs.lock import StoreLock
 from lipscope.runs.recovery import Recovery, damage, recover
-from lipscope.runs.rowtext import IDENTITY_COLUMNS, from_record, identity_columns, to_record
-from lipscope.runs.schema import APPLICATION_ID, RECORD, VERSION, migrate
-from lipscope.runs.tasks import Task
-from lipscope.runs.work import Outcome
+from lipscope.runs.rows import IDENTITY_COLUMNS, digest, from_record, identity_columns, to_record
+from lipscope.runs.schema import (
+    APPLICATION_ID,
+    DAMAGED,
+    RECORD,
+    VERSION,
+    ForeignFileError,
+    LockedStoreError,
+    NewerStoreError,
+    explained,
+    migrate,
+    primary_code,
+)
+
+if TYPE_CHECKING:
+    from lipscope.runs.tasks import Task
+    from lipscope.runs.work import Outcome
+
+
+class StoreLock:
+    """Holds ``PATH.lock`` until ``release``.
+
+    Raises:
+        LockedStoreError: when another process holds it, with its number and machine.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.path = Path(f"{store}.lock")
+        file = self.path.open("a+", encoding="utf-8")
+        if not _try_lock(file):
+            file.seek(0)
+            owner = _owner(file.read())
+            file.close()
+            raise LockedStoreError(
+                f"{store} is being written by another process{owner}. Wait for it, stop it, or use another --store; "
+                "`lipscope export` may read the store meanwhile"
+            )
+        file.truncate(0)
+        json.dump({"process": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat()}, file)
+        file.flush()
+        self._file: IO[str] | None = file
+
+    def release(self) -> None:
+        """Let others write. The file stays: removing it would let two processes hold two different locks."""
+        if self._file is not None:
+            self._file.truncate(0)
+            self._file.close()
+            self._file = None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(text: str) -> str:
+    try:
+        owner = json.loads(text)
+        return f" (process {owner['process']} on {owner['host']}, since {owner['since'][:19]} UTC)"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
 
 _LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
 

@@ -16,10 +16,10 @@ from typing import Any
 from lipscope.models.load import ZOO
 from lipscope.models.model import Model
 from lipscope.runs.estimate import Work, task_work
-from lipscope.runs.fingerprints import digest
-from lipscope.runs.loading import forget_models, loaded_model
 from lipscope.runs.plan import Block, ModelChoice, Plan
-from lipscope.runs.registry import Kind, Pass, kind_path, load_object, quantity_path
+from lipscope.runs.registry import Pass, TaskKind, kind_path, load_object, quantity_path
+from lipscope.runs.rows import digest
+from lipscope.runs.work import forget_models, loaded_model
 from lipscope.spectral.result import dtype_name
 
 # A job of more work than this is cut: about half a minute of one core, so that little is lost with a worker.
@@ -140,7 +140,7 @@ def _anywhere(choice: ModelChoice) -> ModelChoice:
 def _jobs_of(
     plan: Plan, block: Block, choice: ModelChoice, handle: Model, fingerprint: str, names: dict[str, str], seen: set[str]
 ) -> list[Job]:
-    kind: Kind = load_object(kind_path(block.kind))()
+    kind: TaskKind = load_object(kind_path(block.kind))()
     common = {
         "kind": kind_path(block.kind), "model": fingerprint, "loader": choice.loader,
         "dtype": dtype_name(handle.dtype), "solver": block.solver,

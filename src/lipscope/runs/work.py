@@ -1,25 +1,186 @@
 """What a worker does with a job: load the model, run the pass, measure task after task.
 
 Nothing here depends on the engine, on the number of workers or on what ran before, so every engine gives the same bits.
+Models are loaded once per process, kept while they fit a budget, and checked to be the ones that the plan saw.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import socket
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lipscope.runs.environment import environment
-from lipscope.runs.fingerprints import digest
-from lipscope.runs.loading import loaded_model
-from lipscope.runs.registry import Kind, Row, load_object
-from lipscope.runs.tasks import Job, Task
+from lipscope import __version__
+from lipscope.models import load as model_loading
+from lipscope.models.model import Model
+from lipscope.runs.estimate import KEEP_BYTES
+from lipscope.runs.plan import ModelChoice
+from lipscope.runs.registry import Row, TaskKind, load_object
+from lipscope.runs.rows import DIGEST_SIZE, digest
+
+if TYPE_CHECKING:
+    from lipscope.runs.tasks import Job, Task
+
+_PACKAGES = ("torch", "transformers", "numpy", "scipy", "safetensors", "dask", "distributed")
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Versions and hardware of this process, and the torch threads of its tasks."""
+    return _fixed() | {"threads": threads}
+
+
+@cache
+def _fixed() -> dict[str, Any]:
+    versions = {"lipscope": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions, "host": socket.gethostname(), "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(), "processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory(),
+        "blas": _blas(),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _blas() -> str:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{'MKL' if torch.backends.mkl.is_available() else 'no MKL'}, {capability}"
+
+
+class LoadedModel(NamedTuple):
+    """A model and what it is."""
+
+    handle: Model
+    fingerprint: str
+
+
+_loaded: OrderedDict[tuple[ModelChoice, str | None], LoadedModel] = OrderedDict()
+
+
+def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None = None) -> LoadedModel:
+    """The model, loaded unless this process has it.
+
+    Args:
+        choice: which, and how.
+        dtype: ``"float32"``, ``"float64"``, or None for that of the weights.
+        fingerprint: what it must be.
+
+    Raises:
+        ValueError: when the model found under that name is another one.
+    """
+    key = (choice, dtype)
+    if key not in _loaded:
+        _make_room(KEEP_BYTES // 2)
+        # The same fingerprint as at planning time: the self-tests have run already.
+        handle = _load(choice, dtype, check=fingerprint is None)
+        _loaded[key] = LoadedModel(handle, model_fingerprint(handle))
+        _return_free_memory()
+    _loaded.move_to_end(key)
+    model = _loaded[key]
+    _make_room(KEEP_BYTES)
+    if fingerprint is not None and model.fingerprint != fingerprint:
+        raise ValueError(
+            f"model {choice.name!r} is not the one that the plan was made with: its weights or configuration have the "
+            f"fingerprint {model.fingerprint[:12]} here and {fingerprint[:12]} there. Give every machine the same model"
+        )
+    return model
+
+
+def _make_room(most: int) -> None:
+    """Let go of the models that were used longest ago, until ``most`` bytes of weights are left or one model."""
+    while len(_loaded) > 1 and sum(weight_bytes(handle) for handle, _ in _loaded.values()) > most:
+        _loaded.popitem(last=False)
+
+
+def forget_models() -> None:
+    """Load models anew when they are asked for: the files behind a name may have changed."""
+    _loaded.clear()
+    _return_free_memory()
+
+
+def _return_free_memory() -> None:
+    """Give what former models and the loading left back to the system, where the C library can: it would keep a gigabyte."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def model_fingerprint(handle: Model) -> str:
+    """Hash of a loaded model: its class, its configuration and every weight, in the dtype of the computation.
+
+    The name and the place it was loaded from do not enter, nor does the version of transformers that saved it.
+    """
+    model = handle.model
+    state = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    state.update(f"{type(model).__name__} {_configuration(model)}".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        state.update(memoryview(plain.numpy()))
+    return state.hexdigest()
+
+
+def _configuration(model: Any) -> str:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return repr(model)
+    known = {name: value for name, value in config.to_dict().items() if not name.startswith("_") and name not in _INCIDENTAL}
+    return json.dumps(known, sort_keys=True, default=str)
+
+
+_INCIDENTAL = ("transformers_version", "name_or_path", "dtype", "torch_dtype", "architectures")
+
+
+def weight_bytes(handle: Model) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in handle.model.parameters())
+
+
+def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
+    wanted = None if dtype is None else getattr(torch, dtype)
+    if choice.loader is not None:
+        made = load_object(choice.loader)(choice.name, wanted)
+        if not isinstance(made, Model):
+            raise ValueError(f"loader {choice.loader} must return a lipscope.Model, got {type(made).__name__}")
+        return made
+    return model_loading.load(
+        choice.name, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
+        trust_remote_code=choice.trust_remote_code, check=check,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,12 +206,12 @@ class Outcome:
 
 # Replaying puts hooks into the model and sets torch's threads: one task at a time in a process, also where a cluster
 # gives its workers several threads.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 
 
 def run_job(job: Job) -> Iterator[Outcome]:
     """Measure the tasks of a job one after the other; a task that fails does not stop the others."""
-    kind: Kind = load_object(job.kind)()
+    kind: TaskKind = load_object(job.kind)()
     where = environment(job.threads)
     start = time.perf_counter()
     with _one_at_a_time, torch_threads(job.threads):

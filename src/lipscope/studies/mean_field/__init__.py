@@ -1,6 +1,6 @@
 """Attention on probability measures: token sequences of any length, weighted, infinitely many, compared by transport."""
 
-from lipscope.runs.plateau import PlateauFit, fit_plateau
+from lipscope.runs.fit import PlateauFit, fit_plateau
 from lipscope.studies.mean_field.attention import MeanFieldAttention
 from lipscope.studies.mean_field.laws import Ball, Empirical, Gaussian, GaussianMixture, Law, Sphere, parse_law
 from lipscope.studies.mean_field.measures import Measure, PositionedMeasure

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from lipscope.rounding import round_up
-from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.plateau import PlateauFit, fit_plateau
+from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.mean_field.attention import AnyMeasure, MeanFieldAttention
 from lipscope.studies.mean_field.laws import Law

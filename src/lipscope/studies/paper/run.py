@@ -19,11 +19,11 @@ from lipscope.models.corpora import read_text
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.text import Chunker
 from lipscope.runs.engines import Engine
-from lipscope.runs.loading import forget_models, loaded_model
 from lipscope.runs.plan import ModelChoice
-from lipscope.runs.run import Progress, Summary, run_plan
 from lipscope.runs.store import Store
+from lipscope.runs.sweep import Progress, Summary, run_plan
 from lipscope.runs.tasks import expand
+from lipscope.runs.work import forget_models, loaded_model
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
 from lipscope.studies.paper.cast import Cast, find_cast

@@ -1,19 +1,35 @@
-"""A row of the table as it lies in the store: what it is in columns, what was measured as JSON, and a checksum of both.
+"""A row as it lies in the store: what it is in columns, what was measured as JSON, and a checksum of both.
 
-SQLite notices a broken page but not a flipped bit inside a number; the checksum does.
+SQLite notices a broken page but not a flipped bit inside a number; the checksum does. Content hashes say what a measurement
+was made of, independent of names, places and time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lipscope.runs.errors import StoreError
-from lipscope.runs.fingerprints import digest
 from lipscope.runs.registry import Row
-from lipscope.runs.schema import KEY_COLUMNS
-from lipscope.runs.tasks import Task
+from lipscope.runs.schema import KEY_COLUMNS, StoreError
+
+if TYPE_CHECKING:
+    from lipscope.runs.tasks import Task
+
+DIGEST_SIZE = 16
+
+
+def digest(value: Any) -> str:
+    """Hash of a JSON value, the same on every machine.
+
+    Example:
+        >>> digest({"a": 1, "b": 2.0}) == digest({"b": 2.0, "a": 1})
+        True
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_SIZE).hexdigest()
+
 
 # What a row was measured with and on, in an export; the kind's own settings are JSON, fingerprints are cut short.
 IDENTITY_COLUMNS = {
@@ -23,7 +39,7 @@ IDENTITY_COLUMNS = {
 }  # fmt: skip
 SHORT_DIGEST = 12
 
-# Depends on the machine's mood, not on what was measured.
+# Differ from run to run; no part of what was measured.
 TIME_COLUMNS = ("seconds",)
 
 
