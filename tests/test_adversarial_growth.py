@@ -11,8 +11,7 @@ import cases
 import lipscope
 from lipscope.cli.main import app
 from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
-from lipscope.studies.worst_case import construct
-from lipscope.studies.worst_case import growth
+from lipscope.studies.worst_case import construct, growth
 from lipscope.studies.worst_case.domain import NormImage
 from lipscope.studies.worst_case.model_layer import layer_at_text
 from model_families import FAMILIES

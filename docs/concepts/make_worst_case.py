@@ -15,8 +15,7 @@ import torch
 
 import lipscope
 from lipscope.bounds import Constants, lower, refined
-from lipscope.studies.worst_case import grouped_sigma
-from lipscope.studies.worst_case import growth
+from lipscope.studies.worst_case import grouped_sigma, growth
 
 R = 1.3
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
