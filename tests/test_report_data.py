@@ -12,22 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.report.charts import growth_chart, layers_chart, rank_sentence, scopes_chart
 from lipscope.report.compare import comparison_sentences, comparisons
-from lipscope.report.data import ReportData, report_data
-from lipscope.report.heat import heat_map
-from lipscope.report.page import _facts, _table
+from lipscope.report.page import cell_facts, cell_table, page_view
+from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, rank_sentence, scopes_chart
+from lipscope.report.settings import ReportData, report_data
 from lipscope.report.summary import (
-    _against_guides,
-    _which_curve,
+    against_guides,
     cards,
     closeness_sentence,
     growth_sentence,
     interval,
     number,
     sentences,
+    which_curve,
 )
-from lipscope.report.token_page import page_view
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.runs.run import load_run
 from lipscope.runs.scan import Scan
@@ -123,7 +121,7 @@ def test_fits_are_those_of_the_library() -> None:
 )  # fmt: skip
 def test_growth_is_put_into_words_by_its_interval(low: float, high: float, said: str) -> None:
     fit = GrowthFit(1.0, (low + high) / 2, low, high, 0.95, 1.0, 1.0, 0.0, 0.0, 8)
-    assert said in _against_guides(fit)
+    assert said in against_guides(fit)
 
 
 def test_a_curve_is_only_preferred_when_the_points_tell() -> None:
@@ -132,7 +130,7 @@ def test_a_curve_is_only_preferred_when_the_points_tell() -> None:
         (8, 1.0, "do not tell"), (3, 50.0, "These 3 points do not tell"),
     ):  # fmt: skip
         fit = GrowthFit(1.0, 0.3, 0.2, 0.4, 0.95, 7.0, 1.0, 0.0, difference, points)
-        assert said in _which_curve(fit)
+        assert said in which_curve(fit)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-7])
@@ -144,7 +142,7 @@ def test_no_curve_is_preferred_by_rounding(noise: float) -> None:
     cell = data_of(rows).settings[0].worst
     assert "does not change with the length." in growth_sentence(cell)
     assert "curve" not in growth_sentence(cell)
-    assert "AIC" not in dict(_facts(cell))["growth"]
+    assert "AIC" not in dict(cell_facts(cell))["growth"]
     # One curve through all points is news, as the other is not.
     for row in rows:
         row |= dict.fromkeys(("lower", "estimate", "upper"), 2.0 * row["n"] ** 0.5)
@@ -205,7 +203,7 @@ def test_a_bound_is_divided_by_sigma_of_its_own_input() -> None:
     (setting,) = data_of(rows).settings
     assert "median of 3): the certificate at the same inputs is 1.20 times" in str(closeness_sentence(setting.worst))
     assert {card.title: card.value for card in cards(setting)}["Bound over σ"] == "1.20×"
-    facts = dict(_facts(setting.worst))
+    facts = dict(cell_facts(setting.worst))
     assert facts["certificate at these inputs"] == "≤ 130, 1.20 × σ (median)"
     assert facts["refined bound, any input"] == "≤ 130, 1.20 × σ (median)"
     rows[-1]["certified"] = None
@@ -231,8 +229,8 @@ def test_every_printed_end_is_rounded_outwards() -> None:
     assert "in [1.00, 1.01]" in cards(setting)[0].detail
     assert "in [1.00, 1.01]" in growth_chart(setting, setting.worst).words
     assert all("in [1.00, 1.01]" in cell.words for line in heat_map(setting).cells for cell in line if cell)
-    assert dict(_facts(setting.worst))["certificate at these inputs"].startswith("≤ 1.13,")
-    assert _table(setting.worst)[1][2:6] == ["1.00", "1.01", "1.01", "1.13"]
+    assert dict(cell_facts(setting.worst))["certificate at these inputs"].startswith("≤ 1.13,")
+    assert cell_table(setting.worst)[1][2:6] == ["1.00", "1.01", "1.01", "1.13"]
     assert page_view(make_view(["a", "b"]) | ends)[0]["sigma"] == "1.01 in [1.00, 1.01]"
     (comparison,) = comparisons(report_data([data.runs[0], data.runs[0]]))
     assert "1.01 in [1.00, 1.01] to 1.01 in [1.00, 1.01]" in " ".join(comparison_sentences(comparison))
@@ -262,7 +260,7 @@ def test_charts_hold_the_points_the_guides_and_the_bounds() -> None:
     quarter = series["guide n^¼"]
     assert quarter.y[-1] / quarter.y[0] == pytest.approx((64 / 8) ** 0.25)
     assert list(series["refined bound"].y) == [p.refined for p in cell.points]
-    assert list(series["paper's bound"].y) == [p.paper for p in cell.points]
+    assert list(series["paper's bound"].y) == [p.castin2024 for p in cell.points]
     fit = cell.fit
     assert fit is not None
     assert series[f"fit n^{fit.alpha:.2f}"].y[-1] == pytest.approx(fit.c * 64**fit.alpha)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from lipscope.cli.main import app
 from lipscope.report import load_run, report_data, write_report
-from lipscope.report.charts import growth_chart, radius_chart
-from lipscope.report.figures_page import Looks, page_chart
-from lipscope.report.figures_print import draw_chart, draw_heat_map, save_figure
-from lipscope.report.heat import heat_map
+from lipscope.report.charts import Chart, HeatMap, Panel, Series
+from lipscope.report.compare import comparison_chart, comparisons
+from lipscope.report.draw_page import Looks, page_chart
+from lipscope.report.draw_print import draw, print_figure
 from lipscope.report.html import compact_rows, inert_json
 from lipscope.report.palette import palette
+from lipscope.report.run_charts import growth, growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
 from report_cases import HOSTILE, make_rows, make_view, write_run
 
 
@@ -133,34 +136,97 @@ def load_run_of(rows: list[dict[str, Any]]) -> Any:
     return load_run(Scan(tuple(rows), {"text": "book"}))
 
 
-def test_print_and_page_draw_the_same_numbers() -> None:
-    setting = report_data([load_run_of(make_rows())]).settings[0]
-    chart = growth_chart(setting, setting.worst)
+def assert_drawn_alike(chart: Chart) -> None:
+    """Every series of every panel, in both renderers: numbers, and colours for lines."""
     looks = Looks()
-    traces = page_chart(chart, looks)["traces"]
-    lines = {line.get_label(): line for axes in draw_chart(chart).axes for line in axes.get_lines()}
-    for series in chart.series:
-        if series.look == "band":
+    page, printed = page_chart(chart, looks), print_figure(chart)
+    lines = [line for axes in printed.axes for line in axes.get_lines()]
+    for panel, made in zip(chart.panels, page["panels"], strict=True):
+        if isinstance(panel, HeatMap):
+            assert made["z"] == [[cell and cell.value for cell in line] for line in panel.cells]
+            image = next(image for axes in printed.axes for image in axes.get_images())
+            values = [[cell.value if cell else math.nan for cell in line] for line in panel.cells]
+            assert image.get_array().filled(math.nan) == pytest.approx(np.array(values), nan_ok=True)
             continue
-        trace = next(t for t in traces if t["name"] == series.name)
-        assert trace["y"] == pytest.approx(list(series.y), rel=1e-4)
-        assert list(lines[series.name].get_ydata()) == pytest.approx(list(series.y))
-        colour = looks.all[trace["look"]]["line"]["color"]
-        assert palette("light")[colour.removeprefix("@")] == lines[series.name].get_color()
-    heat = heat_map(setting)
-    (image,) = draw_heat_map(heat).axes[0].get_images()
-    assert image.get_array().tolist() == [[cell.value for cell in line if cell] for line in heat.cells]
-    assert radius_chart(report_data([load_run_of(make_rows(radius_rms=None))]).settings[0]) is None
+        traces = iter(made["traces"])
+        for series in panel.series:
+            trace = next(traces)
+            if series.look == "band":
+                assert trace["y"] == pytest.approx(list(series.low), rel=1e-4)
+                assert next(traces)["y"] == pytest.approx(list(series.high), rel=1e-4)
+                continue
+            assert trace["name"] == series.name
+            assert trace["x"] == pytest.approx(list(series.x), rel=1e-4)
+            assert trace["y"] == pytest.approx(list(series.y), rel=1e-4)
+            assert bool(trace.get("far")) == (series in panel.far)
+            same = [
+                line
+                for line in lines
+                if list(line.get_ydata()) == list(series.y) and list(line.get_xdata()) == list(series.x)
+            ]
+            look = looks.all[trace["look"]]
+            colour = look.get("line", look.get("marker"))["color"]
+            assert palette("light")[colour.removeprefix("@")] in {line.get_color() for line in same}, series.name
+
+
+def run_charts(rows: list[dict[str, Any]]) -> list[Chart]:
+    data = report_data([load_run_of(rows)])
+    (setting, *_) = data.settings
+    twice = comparisons(report_data([data.runs[0], data.runs[0]]))
+    found = [growth(data), growth_chart(setting, setting.worst), layers_chart(setting), heat_chart(setting)]
+    scopes = scopes_chart(data.settings)
+    return [*found, *scatter_charts(setting), *map(comparison_chart, twice), *([] if scopes is None else [scopes])]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        make_rows(),
+        make_rows(heads=None) + make_rows(heads=None, scope="norm+attention"),
+        [row for row in make_rows() if (row["layer"], row["head"]) != (1, 2)],
+    ],
+    ids=["heads", "scopes", "holes"],
+)
+def test_print_and_page_draw_the_same_numbers(rows: list[dict[str, Any]]) -> None:
+    for chart in run_charts(rows):
+        assert_drawn_alike(chart)
+
+
+def test_no_chart_of_what_was_not_recorded() -> None:
+    names = [chart.name for chart in scatter_charts(report_data([load_run_of(make_rows(radius_rms=None))]).settings[0])]
+    assert names == ["entropy", "sink"]
+
+
+def test_bounds_that_lie_far_away_get_a_part_of_the_axis_of_their_own() -> None:
+    near, high, low = Series("σ", [1, 2], [1.0, 2.0]), [7.0, 8.0], [5.0, 8.0]
+    for values, far in ((high, True), (low, False)):
+        for log in (True, False):
+            panel = Panel([near, Series("bound", [1, 2], values, group="bound")], "n", "σ", y_log=log)
+            assert [one.name for one in panel.far] == ["bound"] * far
+            assert len(print_figure(Chart("c", "c", [panel], "c")).axes) == 1 + far
+    assert Panel([Series("guide", [1, 2], high, group="guide"), near], "n", "σ").far == []
 
 
 def test_a_figure_is_the_same_file_every_time(tmp_path: Path) -> None:
     data = report_data([load_run_of(make_rows(heads=None, layers=1, model="$x_$ <b>"))])
     chart = growth_chart(data.settings[0], data.settings[0].worst)
-    first, second = (save_figure(draw_chart(chart), tmp_path / name / "growth") for name in ("a", "b"))
-    assert [path.suffix for path in first] == [".png", ".pdf", ".svg"]
+    names = [f"growth.{ending}" for ending in ("png", "pdf", "svg", "html")]
+    first, second = (draw(chart, *(tmp_path / place / name for name in names)) for place in ("a", "b"))
+    assert [path.name for path in first] == names
     for one, two in zip(first, second, strict=True):
         assert one.stat().st_size > 1000
         assert one.read_bytes() == two.read_bytes(), one.name
+    with pytest.raises(ValueError, match=r"drawn as .png, .pdf, .svg or .html, got 'growth.gif'"):
+        draw(chart, tmp_path / "growth.gif")
+
+
+def test_a_chart_s_own_page_runs_its_own_scripts_only(tmp_path: Path) -> None:
+    panel = Panel([Series(HOSTILE[0], [1, 2], [1, 2])], HOSTILE[1], HOSTILE[2], HOSTILE[3])
+    (file,) = draw(Chart("c", HOSTILE[1], [panel, panel], HOSTILE[2], 2, HOSTILE[3]), tmp_path / "c.html")
+    found = file.read_text(encoding="utf-8")
+    test_only_the_page_s_own_scripts_may_run(found)
+    test_one_file_without_a_network(found)
+    test_everything_has_a_name_for_those_who_cannot_see_it(found)
 
 
 def test_colours_of_every_role_on_both_papers() -> None:
@@ -202,3 +268,4 @@ def test_the_templates_are_part_of_the_package() -> None:
 
     names = {entry.name for entry in (files("lipscope.report") / "templates").iterdir()}
     assert {"report.html.j2", "content.html.j2", "figure.html.j2", "style.css", "charts.js", "page.js", "live.js"} <= names
+    assert {"base.html.j2", "chart.html.j2", "document.html.j2", "chart.js"} <= names

@@ -47,8 +47,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
     ) -> None:
         """Write one HTML file that shows how smooth a model is, where it is not, and why; or compares two runs."""
         with clear_errors(debug):
-            from lipscope.report.data import report_data
             from lipscope.report.html import save_page
+            from lipscope.report.settings import report_data
             from lipscope.runs.run import load_run
 
             paths = [run] if other is None else [run, other]
@@ -56,7 +56,7 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
             data = report_data(runs)
             page = save_page(data, out)
             if figures is not None:
-                from lipscope.report.figures import write_figures
+                from lipscope.report.draw_print import write_figures
 
                 files = write_figures(data, figures)
                 typer.echo(f"{len(files)} figures are in {figures}", err=True)

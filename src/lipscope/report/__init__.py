@@ -1,8 +1,8 @@
-"""Reports: one HTML file that shows how smooth a model is, where it is not, and why; figures for print; a live view."""
+"""Reports: one HTML file that shows how smooth a model is, where it is not, and why; charts for print and page; a live view.
 
-from lipscope.report.data import ReportData, report_data
-from lipscope.report.figures import write_figures
-from lipscope.report.html import write_report
-from lipscope.runs.run import Run, load_run
+Nothing here needs torch, and the names load on first use.
+"""
 
-__all__ = ["ReportData", "Run", "load_run", "report_data", "write_figures", "write_report"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,25 +1,26 @@
-"""Figures as data: axes, series and words, drawn alike by matplotlib for print and by Plotly for the page.
+"""Figures as data: a chart is a grid of panels, a panel holds series with their axes, or the cells of a heat map.
 
-Colours are roles (``measured``, ``refined``, ``paper``, …), which each renderer and theme turns into a colour; all of them
-can be told apart by everyone (Okabe and Ito), and no meaning hangs on colour alone: line styles and names differ too.
+``draw_print`` draws them by matplotlib, ``draw_page`` by Plotly, with the same numbers. Colours are names of the palette,
+and no meaning hangs on colour alone: line styles, markers and names differ too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
-from scipy.stats import spearmanr
+from lipscope.report.palette import ink_on, viridis
 
-from lipscope.report.data import Cell, Point, Setting
-from lipscope.report.summary import exponent, interval, number, places
+Look = Literal["line", "dashes", "dots", "points", "marks", "band"]
+Group = Literal["measured", "fit", "guide", "bound"]
 
-# Curves that bend are drawn through so many points.
-_STEPS = 17
-# A scatter of more rows than this shows the medians of its cells instead.
-_MOST_POINTS = 2500
-DEPTHS = 12
+# A bound beyond this times everything else would press the rest into one line: it gets a part of the axis of its own.
+FAR = 3.0
+# More ticks than this run into each other.
+_MOST_TICKS = 16
+_MARKERS = 5
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class Series:
 
     Attributes:
         name: in the legend.
-        x: horizontal places.
+        x: horizontal positions.
         y: heights.
-        look: ``line``, ``dashes``, ``dots``, ``points`` or ``band`` (between ``low`` and ``high``).
-        colour: its role.
+        look: ``line``, ``dashes``, ``dots``, ``points``, ``marks`` (crosses) or ``band`` (between ``low`` and ``high``).
+        colour: its name in the palette.
         low: lower ends of intervals, or of the band.
         high: upper ends.
-        group: what it belongs to: ``measured``, ``fit``, ``guide``, ``bound``.
+        group: what it belongs to: ``measured`` (lines have markers), ``fit``, ``guide`` (thin) or ``bound`` (may lie far).
         hover: a line of words for every point.
         listed: whether the legend shows it.
     """
@@ -42,213 +43,153 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    look: str = "line"
-    colour: str = "measured"
+    look: Look = "line"
+    colour: str = "blue"
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    group: str = "measured"
+    group: Group = "measured"
     hover: Sequence[str] = ()
     listed: bool = True
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Curves with their axes.
+class Panel:
+    """Series with their axes.
 
     Attributes:
-        name: of its file.
-        title: what it shows.
+        series: what is drawn.
         x: label of the horizontal axis.
         y: label of the vertical axis.
-        series: what is drawn.
-        words: the text alternative.
+        title: what tells it from the other panels of its chart.
         x_log: logarithmic horizontal axis.
         y_log: logarithmic vertical axis.
         x_ticks: where the horizontal axis has numbers, by default anywhere.
         x_names: names in place of these numbers.
+        from_zero: whether a linear vertical axis begins at zero.
+    """
+
+    series: Sequence[Series]
+    x: str
+    y: str
+    title: str = ""
+    x_log: bool = False
+    y_log: bool = False
+    x_ticks: Sequence[float] = ()
+    x_names: Sequence[str] = ()
+    from_zero: bool = True
+
+    @property
+    def far(self) -> list[Series]:
+        """Bounds that lie far above everything else."""
+        near = [y for one in self.series if one.group != "bound" for y in (*one.y, *one.high)]
+        bounds = [one for one in self.series if one.group == "bound" and len(one.y)]
+        return [one for one in bounds if near and min(one.y) > FAR * max(near)]
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Numbers of the horizontal axis with their names; empty where the renderer is to choose."""
+        if len(self.x_ticks) > _MOST_TICKS and not self.x_names:
+            return []
+        names = self.x_names or [f"{tick:.4g}" for tick in self.x_ticks]
+        return list(zip(self.x_ticks, names, strict=True))
+
+    def marker(self, series: Series) -> int:
+        """Number of the marker of a cloud: markers differ where there are a few clouds."""
+        clouds = [one for one in self.series if one.look == "points"]
+        return clouds.index(series) if series in clouds and 1 < len(clouds) <= _MARKERS else 0
+
+
+@dataclass(frozen=True)
+class HeatCell:
+    """One cell of a heat map.
+
+    Attributes:
+        value: what its colour shows.
+        shown: the value as people read it.
+        words: where it is, and its value.
+        shade: from 0 (least) to 1 (largest) on a logarithmic scale.
+        cell: number of the cell that a click on it chooses, if any.
+    """
+
+    value: float
+    shown: str
+    words: str
+    shade: float
+    cell: int | None = None
+
+    @property
+    def colour(self) -> str:
+        """Background, as #rrggbb."""
+        return viridis(self.shade)
+
+    @property
+    def ink(self) -> str:
+        """Text that can be read on it."""
+        return ink_on(self.colour)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A panel of cells, their colours on a logarithmic scale from ``low`` to ``high``; None where nothing was measured."""
+
+    columns: str
+    column_names: Sequence[str]
+    row_names: Sequence[str]
+    cells: Sequence[Sequence[HeatCell | None]]
+    low: float
+    high: float
+    title: str
+    words: str
+    x: str
+    y: str = "layer"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A grid of panels.
+
+    Attributes:
+        name: of its file.
+        title: what it shows.
+        panels: row by row.
+        words: the text alternative.
+        columns: panels in a row.
+        note: a line below the title.
     """
 
     name: str
     title: str
-    x: str
-    y: str
-    series: Sequence[Series]
+    panels: Sequence[Panel | HeatMap]
     words: str
-    x_log: bool = False
-    y_log: bool = False
-    x_ticks: Sequence[float] = field(default=())
-    x_names: Sequence[str] = field(default=())
+    columns: int = 1
+    note: str = ""
+
+    @property
+    def series(self) -> list[Series]:
+        """The series of all panels."""
+        return [one for panel in self.panels if isinstance(panel, Panel) for one in panel.series]
 
 
-def growth_chart(setting: Setting, cell: Cell) -> Chart:
-    """σ of one cell against n: intervals, both fits, the guides √n and n^¼, and the bounds."""
-    points = cell.points
-    n = [point.n for point in points]
-    series = [
-        Series("σ of all inputs", n, [], "band", low=[p.lower for p in points], high=[p.upper for p in points]),
-        Series("median σ", n, [p.median for p in points], hover=[_point_words(p) for p in points]),
-    ]
-    first = next((p for p in points if p.median > 0), None)
-    fit, grid = cell.fit, _between(n[0], n[-1])
-    if fit is not None:
-        label = f"fit n^{exponent(fit.alpha)}"
-        series.append(Series(label, grid, [fit.c * x**fit.alpha for x in grid], "dashes", "power", group="fit"))
-        limit = [fit.limit * x / (x + fit.half_length) for x in grid]
-        series.append(Series("fit levelling off", grid, limit, "dots", "saturating", group="fit"))
-    if first is not None and len(points) > 1:
-        for power, label in ((0.5, "√n"), (0.25, "n^¼")):
-            guide = [first.median * (x / first.n) ** power for x in grid]
-            series.append(Series(f"guide {label}", grid, guide, "dots", f"guide{power}", group="guide"))
-    for field_name, label, colour in _BOUNDS:
-        values = [(p.n, getattr(p, field_name)) for p in points if getattr(p, field_name) is not None]
-        if values:
-            look = "dashes" if field_name.endswith("global") else "line"
-            series.append(Series(label, [v[0] for v in values], [v[1] for v in values], look, colour, group="bound"))
-    words = f"σ of {cell.where} against the number of tokens: " + "; ".join(
-        f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}" for p in points
-    )
-    return Chart(
-        f"growth-{_place(cell)}", f"Growth of σ with the length: {cell.where}", "tokens n", f"σ, scope {setting.scope}",
-        series, words, x_log=True, y_log=True, x_ticks=n,
-    )  # fmt: skip
+def shade(value: float, low: float, high: float) -> float:
+    """Where a value lies between two others on a logarithmic scale, from 0 to 1.
+
+    Example:
+        >>> shade(10.0, 1.0, 100.0)
+        0.5
+    """
+    if value <= 0 or low <= 0:
+        return 0.0
+    return 1.0 if high <= low else min(1.0, max(0.0, math.log(value / low) / math.log(high / low)))
 
 
-_BOUNDS = (
-    ("certified", "certificate", "certified"),
-    ("refined", "refined bound", "refined"),
-    ("paper", "paper's bound", "paper"),
-    ("refined_global", "refined, any input", "refined"),
-    ("paper_global", "paper's, any input", "paper"),
-)
+def log_grid(low: float, high: float, points: int = 17) -> list[float]:
+    """Points at even steps on a logarithmic axis, for curves that bend.
 
-
-def layers_chart(setting: Setting) -> Chart:
-    """σ against n for every layer; for heads, the largest of a layer's."""
-    layers: dict[int, list[Cell]] = {}
-    for cell in setting.cells:
-        layers.setdefault(cell.layer, []).append(cell)
-    series = []
-    for layer, cells in layers.items():
-        best: dict[int, Point] = {}
-        for point in (point for cell in cells for point in cell.points):
-            if point.n not in best or point.median > best[point.n].median:
-                best[point.n] = point
-        lengths = sorted(best)
-        series.append(
-            Series(
-                f"layer {layer}",
-                lengths,
-                [best[n].median for n in lengths],
-                "line",
-                _depth(layer, max(layers)),
-                low=[best[n].lower for n in lengths],
-                high=[best[n].upper for n in lengths],
-                hover=[f"layer {layer}, {_point_words(best[n])}" for n in lengths],
-                listed=_named(layer, list(layers)),
-            )
-        )
-    which = "the worst head of every layer" if setting.by_head else "every layer"
-    at = setting.lengths[-1]
-    words = f"Median σ of {which} against n. At n = {at}: " + ", ".join(
-        f"layer {layer}: {number(max(c.last.median for c in cells if c.last.n == at))}"
-        for layer, cells in layers.items() if any(c.last.n == at for c in cells)
-    )  # fmt: skip
-    return Chart(
-        "layers", f"Growth of σ with the length: {which}", "tokens n", f"σ, scope {setting.scope}", series, words,
-        x_log=True, y_log=True, x_ticks=setting.lengths,
-    )  # fmt: skip
-
-
-def radius_chart(setting: Setting) -> Chart | None:
-    """σ against the norm of the tokens."""
-    return _scatter(setting, "radius", "radius_rms", "σ and the norm of the tokens", "root mean square token norm |x|")
-
-
-def entropy_chart(setting: Setting) -> Chart | None:
-    """σ against the entropy of attention."""
-    return _scatter(setting, "entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats")
-
-
-def sink_chart(setting: Setting) -> Chart | None:
-    """σ against the attention on the first token and on sinks."""
-    return _scatter(setting, "sink", "sink_mass", "σ and attention sinks", "attention on the first token and on sinks")
-
-
-def _scatter(setting: Setting, name: str, column: str, title: str, label: str) -> Chart | None:
-    rows = [row for row in setting.rows if row[column] is not None and row["estimate"] > 0]
-    if not rows:
-        return None
-    dots = [
-        (row["layer"], row[column], row["estimate"], f"{_row_words(row)}, σ ≈ {number(row['estimate'])}") for row in rows
-    ]
-    shown = "one dot per measurement"
-    if len(dots) > _MOST_POINTS:
-        attribute = {"radius_rms": "radius"}.get(column, column)
-        dots = [
-            (c.layer, getattr(p, attribute), p.median, f"{c.where}, n = {p.n}, median σ ≈ {number(p.median)}")
-            for c in setting.cells for p in c.points if getattr(p, attribute) is not None and p.median > 0
-        ]  # fmt: skip
-        shown = "one dot per place and length, the median of its inputs"
-    layers = sorted({dot[0] for dot in dots})
-    series = [
-        Series(
-            f"layer {layer}", [d[1] for d in dots if d[0] == layer], [d[2] for d in dots if d[0] == layer], "points",
-            _depth(layer, layers[-1]), hover=[d[3] for d in dots if d[0] == layer],
-            listed=_named(layer, layers),
-        )
-        for layer in layers
-    ]  # fmt: skip
-    words = f"{title}, {shown}. {rank_sentence(setting, column)}"
-    return Chart(name, title, label, f"σ, scope {setting.scope}", series, words, y_log=True)
-
-
-def rank_sentence(setting: Setting, column: str) -> str:
-    """Spearman's rank correlation of a column with σ over the cells at the longest length, where there are enough."""
-    attribute = {"radius_rms": "radius"}.get(column, column)
-    pairs = [
-        (getattr(cell.last, attribute), cell.last.median) for cell in setting.ranked()
-        if getattr(cell.last, attribute) is not None
-    ]  # fmt: skip
-    few = f"{places(setting, len(pairs))} at n = {setting.lengths[-1]}"
-    if len(pairs) < 5 or len({x for x, _ in pairs}) < 2 or len({y for _, y in pairs}) < 2:
-        return f"With {few}, no correlation is given."
-    found = spearmanr([x for x, _ in pairs], [y for _, y in pairs])
-    # Parts of one model on the same inputs are no independent draws, which the p-value takes them for.
-    chance = f"p = {float(found.pvalue):.2g} if they were independent, which they are not"
-    return f"Rank correlation with σ over {few}: {float(found.statistic):+.2f} ({chance})."
-
-
-def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
-    """Scopes of one model and text side by side: σ of every layer at the longest length they share."""
-    usable = [setting for setting in reversed(settings) if not setting.by_head and setting.scope != "model"]
-    chosen = list({setting.scope: setting for setting in usable}.values())[::-1]
-    shared = set.intersection(*(set(setting.lengths) for setting in chosen)) if len(chosen) > 1 else set()
-    if not shared:
-        return None
-    n = max(shared)
-    series = []
-    for index, setting in enumerate(chosen):
-        at = [(cell.layer, point) for cell in setting.cells if (point := cell.at(n)) is not None]
-        series.append(
-            Series(
-                str(setting.scope),
-                [layer for layer, _ in at],
-                [p.median for _, p in at],
-                "points",
-                f"scope{index}",
-                low=[p.lower for _, p in at],
-                high=[p.upper for _, p in at],
-                hover=[f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at],
-            )
-        )
-    layers = sorted({layer for one in series for layer in one.x})
-    words = f"σ of every layer at n = {n}: " + "; ".join(
-        f"{one.name}: " + ", ".join(number(value) for value in one.y) for one in series
-    )
-    return Chart(
-        "scopes", f"With and without normalisation and residual, n = {n}", "layer", "σ", series, words, y_log=True,
-        x_ticks=layers, x_names=[str(layer) for layer in layers],
-    )  # fmt: skip
+    Example:
+        >>> log_grid(1.0, 100.0, 3)
+        [1.0, 10.0, 100.0]
+    """
+    return [low] if low == high else [low * (high / low) ** (k / (points - 1)) for k in range(points)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -272,35 +213,3 @@ def log_ticks(low: float, high: float) -> list[float]:
         count = math.floor(high / step) - math.ceil(low / step) + 1
         ticks = [float(f"{(math.ceil(low / step) + k) * step:.6g}") for k in range(count)]
     return ticks
-
-
-def _between(low: float, high: float) -> list[float]:
-    if low == high:
-        return [low]
-    return [low * (high / low) ** (k / (_STEPS - 1)) for k in range(_STEPS)]
-
-
-def _point_words(p: Point) -> str:
-    return f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
-
-
-def _row_words(row: dict[str, object]) -> str:
-    head = "" if row["head"] is None else f", head {row['head']}"
-    return f"layer {row['layer']}{head}, n = {row['n']}, input {row['input']}"
-
-
-def _place(cell: Cell) -> str:
-    return f"layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
-
-
-def _named(layer: int, layers: Sequence[int]) -> bool:
-    """Whether a legend lists a layer: of many only the first and the last, whose colours span the others."""
-    return len(layers) <= _MOST_NAMES or layer in (layers[0], layers[-1])
-
-
-_MOST_NAMES = 12
-
-
-def _depth(layer: int, last: int) -> str:
-    """The colour of a layer: its place from the first to the last."""
-    return f"depth{0 if last == 0 else math.floor(layer / last * (DEPTHS - 1) + 0.5)}"

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lipscope.report.charts import Chart, Series
-from lipscope.report.data import Cell, Point, ReportData, Setting
+from lipscope.report.charts import Chart, Panel, Series
+from lipscope.report.settings import Cell, Point, ReportData, Setting
 from lipscope.report.summary import exponent, exponents, interval, number, places
 
 _SHOWN = 12
@@ -149,34 +149,39 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
 def comparison_chart(comparison: Comparison) -> Chart:
     """Both runs layer by layer; for heads, σ of the second run against that of the first."""
     a, b = comparison.names
-    changes = comparison.changes
+    panel = _heads_panel(comparison) if comparison.first.by_head else _layers_panel(comparison)
+    title = f"Every head, n = {comparison.n}" if comparison.first.by_head else f"{a} and {b}, n = {comparison.n}"
     words = f"Median σ at n = {comparison.n}, {a} to {b}: " + "; ".join(
         f"{c.before.where} {number(c.a.median)} to {number(c.b.median)}" for c in comparison.largest()
     )
-    if not comparison.first.by_head:
-        layers = [change.before.layer for change in changes]
-        series = [
+    return Chart("comparison", title, [panel], words)
+
+
+def _layers_panel(comparison: Comparison) -> Panel:
+    layers = [change.before.layer for change in comparison.changes]
+    series = []
+    for name, end, colour, shift in zip(comparison.names, ("a", "b"), ("blue", "orange"), (-0.12, 0.12), strict=True):
+        points: list[Point] = [getattr(change, end) for change in comparison.changes]
+        series.append(
             Series(
                 name, [layer + shift for layer in layers], [p.median for p in points], "points", colour,
                 low=[p.lower for p in points], high=[p.upper for p in points],
                 hover=[f"{name}, layer {layer}: {number(p.median)} in {interval(p.lower, p.upper)}"
                        for layer, p in zip(layers, points, strict=True)],
             )
-            for name, points, colour, shift in (
-                (a, [c.a for c in changes], "first", -0.12), (b, [c.b for c in changes], "second", 0.12))
-        ]  # fmt: skip
-        return Chart(
-            "comparison", f"{a} and {b}, n = {comparison.n}", "layer", f"σ, scope {comparison.first.scope}", series, words,
-            y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers],
         )  # fmt: skip
-    ends = [min(min(c.a.median, c.b.median) for c in changes), max(max(c.a.median, c.b.median) for c in changes)]
+    label = f"σ, scope {comparison.first.scope}"
+    return Panel(series, "layer", label, y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers])
+
+
+def _heads_panel(comparison: Comparison) -> Panel:
+    a, b = comparison.names
+    changes = comparison.changes
+    first, second = [c.a.median for c in changes], [c.b.median for c in changes]
+    ends = [min(first + second), max(first + second)]
+    hover = [f"{c.before.where}: {number(c.a.median)} to {number(c.b.median)}" for c in changes]
     series = [
-        Series("no change", ends, ends, "dots", "guide0.5", group="guide"),
-        Series(
-            "a head", [c.a.median for c in changes], [c.b.median for c in changes], "points", "second",
-            hover=[f"{c.before.where}: {number(c.a.median)} to {number(c.b.median)}" for c in changes],
-        ),
-    ]  # fmt: skip
-    return Chart(
-        "comparison", f"Every head, n = {comparison.n}", f"σ in {a}", f"σ in {b}", series, words, x_log=True, y_log=True
-    )
+        Series("no change", ends, ends, "dots", "grey", group="guide"),
+        Series("a head", first, second, "points", "orange", hover=hover),
+    ]
+    return Panel(series, f"σ in {a}", f"σ in {b}", x_log=True, y_log=True)

@@ -1,6 +1,6 @@
-"""The report as one HTML file: templates with escaping on, data as inert JSON, scripts allowed by their hash alone.
+"""Pages as one HTML file: a report, a chart, a document. Escaping is on, data are inert JSON, scripts run by their hash.
 
-The page's content security policy names the hash of every script it carries: whatever a text, a token or the name of a model
+A page's content security policy names the hash of every script it carries: whatever a text, a token or the name of a model
 contains, nothing else can run, and nothing can be fetched.
 """
 
@@ -12,18 +12,22 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lipscope import __version__
-from lipscope.report.data import ReportData, report_data
+from lipscope.report.charts import Chart
+from lipscope.report.draw_page import Looks, page_chart
 from lipscope.report.page import Page
+from lipscope.report.palette import palette
+from lipscope.report.settings import ReportData, report_data
 from lipscope.runs.run import Row, Run, Source, load_run
 
 TEMPLATES = Path(__file__).parent / "templates"
-_SCRIPTS = ("charts.js", "page.js")
+_SCRIPTS = ("plotly", "charts.js")
 
 
 def write_report(
@@ -66,16 +70,10 @@ def save_page(data: ReportData, out: str | os.PathLike[str]) -> Path:
 
 
 def render_page(page: Page, runs: Sequence[Run], *, live: bool = False) -> str:
-    """The whole page; ``live`` for a page that looks for new rows at the server it came from."""
-    from markupsafe import Markup
-
-    scripts = [plotly_script(), *(read_template(name) for name in (*_SCRIPTS, *(["live.js"] if live else [])))]
-    text: str = _environment().get_template("report.html.j2").render(
-        page=page.words, charts=page.charts, version=__version__, live=live, policy=policy(scripts, live=live),
-        style=Markup(read_template("style.css")), scripts=[Markup(script) for script in scripts],
-        data=Markup(inert_json(page.script)), rows=Markup(inert_json(compact_rows(runs))),
-    )  # fmt: skip
-    return text
+    """The page of a report; ``live`` for one that looks for new rows at the server it came from."""
+    scripts = [*_SCRIPTS, "page.js", *(["live.js"] if live else [])]
+    more = {"page": page.words, "charts": page.charts, "live": live}
+    return _render("report.html.j2", page.words["title"], scripts, page.script, rows=compact_rows(runs), **more)
 
 
 def render_content(page: Page) -> str:
@@ -84,13 +82,93 @@ def render_content(page: Page) -> str:
     return text
 
 
+def render_chart(chart: Chart) -> str:
+    """A chart as an interactive page of its own."""
+    looks = Looks()
+    charts = {chart.name: page_chart(chart, looks)}
+    data = {"palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": looks.all, "charts": charts}
+    return _render("chart.html.j2", chart.title, [*_SCRIPTS, "chart.js"], data, name=chart.name, charts=charts)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it; figures are names of PNG files."""
+
+    heading: str
+    paragraphs: Sequence[str] = ()
+    bullets: Sequence[str] = ()
+    table: Table | None = None
+    figures: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A page of headings, paragraphs, tables and figures, as Markdown and as HTML.
+
+    Attributes:
+        title: its heading.
+        lead: paragraphs below it.
+        sections: the rest.
+    """
+
+    title: str
+    lead: Sequence[str]
+    sections: Sequence[Section] = ()
+
+    def to_markdown(self) -> str:
+        """The document as Markdown; figures are links to PNG files in the directory ``figures`` beside it."""
+        parts = [f"# {self.title}", *self.lead]
+        for section in self.sections:
+            parts += [f"## {section.heading}", *section.paragraphs]
+            if section.bullets:
+                parts.append("\n".join(f"- {bullet}" for bullet in section.bullets))
+            if section.table is not None:
+                header, rows = section.table.header, section.table.rows
+                parts.append("\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)]))
+            parts += [f"![{name}](figures/{name}.png)" for name in section.figures]
+        return "\n\n".join(parts) + "\n"
+
+    def to_html(self, figures: Path) -> str:
+        """The document as one HTML file with the PNG files of a directory inside."""
+        names = [name for section in self.sections for name in section.figures]
+        images = {name: base64.b64encode((figures / f"{name}.png").read_bytes()).decode() for name in names}
+        return _render("document.html.j2", self.title, document=self, images=images)
+
+
+def _line(cells: Sequence[str]) -> str:
+    # A plain bar would end the cell.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _render(template: str, title: str, scripts: Sequence[str] = (), data: Any = None, rows: Any = None, **more: Any) -> str:
+    """A page with its style, its scripts and its data, which nothing else can add to."""
+    from markupsafe import Markup
+
+    texts = [plotly_script() if name == "plotly" else read_template(name) for name in scripts]
+    text: str = _environment().get_template(template).render(
+        title=title, version=__version__, policy=policy(texts, live=bool(more.get("live"))),
+        style=Markup(read_template("style.css")), scripts=[Markup(script) for script in texts],
+        data={name: Markup(inert_json(value)) for name, value in (("data", data), ("rows", rows)) if value is not None},
+        **more,
+    )  # fmt: skip
+    return text
+
+
 def policy(scripts: Sequence[str], *, live: bool) -> str:
     """The content security policy: these scripts, and no network but the report's own server."""
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts] or ["'none'"]
     connect = "'self'" if live else "'none'"
     return (
-        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {' '.join(hashes)}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -146,17 +224,28 @@ def read_template(name: str) -> str:
 @cache
 def plotly_script() -> str:
     """The Plotly library, to carry it along."""
-    return str(_needed("plotly.offline").get_plotlyjs())
+    return str(needed("plotly.offline").get_plotlyjs())
 
 
 @cache
 def _environment() -> Any:
-    jinja = _needed("jinja2")
-    return jinja.Environment(loader=jinja.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja.StrictUndefined)
+    jinja = needed("jinja2")
+    made = jinja.Environment(loader=jinja.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja.StrictUndefined)
+    made.filters["marked"] = _marked
+    return made
 
 
-def _needed(name: str) -> Any:
+def _marked(text: str) -> str:
+    """Escaped text, with `code` marked."""
+    from markupsafe import Markup, escape
+
+    parts = str(escape(text)).split("`")
+    return Markup("".join(part if i % 2 == 0 else f"<code>{part}</code>" for i, part in enumerate(parts)))
+
+
+def needed(name: str) -> Any:
+    """A module of the extra ``report``; says how to install it where it is missing."""
     try:
         return import_module(name)
     except ImportError:
-        raise ImportError(f"reports need {name.split('.')[0]}: pip install 'lipscope[report]'") from None
+        raise ImportError(f"figures and reports need {name.split('.')[0]}: pip install 'lipscope[report]'") from None

@@ -7,27 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from lipscope.measure.columns import COLUMNS
-from lipscope.report.charts import (
-    Chart,
-    entropy_chart,
-    growth_chart,
-    layers_chart,
-    radius_chart,
-    rank_sentence,
-    scopes_chart,
-    sink_chart,
-)
+from lipscope.report.charts import Chart
 from lipscope.report.compare import Comparison, comparison_chart, comparison_sentences, comparisons
-from lipscope.report.data import Cell, Point, ReportData, Setting
-from lipscope.report.figures_page import Looks, page_chart
-from lipscope.report.heat import heat_map
+from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
+from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart
+from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting
 from lipscope.report.summary import above, below, cards, exponent, exponents, interval, listed, number, sentences, tells
-from lipscope.report.token_page import page_view, worst_tokens
 from lipscope.runs.run import Row, Run
 
 _RANKED = 20
-_WHY = (("radius", radius_chart, "radius_rms"), ("entropy", entropy_chart, "entropy"), ("sink", sink_chart, "sink_mass"))
+# Strongest pairs of tokens that a token view lists.
+_PAIRS = 8
+_LONGEST_LABEL = 14
+# Shares of the worst direction from here on are printed beside their token.
+_STRONG = 0.05
 
 
 class Page:
@@ -66,53 +60,48 @@ class Page:
     def _add(self, name: str, chart: Chart | None, caption: str = "") -> str | None:
         if chart is None:
             return None
-        self.charts[name] = page_chart(chart, self._looks) | {"caption": caption}
+        self.charts[name] = page_chart(chart, self._looks, caption)
         return name
 
     def _setting(self, index: int, setting: Setting) -> tuple[dict[str, Any], dict[str, Any]]:
-        run = self._data.runs[setting.run]
-        heat = heat_map(setting)
-        views = self._data.views(setting)
+        run, views = self._data.runs[setting.run], self._data.views(setting)
         numbers = {(cell.layer, cell.head): k for k, cell in enumerate(setting.cells)}
-        why = [self._add(f"{index}-{name}", make(setting), rank_sentence(setting, column)) for name, make, column in _WHY]
-        side = [s for s in self._data.settings if (s.run, s.model, s.text) == (setting.run, setting.model, setting.text)]
-        scopes = f"scopes-{setting.run}-{setting.model}-{setting.text}"
-        if scopes not in self.charts:
-            self._add(
-                scopes, scopes_chart(side), "Intervals of all inputs; scopes are different maps, so read each on its own."
-            )
-        rendered = []
-        for k, view in enumerate(views):
-            words, chart = page_view(view)
-            name = f"{index}-tokens-{k}"
-            self.charts[name] = chart
-            rendered.append(words | {"chart": name, "cell": numbers.get((view["layer"], view["head"]))})
         shown = {(view["layer"], view["head"]): k for k, view in reversed(list(enumerate(views)))}
+        heat = heat_map(setting)
         words = {
             "label": self._data.label(setting), "cards": cards(setting), "sentences": sentences(setting, run), "heat": heat,
             "heat_low": number(heat.low), "heat_high": number(heat.high),
-            "ranking": [{"cell": numbers[cell.layer, cell.head], "words": _rank_words(cell)}
+            "ranking": [{"cell": numbers[cell.layer, cell.head], "words": f"{cell.where}: {_interval(cell.last)}"}
                         for cell in setting.ranked()[:_RANKED]],
-            "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)),
-                       "scopes": scopes if scopes in self.charts else None},
-            "why": [name for name in why if name is not None], "views": rendered,
-            "views_command": _views_command(run),
-            "scopes_command": _scopes_command(setting),
+            "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)), "scopes": self._scopes(setting)},
+            "why": [self._add(f"{index}-{chart.name}", chart) for chart in scatter_charts(setting)],
+            "views": [self._view(f"{index}-tokens-{k}", view) | {"cell": numbers.get((view["layer"], view["head"]))}
+                      for k, view in enumerate(views)],
+            "views_command": _views_command(run), "scopes_command": _scopes_command(setting),
         }  # fmt: skip
-        worst = numbers[setting.worst.layer, setting.worst.head]
         script = {
-            "worst": worst,
-            "cells": [
-                self._cell(setting, run, cell, shown.get((cell.layer, cell.head)), views) for cell in setting.cells
-            ],
-        }  # fmt: skip
+            "worst": numbers[setting.worst.layer, setting.worst.head],
+            "cells": [self._cell(setting, cell, shown.get((cell.layer, cell.head)), views) for cell in setting.cells],
+        }
         return words, script
 
-    def _cell(self, setting: Setting, run: Run, cell: Cell, view: int | None, views: Sequence[Row]) -> dict[str, Any]:
+    def _scopes(self, setting: Setting) -> str | None:
+        """The chart of scopes, which all settings of one model and text share."""
+        name = f"scopes-{setting.run}-{setting.model}-{setting.text}"
+        if name in self.charts:
+            return name
+        caption = "Intervals of all inputs; scopes are different maps, so read each on its own."
+        return self._add(name, scopes_chart(self._data.beside(setting)), caption)
+
+    def _view(self, name: str, view: Row) -> dict[str, Any]:
+        words, self.charts[name] = page_view(view)
+        return words | {"chart": name}
+
+    def _cell(self, setting: Setting, cell: Cell, view: int | None, views: Sequence[Row]) -> dict[str, Any]:
         return {
             "where": f"{cell.where[0].upper()}{cell.where[1:]}: σ ≈ {number(cell.last.median)} at n = {cell.last.n}",
-            "facts": _facts(cell), "table": _table(cell), "chart": page_chart(growth_chart(setting, cell), self._looks),
-            "view": view,
+            "facts": cell_facts(cell), "table": cell_table(cell), "view": view,
+            "chart": page_chart(growth_chart(setting, cell), self._looks),
             "tokens": worst_tokens(views[view]) if view is not None else "Its worst tokens were not measured; to see them:",
             "measure": None if view is not None else _tokens_command(setting, cell),
         }  # fmt: skip
@@ -179,7 +168,8 @@ def _run_words(run: Run) -> dict[str, Any]:
     return {"name": run.name, "facts": facts, "command": story.command, "plan": story.plan, "failures": run.failures[:50]}
 
 
-def _facts(cell: Cell) -> list[list[str]]:
+def cell_facts(cell: Cell) -> list[list[str]]:
+    """Names and values that stand beside the growth of a cell."""
     point, fit = cell.last, cell.fit
     inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
     facts = [["σ of all inputs", f"in {interval(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
@@ -187,15 +177,9 @@ def _facts(cell: Cell) -> list[list[str]]:
         growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     median = "" if point.inputs == 1 else " (median)"
-    for label, value, bound in (
-        ("certificate at these inputs", point.certified, "certified"),
-        ("refined bound, tokens of that norm", point.refined, "refined"),
-        ("paper's bound, tokens of that norm", point.paper, "castin2024"),
-        ("refined bound, any input", point.refined_global, "refined_global"),
-        ("paper's bound, any input", point.paper_global, "castin2024_global"),
-    ):
-        if value is not None and (ratio := cell.over_sigma(bound)) is not None:
-            facts.append([label, f"≤ {above(value)}, {number(ratio)} × σ{median}"])
+    for label, bound in zip(_BOUND_FACTS, BOUNDS, strict=True):
+        if (ratio := cell.over_sigma(bound)) is not None:
+            facts.append([label, f"≤ {above(getattr(point, bound))}, {number(ratio)} × σ{median}"])
     for label, value in (
         ("token norm |x|", point.radius),
         ("attention entropy", point.entropy),
@@ -206,21 +190,27 @@ def _facts(cell: Cell) -> list[list[str]]:
     return facts
 
 
-def _table(cell: Cell) -> list[list[str]]:
+_BOUND_FACTS = (
+    "certificate at these inputs",
+    "refined bound, tokens of that norm",
+    "paper's bound, tokens of that norm",
+    "refined bound, any input",
+    "paper's bound, any input",
+)
+
+
+def cell_table(cell: Cell) -> list[list[str]]:
+    """The numbers of a growth curve, with a header."""
     names = ["n", "inputs", "lower", "median", "upper", "certificate", "refined", "paper"]
     return [names] + [
         [str(p.n), str(p.inputs), below(p.lower), number(p.median), above(p.upper)]
-        + ["–" if value is None else above(value) for value in (p.certified, p.refined, p.paper)]
+        + ["–" if value is None else above(value) for value in (p.certified, p.refined, p.castin2024)]
         for p in cell.points
     ]
 
 
 def _interval(point: Point) -> str:
     return f"{number(point.median)} in {interval(point.lower, point.upper)}"
-
-
-def _rank_words(cell: Cell) -> str:
-    return f"{cell.where}: {_interval(cell.last)}"
 
 
 def _tokens_command(setting: Setting, cell: Cell) -> str | None:
@@ -245,3 +235,57 @@ def _scopes_command(setting: Setting) -> str:
 
 def _some(values: Sequence[str]) -> str:
     return ", ".join(values[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
+
+
+def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A stored view (``TokenView.to_dict``) as words for the template and as a chart for the script."""
+    tokens, energy = list(view["tokens"]), [float(share) for share in view["energy"]]
+    most = max(energy, default=0.0) or 1.0
+    head = "" if view.get("head") is None else f", head {view['head']}"
+    title = f"Layer {view['layer']}{head}, n = {view['n']}"
+    words: dict[str, Any] = {
+        "title": title,
+        "sigma": f"{number(view['estimate'])} in {interval(view['lower'], view['upper'])}",
+        "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "
+        f"{len(tokens)} tokens"
+        + (f", input {view['input']} of this length, counted from 0." if view.get("input") is not None else "."),
+        "tokens": [
+            {
+                "text": token, "share": f"{share:.1%}", "shade": f"{85 * share / most:.1f}", "strong": share >= _STRONG,
+                "label": f"{share:.0%}" if share >= _STRONG else "",
+            }
+            for token, share in zip(tokens, energy, strict=True)
+        ],
+        "pairs": [
+            {"i": i, "j": j, "moving": tokens[j], "moved": tokens[i], "value": number(value)}
+            for value, i, j in _strongest(view["influence"])
+        ],
+        "singular": [
+            {"text": number(value), "width": f"{100 * value / max(view['singular_values']):.1f}"}
+            for value in view["singular_values"] if value > 0
+        ],
+    }  # fmt: skip
+    names = [_short(token) for token in tokens]
+    chart = {
+        "title": "Influence of every token on every other", "columns": 1,
+        "caption": "‖∂out_i/∂x_j‖₂: no entry is σ itself, which lies between the largest entry and the norm of the matrix.",
+        "words": f"Influence matrix of {title}; strongest: "
+        + "; ".join(f"token {pair['j']} on {pair['i']}: {pair['value']}" for pair in words["pairs"][:4]),
+        "panels": [matrix(view["influence"], names, names, "moving this token (x_j) …", "… moves the output here (out_i)")],
+    }  # fmt: skip
+    return words, chart
+
+
+def worst_tokens(view: Row, count: int = 3) -> list[list[str]]:
+    """The tokens with the largest shares, and these."""
+    order = sorted(range(len(view["tokens"])), key=lambda k: -view["energy"][k])[:count]
+    return [[_short(view["tokens"][k]).strip() or "␣", f"{view['energy'][k]:.0%}"] for k in order]
+
+
+def _strongest(matrix: list[list[float]]) -> list[tuple[float, int, int]]:
+    entries = [(value, i, j) for i, line in enumerate(matrix) for j, value in enumerate(line) if i != j and value > 0]
+    return sorted(entries, reverse=True)[:_PAIRS]
+
+
+def _short(token: str) -> str:
+    return token if len(token) <= _LONGEST_LABEL else f"{token[: _LONGEST_LABEL - 1]}…"

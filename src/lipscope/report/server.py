@@ -19,9 +19,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from lipscope.report.data import report_data
 from lipscope.report.html import compact_rows, inert_json, render_content, render_page
 from lipscope.report.page import Page
+from lipscope.report.settings import report_data
 from lipscope.runs.progress import SweepProgress, read_progress
 from lipscope.runs.run import Run, is_store, load_run
 

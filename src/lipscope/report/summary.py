@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
 from lipscope.measure.scopes import SCOPES
-from lipscope.report.data import FEWEST_LENGTHS, Cell, Setting
+from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
 from lipscope.rounding import round_down, round_up, rounded
 from lipscope.runs.fit import GrowthFit
 from lipscope.runs.run import Run
@@ -139,16 +139,17 @@ def growth_sentence(cell: Cell) -> str:
     text = (
         f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} "
         f"({fit.level:.0%} interval of the exponent: {exponents(fit)}): "
-        f"{_against_guides(fit)}"
+        f"{against_guides(fit)}"
     )
-    return f"{text} {_which_curve(fit)}".rstrip()
+    return f"{text} {which_curve(fit)}".rstrip()
 
 
 # Exponents below this are printed as 0.00.
 _FLAT = 0.005
 
 
-def _against_guides(fit: GrowthFit) -> str:
+def against_guides(fit: GrowthFit) -> str:
+    """Which of no growth, n^¼ and √n the interval of an exponent contains."""
     if max(abs(fit.alpha_low), abs(fit.alpha_high)) < _FLAT:
         return "to two digits it does not change with the length."
     if fit.alpha_high < 0:
@@ -176,7 +177,8 @@ def _both_exact(fit: GrowthFit) -> bool:
     return math.exp((worse - 6) / fit.points / 2) < _ROUNDING
 
 
-def _which_curve(fit: GrowthFit) -> str:
+def which_curve(fit: GrowthFit) -> str:
+    """Which of the two curves the points prefer; nothing where both pass through all of them."""
     if _both_exact(fit):
         return ""
     if not tells(fit):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.report.data import report_data
+from lipscope.report.settings import report_data
 from lipscope.runs.plan import Block, ModelChoice
 from lipscope.runs.run import Run
 from lipscope.runs.worst_tokens import worst_inputs

@@ -46,29 +46,26 @@ lipscope.axis = (paper, about, log) => ({
   tickfont: { color: paper.quiet }, exponentformat: "power", separatethousands: false,
 });
 
-lipscope.spec = (chart, options) => {
+lipscope.spec = (panel, options) => {
   const paper = lipscope.paper();
   const palette = lipscope.data.palettes[lipscope.theme()];
   const shown = options.groups || {};
-  const traces = chart.traces.filter((trace) => shown[lipscope.data.looks[trace.look].group] !== false).map((trace) => {
+  const traces = panel.traces.filter((trace) => shown[lipscope.data.looks[trace.look].group] !== false).map((trace) => {
     const { group, ...look } = lipscope.coloured(lipscope.data.looks[trace.look], palette);
-    const made = { ...look, meta: group, x: trace.x, y: trace.y, name: lipscope.plain(trace.name), legendgroup: lipscope.plain(trace.name) };
+    const made = { ...look, meta: { far: trace.far === true }, x: trace.x, y: trace.y, name: lipscope.plain(trace.name), legendgroup: lipscope.plain(trace.name) };
     if (trace.text) made.text = trace.text.map(lipscope.plain);
     if (trace.high) made.error_y = { ...look.error_y, array: trace.high, arrayminus: trace.low };
     return made;
   });
   const linear = options.linear === true;
   const layout = lipscope.layout(paper);
-  layout.xaxis = lipscope.axis(paper, chart.x, chart.x.log && !linear);
-  layout.yaxis = lipscope.axis(paper, chart.y, chart.y.log && !linear);
-  if (chart.x.log && !linear && !chart.x.ticks.length) lipscope.logTicks(layout.xaxis, traces.map((trace) => ({ y: trace.x })));
-  if (chart.x.ticks.length && chart.x.ticks.length <= 16) {
-    Object.assign(layout.xaxis, { tickvals: chart.x.ticks, ticktext: chart.x.names.map(lipscope.plain) });
-  }
-  if (chart.y.log && !linear) {
-    lipscope.logTicks(layout.yaxis, traces);
-    lipscope.breakAxis(traces, layout);
-  } else layout.yaxis.rangemode = "tozero";
+  layout.xaxis = lipscope.axis(paper, panel.x, panel.x.log && !linear);
+  layout.yaxis = lipscope.axis(paper, panel.y, panel.y.log && !linear);
+  if (panel.x.log && !linear && !panel.x.ticks.length) lipscope.logTicks(layout.xaxis, traces.map((trace) => ({ y: trace.x })));
+  if (panel.x.ticks.length) Object.assign(layout.xaxis, { tickvals: panel.x.ticks, ticktext: panel.x.names.map(lipscope.plain) });
+  if (panel.y.log && !linear) lipscope.logTicks(layout.yaxis, traces);
+  else if (panel.y.zero) layout.yaxis.rangemode = "tozero";
+  lipscope.breakAxis(traces, layout);
   layout.showlegend = traces.filter((trace) => trace.showlegend !== false).length > 1;
   layout.legend = { orientation: "h", y: -0.16, yanchor: "top", x: 0, xanchor: "left", font: { size: 11.5 }, bgcolor: "rgba(0,0,0,0)" };
   return { traces, layout };
@@ -99,36 +96,41 @@ lipscope.logTicks = (axis, traces) => {
   Object.assign(axis, { tickvals: ticks, ticktext: ticks.map(name) });
 };
 
-// Bounds for all inputs lie far above what is measured at some: they get a part of the axis of their own.
+// Bounds that lie far above everything else (Panel.far) get a part of the axis of their own.
 lipscope.breakAxis = (traces, layout) => {
-  const bounds = traces.filter((trace) => trace.meta === "bound" && trace.y.length);
-  const near = traces.filter((trace) => trace.meta !== "bound").flatMap((trace) => trace.y).filter((y) => y > 0);
-  const top = Math.max(...near);
-  const far = bounds.filter((trace) => Math.min(...trace.y) > 3 * top);
+  const far = traces.filter((trace) => trace.meta.far);
+  const near = traces.filter((trace) => !trace.meta.far);
   if (!far.length || !near.length) return;
   for (const trace of far) trace.yaxis = "y2";
-  layout.yaxis2 = { ...layout.yaxis, title: { ...layout.yaxis.title, text: "bounds" }, domain: [0.72, 1] };
-  lipscope.logTicks(layout.yaxis2, far);
+  layout.yaxis2 = { ...layout.yaxis, title: { ...layout.yaxis.title, text: "bounds" }, domain: [0.72, 1], rangemode: "normal" };
   layout.yaxis.domain = [0, 0.66];
-  lipscope.logTicks(layout.yaxis, traces.filter((trace) => !far.includes(trace)));
+  if (layout.yaxis.type !== "log") return;
+  lipscope.logTicks(layout.yaxis2, far);
+  lipscope.logTicks(layout.yaxis, near);
 };
 
-lipscope.matrix = (chart) => {
+lipscope.matrix = (panel) => {
   const paper = lipscope.paper();
   const layout = lipscope.layout(paper);
-  const ticks = chart.names.length <= 64 ? { tickvals: chart.names.map((_, k) => k), ticktext: chart.names.map(lipscope.plain) } : {};
-  const axis = { ...ticks, gridcolor: paper.line, zeroline: false, tickfont: { size: chart.names.length > 36 ? 8 : 10, color: paper.quiet }, automargin: true, showgrid: false };
-  layout.xaxis = { ...axis, title: { text: "moving this token (x_j) …", font: { size: 12.5, color: paper.quiet } }, tickangle: -60 };
-  layout.yaxis = { ...axis, title: { text: "… moves the output here (out_i)", font: { size: 12.5, color: paper.quiet } }, autorange: "reversed" };
-  const text = chart.z.map((row, i) => row.map((value, j) => lipscope.plain(`‖∂out_${i}/∂x_${j}‖ = ${value.toPrecision(3)}: moving ${chart.names[j]} moves ${chart.names[i]}`)));
-  const trace = { type: "heatmap", z: chart.z, text, hovertemplate: "%{text}<extra></extra>", colorscale: "Viridis", colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: paper.quiet } } };
+  const axis = (names, label) => ({
+    gridcolor: paper.line, zeroline: false, automargin: true, showgrid: false,
+    tickfont: { size: names.length > 36 ? 8 : 10, color: paper.quiet }, title: { text: lipscope.plain(label), font: { size: 12.5, color: paper.quiet } },
+    ...(names.length <= 64 ? { tickvals: names.map((_, k) => k), ticktext: names.map(lipscope.plain) } : {}),
+  });
+  layout.xaxis = { ...axis(panel.columns, panel.x.label), tickangle: -60 };
+  layout.yaxis = { ...axis(panel.rows, panel.y.label), autorange: "reversed" };
+  const words = (i, j) => panel.text ? panel.text[i][j] : `‖∂out_${i}/∂x_${j}‖ = ${panel.z[i][j].toPrecision(3)}: moving ${panel.columns[j]} moves ${panel.rows[i]}`;
+  const text = panel.z.map((row, i) => row.map((_, j) => lipscope.plain(words(i, j))));
+  const trace = { type: "heatmap", z: panel.z, text, hovertemplate: "%{text}<extra></extra>", colorscale: "Viridis", colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: paper.quiet } } };
   return { traces: [trace], layout };
 };
 
+// One panel of a chart; charts of a report's cells have one.
 lipscope.draw = (place, chart, options = {}) => {
   lipscope.drawn.set(place, { chart, options });
-  const made = chart.z ? lipscope.matrix(chart) : lipscope.spec(chart, options);
-  place.setAttribute("aria-label", chart.words);
+  const panel = chart.panels[place.dataset.panel ?? 0];
+  const made = panel.z ? lipscope.matrix(panel) : lipscope.spec(panel, options);
+  if (chart.panels.length === 1) place.setAttribute("aria-label", chart.words);
   const config = { responsive: true, displayModeBar: false };
   return Plotly.react(place, made.traces, made.layout, config);
 };

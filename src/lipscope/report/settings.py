@@ -16,10 +16,14 @@ from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Row, Run
+from lipscope.runs.run import Row
+from lipscope.runs.run import Run as Run
+from lipscope.runs.run import load_run as load_run
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
+# Columns of bounds on σ, and attributes of a point.
+BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Point:
         upper: largest upper end.
         certified: largest certified upper bound, None unless every input has one.
         refined: largest refined set bound at the inputs' own token norms, None likewise.
-        paper: the paper's, likewise.
+        castin2024: the paper's, likewise.
         refined_global: the refined set bound for every input of the model.
-        paper_global: the paper's.
+        castin2024_global: the paper's.
         radius: mean over inputs of the root mean square token norm.
         entropy: mean entropy of attention rows.
         sink_mass: mean attention on the first token and on sinks.
@@ -49,9 +53,9 @@ class Point:
     upper: float
     certified: float | None
     refined: float | None
-    paper: float | None
+    castin2024: float | None
     refined_global: float | None
-    paper_global: float | None
+    castin2024_global: float | None
     radius: float | None
     entropy: float | None
     sink_mass: float | None
@@ -175,6 +179,10 @@ class ReportData:
         """A setting by what tells it from the others."""
         return _label(setting, self.settings, len(self.runs) > 1)
 
+    def beside(self, setting: Setting) -> list[Setting]:
+        """The settings of the same run, model and text: its own scope and the others."""
+        return [s for s in self.settings if (s.run, s.model, s.text) == (setting.run, setting.model, setting.text)]
+
     def views(self, setting: Setting) -> list[Row]:
         """Token views of a setting."""
         return [
@@ -237,13 +245,16 @@ def _cells(rows: Sequence[Row]) -> tuple[Cell, ...]:
 
 def _point(n: int, rows: Sequence[Row]) -> Point:
     return Point(
-        n=n, inputs=len(rows), lower=min(row["lower"] for row in rows),
-        median=statistics.median(row["estimate"] for row in rows), upper=max(row["upper"] for row in rows),
-        certified=_all_max(rows, "certified"), refined=_all_max(rows, "refined"), paper=_all_max(rows, "castin2024"),
-        refined_global=_all_max(rows, "refined_global"), paper_global=_all_max(rows, "castin2024_global"),
-        radius=_mean(row["radius_rms"] for row in rows), entropy=_mean(row["entropy"] for row in rows),
+        n,
+        len(rows),
+        lower=min(row["lower"] for row in rows),
+        median=statistics.median(row["estimate"] for row in rows),
+        upper=max(row["upper"] for row in rows),
+        **{bound: _all_max(rows, bound) for bound in BOUNDS},
+        radius=_mean(row["radius_rms"] for row in rows),
+        entropy=_mean(row["entropy"] for row in rows),
         sink_mass=_mean(row["sink_mass"] for row in rows),
-    )  # fmt: skip
+    )
 
 
 def _all_max(rows: Sequence[Row], name: str) -> float | None:

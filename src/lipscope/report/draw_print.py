@@ -1,0 +1,244 @@
+"""The matplotlib renderer: a chart as PNG, PDF or SVG, in one style that bears grey and small print."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lipscope.report.charts import Chart, HeatMap, Panel, Series, log_ticks
+from lipscope.report.compare import comparison_chart, comparisons
+from lipscope.report.html import needed, render_chart
+from lipscope.report.palette import VIRIDIS, palette
+from lipscope.report.run_charts import growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
+from lipscope.report.settings import ReportData
+
+FORMATS = ("png", "pdf", "svg")
+_STYLE: dict[str, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.labelsize": 9, "legend.fontsize": 7.5,
+    "legend.framealpha": 0.85, "legend.edgecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.22, "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 4.5,
+    "pdf.fonttype": 42, "svg.fonttype": "none",
+    # The same figure gives the same file.
+    "svg.hashsalt": "lipscope",
+    # Names of models and texts are not mathematics.
+    "text.parse_math": False,
+}  # fmt: skip
+# Metadata that would change with the clock and the version of matplotlib.
+_NAMELESS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+    "svg": {"Creator": None, "Date": None},
+}
+_LINES = {"line": "-", "dashes": "--", "dots": ":"}
+_MARKS = ("o", "D", "s", "^", "X")
+# Above so many points, dots are small and intervals have no caps.
+_MANY = 60
+# Above so many cells, a heat map has no numbers in them.
+_MOST_NUMBERS = 160
+# Names of more letters than this stand aslant.
+_LONGEST_NAME = 6
+
+
+def draw(chart: Chart, *paths: str | os.PathLike[str]) -> list[Path]:
+    """Write a chart to files by their endings: ``.png``, ``.pdf``, ``.svg``, or ``.html`` for an interactive page.
+
+    The same chart gives the same bytes. Directories are made. Needs ``lipscope[report]``.
+
+    Returns:
+        The files.
+
+    Raises:
+        ImportError: when matplotlib or plotly is missing; says how to install it.
+        ValueError: for another ending.
+
+    Example:
+        >>> import tempfile
+        >>> from lipscope.report.charts import Panel
+        >>> chart = Chart("line", "A line", [Panel([Series("y = x", [1, 2], [1, 2])], "x", "y")], "A straight line.")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     [path.name for path in draw(chart, f"{directory}/line.png")]
+        ['line.png']
+    """
+    files, drawn = [Path(path) for path in paths], None
+    for path in files:
+        ending = path.suffix.removeprefix(".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if ending == "html":
+            path.write_text(render_chart(chart), encoding="utf-8")
+        elif ending in FORMATS:
+            drawn = drawn or print_figure(chart)
+            with needed("matplotlib").rc_context(_STYLE):
+                drawn.savefig(path, dpi=200 if len(chart.panels) == 1 else 130, metadata=_NAMELESS[ending])
+        else:
+            raise ValueError(f"a chart is drawn as .png, .pdf, .svg or .html, got {path.name!r}")
+    return files
+
+
+def write_figures(data: ReportData, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write the figures of a report as PNG, PDF and SVG; needs ``lipscope[report]``.
+
+    Args:
+        data: from ``report_data``.
+        directory: where to; made when it does not exist. With several settings, each has its own directory in it.
+
+    Returns:
+        The files.
+    """
+    place = Path(directory)
+    named: list[tuple[Path, Chart | None]] = []
+    for number, setting in enumerate(data.settings):
+        home = place if len(data.settings) == 1 else place / f"{number}-{_file_name(data.label(setting))}"
+        charts = [heat_chart(setting), layers_chart(setting), *scatter_charts(setting)]
+        named += [(home / chart.name, chart) for chart in charts]
+        named.append((home / "growth-worst", growth_chart(setting, setting.worst)))
+        side = data.beside(setting)
+        if side[0] is setting:
+            named.append((home / "scopes", scopes_chart(side)))
+    named += [(place / f"comparison-{k}", comparison_chart(one)) for k, one in enumerate(comparisons(data))]
+    return [
+        file for stem, chart in named if chart is not None
+        for file in draw(chart, *(stem.with_name(f"{stem.name}.{ending}") for ending in FORMATS))
+    ]  # fmt: skip
+
+
+def print_figure(chart: Chart) -> Any:
+    """A chart as a matplotlib figure."""
+    with needed("matplotlib").rc_context(_STYLE):
+        rows, several = -(-len(chart.panels) // chart.columns), len(chart.panels) > 1
+        figure = import_module("matplotlib.figure").Figure(figsize=_size(chart, rows), layout="constrained")
+        grid = figure.add_gridspec(rows, min(chart.columns, len(chart.panels)))
+        drawn = []
+        for place, panel in zip(grid, chart.panels, strict=False):
+            title = panel.title if several else chart.title
+            if isinstance(panel, HeatMap):
+                drawn.append(_draw_heat_map(figure, place, panel, title))
+            else:
+                drawn.append(_draw_panel(figure, place, panel, title))
+        if several:
+            figure.suptitle(chart.title + (f"\n{chart.note}" if chart.note else ""), fontsize=10)
+        _legends(figure, drawn, several)
+        # Places are found once: a layout engine that stays would find them again for every file.
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine(None)
+        return figure
+
+
+def _size(chart: Chart, rows: int) -> tuple[float, float]:
+    """Width and height in inches."""
+    first = chart.panels[0]
+    if isinstance(first, HeatMap):
+        return max(3.4, 1.6 + 0.42 * len(first.column_names)), max(2.4, 1.0 + 0.3 * len(first.row_names))
+    if len(chart.panels) == 1:
+        return max(5.4, 1.5 * len(first.x_names) * _aslant(first)), 3.6 + (1.0 if first.far else 0.0)
+    return (5.2 if chart.columns < 3 else 4.2) * chart.columns, 3.4 * rows + 0.6
+
+
+def _legends(figure: Any, drawn: list[tuple[Any, ...]], several: bool) -> None:
+    """One legend beside a single panel, where nothing that was measured lies under it; one in every panel of a grid."""
+    for axes in drawn:
+        found = [ax.get_legend_handles_labels() for ax in reversed(axes)]
+        handles, labels = [h for some, _ in found for h in some], [name for _, some in found for name in some]
+        if handles and several:
+            axes[-1].legend(handles, labels, loc="best", fontsize=7)
+        elif handles:
+            figure.legend(handles, labels, loc="outside right center", frameon=False, ncols=1 + (len(handles) > 16))
+
+
+def _draw_panel(figure: Any, place: Any, panel: Panel, title: str) -> tuple[Any, ...]:
+    """The axes of a panel: one, or with far bounds two, the upper part first."""
+    colours, far = palette("light"), panel.far
+    parts = place.subgridspec(2, 1, height_ratios=(1, 2.3)) if far else [place]
+    axes = [figure.add_subplot(parts[-1])]
+    if far:
+        axes.insert(0, figure.add_subplot(parts[0], sharex=axes[0]))
+        axes[0].tick_params(labelbottom=False)
+    for series in panel.series:
+        _draw_series(axes[0 if series in far else -1], series, colours[series.colour], _MARKS[panel.marker(series)])
+    axes[0].set_title(title)
+    axes[-1].set(xlabel=panel.x, ylabel=panel.y)
+    if far:
+        axes[0].set_ylabel("bounds")
+    elif not panel.y_log and panel.from_zero:
+        axes[0].set_ylim(bottom=min(0.0, *(y for one in panel.series for y in (*one.y, *one.low)), 0.0))
+    for ax in axes:
+        _scale(ax, panel)
+    return tuple(axes)
+
+
+def _draw_series(ax: Any, series: Series, colour: str, mark: str) -> None:
+    style: dict[str, Any] = {"color": colour, "label": series.name if series.listed else None}
+    if series.look == "band":
+        ax.fill_between(series.x, series.low, series.high, alpha=0.2, linewidth=0, **style)
+    elif series.look in ("points", "marks"):
+        many = len(series.x) > _MANY
+        style |= {"fmt": "x", "alpha": 0.9} if series.look == "marks" else {"fmt": mark, "alpha": 0.6 if many else 0.85}
+        ends = None
+        if len(series.low):
+            below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+            ends = [below, [high - y for y, high in zip(series.y, series.high, strict=True)]]
+        size = 4.0 if series.look == "marks" else 2.6 if many else 3.6
+        ax.errorbar(series.x, series.y, ends, markersize=size, capsize=0 if many else 2, elinewidth=0.6 if many else 1.1,
+                    markeredgewidth=1.2 if series.look == "marks" else 0, **style)  # fmt: skip
+    else:
+        ax.plot(series.x, series.y, _LINES[series.look], linewidth=1.0 if series.group == "guide" else 1.6,
+                marker="o" if series.group == "measured" else None, **style)  # fmt: skip
+
+
+def _scale(ax: Any, panel: Panel) -> None:
+    if panel.x_log:
+        ax.set_xscale("log")
+        _plain_numbers(ax.xaxis, ax.get_xlim())
+    if panel.y_log:
+        ax.set_yscale("log")
+        _plain_numbers(ax.yaxis, ax.get_ylim())
+    if ticks := panel.ticks:
+        aslant = {"rotation": 30, "ha": "right"} if _aslant(panel) else {}
+        ax.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks], **aslant)
+        ax.xaxis.set_minor_locator(import_module("matplotlib.ticker").NullLocator())
+
+
+def _aslant(panel: Panel) -> bool:
+    return max(map(len, panel.x_names), default=0) > _LONGEST_NAME
+
+
+def _draw_heat_map(figure: Any, place: Any, heat: HeatMap, title: str) -> tuple[Any, ...]:
+    colors = import_module("matplotlib.colors")
+    ax = figure.add_subplot(place)
+    values = [[math.nan if cell is None else cell.value for cell in line] for line in heat.cells]
+    scale = colors.LogNorm(heat.low, max(heat.high, heat.low * 1.0001)) if heat.low > 0 else None
+    viridis = colors.LinearSegmentedColormap.from_list("viridis", [tuple(c / 255 for c in stop) for stop in VIRIDIS])
+    image = ax.imshow(values, aspect="auto", cmap=viridis, norm=scale)
+    ax.set_xticks(range(len(heat.column_names)), list(heat.column_names))
+    ax.set_yticks(range(len(heat.row_names)), list(heat.row_names))
+    ax.set(xlabel=heat.x, ylabel=heat.y, title=title)
+    cells = [(x, y, cell) for y, line in enumerate(heat.cells) for x, cell in enumerate(line) if cell is not None]
+    for x, y, cell in cells if len(cells) <= _MOST_NUMBERS else ():
+        ax.text(x, y, cell.shown, ha="center", va="center", color=cell.ink, fontsize=6.5)
+    bar = figure.colorbar(image, ax=ax, label="σ")
+    if heat.low > 0:
+        _plain_numbers(bar.ax.yaxis, (heat.low, heat.high))
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return (ax,)
+
+
+def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
+    """20 and not 2·10¹; powers only for what is very large or small."""
+    low, high = limits
+    if low <= 0:
+        return
+    ticker = import_module("matplotlib.ticker")
+    axis.set_major_locator(ticker.FixedLocator(log_ticks(low, high)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def _file_name(text: str) -> str:
+    """Letters, digits, dots and dashes: a label may hold anything."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "setting"

@@ -1,0 +1,279 @@
+"""The charts of a run: growth with the length, layers, heat maps, scatters, scopes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from scipy.stats import spearmanr
+
+from lipscope.report.charts import Chart, HeatCell, HeatMap, Panel, Series, log_grid, shade
+from lipscope.report.palette import CYCLE, DEPTHS
+from lipscope.report.settings import Cell, Point, ReportData, Setting, report_data
+from lipscope.report.summary import exponent, interval, number, places
+from lipscope.runs.run import Source, load_run
+
+# A scatter of more rows than this shows the medians of its cells instead.
+_MOST_POINTS = 2500
+# A legend of more layers lists the first and the last, whose colours span the others.
+_MOST_NAMES = 12
+_BOUNDS = (
+    ("certified", "certificate", "purple"),
+    ("refined", "refined bound", "yellow"),
+    ("castin2024", "paper's bound", "black"),
+    ("refined_global", "refined, any input", "yellow"),
+    ("castin2024_global", "paper's, any input", "black"),
+)
+# Column of the rows and attribute of a point, name of the file, title, label of the axis.
+_SCATTERS = (
+    ("radius_rms", "radius", "radius", "σ and the norm of the tokens", "root mean square token norm |x|"),
+    ("entropy", "entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
+    ("sink_mass", "sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
+)
+
+
+def growth(source: Source | ReportData) -> Chart:
+    """σ of every layer or head against n, a panel per setting: medians, and bands that hold all inputs.
+
+    Args:
+        source: what ``lipscope.scan`` returned or wrote, the store of a sweep, or a ``ReportData``.
+
+    Example:
+        >>> from lipscope.runs.scan import Scan
+        >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
+        >>> chart = growth(Scan((row, row | {"n": 16, "estimate": 1.2})))
+        >>> chart.series[1].name, chart.series[1].y
+        ('layer 0', [1.1, 1.2])
+    """
+    data = source if isinstance(source, ReportData) else report_data([load_run(source)])
+    panels = []
+    for setting in data.settings:
+        series, last = [], max(cell.layer for cell in setting.cells)
+        for cell in setting.cells:
+            series += _measured(cell, cell.where, cell.where, _depth(cell.layer, last), listed=False)
+        panels.append(_over_n(setting, series, data.label(setting)))
+    words = "; ".join(f"{panel.title}: {len(panel.series) // 2} curves" for panel in panels)
+    title = panels[0].title if len(panels) == 1 else "Growth of σ with the length"
+    return Chart("growth", title, panels, f"σ against the number of tokens. {words}.", columns=min(2, len(panels)))
+
+
+def growth_chart(setting: Setting, cell: Cell) -> Chart:
+    """σ of one cell against n: intervals, both fits, the guides √n and n^¼, and the bounds."""
+    points = cell.points
+    series = [*_measured(cell, "σ of all inputs", "median σ"), *_fits(cell), *_guides(cell), *_bounds(cell)]
+    words = f"σ of {cell.where} against the number of tokens: " + "; ".join(
+        f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}" for p in points
+    )
+    name = f"growth-layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
+    return Chart(
+        name, f"Growth of σ with the length: {cell.where}", [_over_n(setting, series, ticks=[p.n for p in points])], words
+    )
+
+
+def _measured(cell: Cell, band: str, line: str, colour: str = "blue", *, listed: bool = True) -> list[Series]:
+    """A band that holds all inputs, which the legend may leave out, and a line through the medians."""
+    points = cell.points
+    n, hover = [p.n for p in points], [_point_words(p) for p in points]
+    low, high = [p.lower for p in points], [p.upper for p in points]
+    return [
+        Series(band, n, [], "band", colour, low=low, high=high, listed=listed),
+        Series(line, n, [p.median for p in points], colour=colour, hover=hover),
+    ]
+
+
+def _fits(cell: Cell) -> list[Series]:
+    fit, grid = cell.fit, _grid(cell)
+    if fit is None:
+        return []
+    power = [fit.c * x**fit.alpha for x in grid]
+    limit = [fit.limit * x / (x + fit.half_length) for x in grid]
+    return [
+        Series(f"fit n^{exponent(fit.alpha)}", grid, power, "dashes", "orange", group="fit"),
+        Series("fit levelling off", grid, limit, "dots", "green", group="fit"),
+    ]
+
+
+def _guides(cell: Cell) -> list[Series]:
+    first = next((p for p in cell.points if p.median > 0), None)
+    if first is None or len(cell.points) < 2:
+        return []
+    grid = _grid(cell)
+    return [
+        Series(f"guide {label}", grid, [first.median * (x / first.n) ** power for x in grid], "dots", colour, group="guide")
+        for power, label, colour in ((0.5, "√n", "grey"), (0.25, "n^¼", "silver"))
+    ]
+
+
+def _bounds(cell: Cell) -> Iterable[Series]:
+    for field, label, colour in _BOUNDS:
+        values = [(p.n, getattr(p, field)) for p in cell.points if getattr(p, field) is not None]
+        if values:
+            n, y = [v[0] for v in values], [v[1] for v in values]
+            yield Series(label, n, y, "dashes" if field.endswith("global") else "line", colour, group="bound")
+
+
+def layers_chart(setting: Setting) -> Chart:
+    """σ against n for every layer; for heads, the largest of a layer's."""
+    layers: dict[int, dict[int, Point]] = {}
+    for cell in setting.cells:
+        best = layers.setdefault(cell.layer, {})
+        for point in cell.points:
+            if point.n not in best or point.median > best[point.n].median:
+                best[point.n] = point
+    series = []
+    for layer, best in layers.items():
+        points = [best[n] for n in sorted(best)]
+        series.append(
+            Series(
+                f"layer {layer}", [p.n for p in points], [p.median for p in points], "line", _depth(layer, max(layers)),
+                low=[p.lower for p in points], high=[p.upper for p in points],
+                hover=[f"layer {layer}, {_point_words(p)}" for p in points], listed=_listed(layer, list(layers)),
+            )
+        )  # fmt: skip
+    which = "the worst head of every layer" if setting.by_head else "every layer"
+    at = setting.lengths[-1]
+    words = f"Median σ of {which} against n. At n = {at}: " + ", ".join(
+        f"layer {layer}: {number(best[at].median)}" for layer, best in layers.items() if at in best
+    )
+    return Chart("layers", f"Growth of σ with the length: {which}", [_over_n(setting, series)], words)
+
+
+def heat_chart(setting: Setting) -> Chart:
+    """The heat map as a chart of one panel."""
+    heat = heat_map(setting)
+    return Chart("heat-map", heat.title, [heat], heat.words)
+
+
+def heat_map(setting: Setting) -> HeatMap:
+    """Median σ, layer × head at the longest length where heads were measured, layer × length otherwise."""
+    longest = setting.lengths[-1]
+    found = {}
+    for index, cell in enumerate(setting.cells):
+        for p in cell.points:
+            column = cell.head if setting.by_head else p.n
+            if column is not None and (p.n == longest or not setting.by_head):
+                found[cell.layer, column] = (index, cell.where, p)
+    values = [p.median for _, _, p in found.values() if p.median > 0]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+
+    def cell_at(layer: int, column: int) -> HeatCell | None:
+        if (layer, column) not in found:
+            return None
+        index, where, p = found[layer, column]
+        words = f"{where}, n = {p.n}: σ ≈ {number(p.median)}, in {interval(p.lower, p.upper)}"
+        return HeatCell(p.median, number(p.median), words, shade(p.median, low, high), index)
+
+    layers = sorted({cell.layer for cell in setting.cells})
+    heads = sorted({cell.head for cell in setting.cells if cell.head is not None})
+    columns = heads if setting.by_head else setting.lengths
+    title = f"Median σ of {f'every head at n = {longest}' if setting.by_head else 'every layer and length'}"
+    return HeatMap(
+        "head" if setting.by_head else "n", [str(column) for column in columns], [str(layer) for layer in layers],
+        [[cell_at(layer, column) for column in columns] for layer in layers], low, high, title,
+        f"{title}. From {number(low)} to {number(high)}.", "head" if setting.by_head else "tokens n",
+    )  # fmt: skip
+
+
+def scatter_charts(setting: Setting) -> list[Chart]:
+    """σ against the norm of the tokens, the entropy of attention, and the attention on sinks, where they were recorded."""
+    charts = []
+    for column, attribute, name, title, label in _SCATTERS:
+        dots, shown = _dots(setting, column, attribute)
+        if not dots:
+            continue
+        layers = sorted({dot[0] for dot in dots})
+        series = []
+        for layer in layers:
+            mine = [dot for dot in dots if dot[0] == layer]
+            colour, listed = _depth(layer, layers[-1]), _listed(layer, layers)
+            x, y, hover = [d[1] for d in mine], [d[2] for d in mine], [d[3] for d in mine]
+            series.append(Series(f"layer {layer}", x, y, "points", colour, hover=hover, listed=listed))
+        panel = Panel(series, label, f"σ, scope {setting.scope}", y_log=True)
+        rank = rank_sentence(setting, attribute)
+        charts.append(Chart(name, title, [panel], f"{title}, {shown}. {rank}", note=rank))
+    return charts
+
+
+def _dots(setting: Setting, column: str, attribute: str) -> tuple[list[tuple[int, float, float, str]], str]:
+    """Layer, position, σ and words of every row; of every cell and length where there are too many rows."""
+    rows = [row for row in setting.rows if row[column] is not None and row["estimate"] > 0]
+    if len(rows) <= _MOST_POINTS:
+        words = [f"{_row_words(row)}, σ ≈ {number(row['estimate'])}" for row in rows]
+        dots = [(row["layer"], row[column], row["estimate"], text) for row, text in zip(rows, words, strict=True)]
+        return dots, "one dot per measurement"
+    return [
+        (c.layer, getattr(p, attribute), p.median, f"{c.where}, n = {p.n}, median σ ≈ {number(p.median)}")
+        for c in setting.cells for p in c.points if getattr(p, attribute) is not None and p.median > 0
+    ], "one dot per place and length, the median of its inputs"  # fmt: skip
+
+
+def rank_sentence(setting: Setting, attribute: str) -> str:
+    """Spearman's rank correlation of an attribute with σ over the cells at the longest length, where there are enough."""
+    pairs = [
+        (getattr(cell.last, attribute), cell.last.median) for cell in setting.ranked()
+        if getattr(cell.last, attribute) is not None
+    ]  # fmt: skip
+    few = f"{places(setting, len(pairs))} at n = {setting.lengths[-1]}"
+    if len(pairs) < 5 or len({x for x, _ in pairs}) < 2 or len({y for _, y in pairs}) < 2:
+        return f"With {few}, no correlation is given."
+    found = spearmanr([x for x, _ in pairs], [y for _, y in pairs])
+    # Parts of one model on the same inputs are no independent draws, which the p-value takes them for.
+    chance = f"p = {float(found.pvalue):.2g} if they were independent, which they are not"
+    return f"Rank correlation with σ over {few}: {float(found.statistic):+.2f} ({chance})."
+
+
+def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
+    """Scopes of one model and text side by side: σ of every layer at the longest length they share."""
+    chosen: dict[str | None, Setting] = {}
+    for setting in settings:
+        if not setting.by_head and setting.scope != "model":
+            chosen.setdefault(setting.scope, setting)
+    shared = set.intersection(*(set(setting.lengths) for setting in chosen.values())) if len(chosen) > 1 else set()
+    if not shared:
+        return None
+    n = max(shared)
+    series = [_scope_series(setting, n, CYCLE[k % len(CYCLE)]) for k, setting in enumerate(chosen.values())]
+    layers = sorted({layer for one in series for layer in one.x})
+    words = f"σ of every layer at n = {n}: " + "; ".join(
+        f"{one.name}: " + ", ".join(number(value) for value in one.y) for one in series
+    )
+    panel = Panel(series, "layer", "σ", y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers])
+    return Chart("scopes", f"With and without normalisation and residual, n = {n}", [panel], words)
+
+
+def _scope_series(setting: Setting, n: int, colour: str) -> Series:
+    at = [(cell.layer, point) for cell in setting.cells if (point := cell.at(n)) is not None]
+    points = [p for _, p in at]
+    return Series(
+        str(setting.scope), [layer for layer, _ in at], [p.median for p in points], "points", colour,
+        low=[p.lower for p in points], high=[p.upper for p in points],
+        hover=[f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at],
+    )  # fmt: skip
+
+
+def _over_n(setting: Setting, series: Sequence[Series], title: str = "", ticks: Sequence[int] | None = None) -> Panel:
+    ticks = setting.lengths if ticks is None else ticks
+    return Panel(series, "tokens n", f"σ, scope {setting.scope}", title, x_log=True, y_log=True, x_ticks=ticks)
+
+
+def _grid(cell: Cell) -> list[float]:
+    return log_grid(cell.points[0].n, cell.points[-1].n)
+
+
+def _point_words(p: Point) -> str:
+    return f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
+
+
+def _row_words(row: dict[str, object]) -> str:
+    head = "" if row["head"] is None else f", head {row['head']}"
+    return f"layer {row['layer']}{head}, n = {row['n']}, input {row['input']}"
+
+
+def _listed(layer: int, layers: Sequence[int]) -> bool:
+    """Whether a legend lists a layer."""
+    return len(layers) <= _MOST_NAMES or layer in (layers[0], layers[-1])
+
+
+def _depth(layer: int, last: int) -> str:
+    """The colour of a layer: its place from the first to the last."""
+    return f"depth{0 if last == 0 else math.floor(layer / last * (DEPTHS - 1) + 0.5)}"
