@@ -211,6 +211,7 @@ TABLES = {
 # Rooms with a page of their own.
 ROOMS = (
     "bounds",
+    "masks",
     "report",
     "runs",
     "studies.mean_field",
@@ -228,13 +229,11 @@ def names() -> dict[str, str]:
     import lipscope
 
     top = [name for name in lipscope.__all__ if not _is_module(lipscope, name)]
-    masks = [name for name in top if getattr(lipscope, name).__module__ == "lipscope.attention.masks"]
     groups = {
-        "Verbs": sorted((n for n in top if n[0].islower() and n != "as_mask"), key=lambda n: (FIRST.find(f" {n} ") % 99, n)),
+        "Verbs": sorted((n for n in top if n[0].islower()), key=lambda n: (FIRST.find(f" {n} ") % 99, n)),
         "Layers": [n for n in ("Attention", "Rotary", "LayerNorm", "RMSNorm") if n in top],
-        "Masks": ["as_mask", *(n for n in masks if n != "as_mask")],
-        "Results": [n for n in ("SpectralNorm", "Status", "Scan") if n in top],
-        "Solvers": [n for n in ("Auto", "GolubKahan", "Power", "Dense") if n in top],
+        "Results": [n for n in ("SpectralNorm", "Scan") if n in top],
+        "Solvers": [n for n in ("Auto", "GolubKahan", "Dense") if n in top],
     }
     groups["Models and operators"] = [n for n in top if not any(n in group for group in groups.values())]
     rooms = {room: importlib.import_module(f"lipscope.{room}") for room in ROOMS}

@@ -8,6 +8,7 @@ import lipscope
 import reference
 from lipscope.attention.operators import AttentionOperator
 from lipscope.measure.gradient import SigmaGradient
+from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, maximise
 from lipscope.studies.worst_case.domain import Ball, NormImage
 from lipscope.studies.worst_case.warm import cold_pair, warm_pair
@@ -90,7 +91,7 @@ def test_warm_pairs_are_valid_and_close():
     torch.testing.assert_close((warm.left * near.matvec(warm.right)).sum(-1), warm.theta, rtol=1e-10, atol=0)
     assert bool((warm.theta >= near.matvec(start.right).norm(dim=-1) * (1 - 1e-12)).all())
     # A map of rank one exhausts the space at once.
-    ones = lipscope.DenseOperator(torch.ones(1, 3, 3, dtype=torch.float64))
+    ones = DenseOperator(torch.ones(1, 3, 3, dtype=torch.float64))
     assert float(warm_pair(ones, torch.full((1, 3), 3**-0.5, dtype=torch.float64), 4).theta) == pytest.approx(3.0)
 
 

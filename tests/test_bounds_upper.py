@@ -126,7 +126,7 @@ def test_the_largest_interaction_is_above_all_pairs_and_close(seed):
     for h, norms in enumerate(turned_norms(layer, n)):
         single = layer.head(h)
         R = reference.rotations(layer.rotary, n, layer.head_width)
-        pairs = [(i, j) for i in range(n) for j in range(n if not isinstance(layer.mask, lipscope.Causal) else i + 1)]
+        pairs = [(i, j) for i in range(n) for j in range(n if not isinstance(layer.mask, lipscope.masks.Causal) else i + 1)]
         A = torch.stack([single.tau * single.k.mT @ R[j].mT @ R[i] @ single.q for i, j in pairs])
         truth = float(torch.linalg.matrix_norm(A, 2).max())
         assert truth <= norms.interaction * EXACT

@@ -10,13 +10,13 @@ import transformers as tf
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from largest_tensor import LargestTensor
-from lipscope.attention.masks import Causal, Window
+from lipscope.attention.masks import Causal, MaskFunction, Window
 from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models import seam, symbolic_mask
 from lipscope.models.measure import attention_statistics, measure_recording
 from lipscope.models.model import Model
-from lipscope.models.symbolic_mask import MaskFunction, SymbolicMask
+from lipscope.models.symbolic_mask import SymbolicMask
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import enlarge
 

@@ -25,14 +25,14 @@ from lipscope.attention.scores import safe_softmax
     ],
 )
 def test_strings_round_trip(text):
-    assert str(lipscope.as_mask(text)) == text
-    assert str(lipscope.as_mask(f"causal&{text}")) == f"causal&{text}"
+    assert str(lipscope.masks.as_mask(text)) == text
+    assert str(lipscope.masks.as_mask(f"causal&{text}")) == f"causal&{text}"
 
 
 @pytest.mark.parametrize("name", list(cases.masks()))
 def test_visible_entries_are_those_of_the_definition(name):
     mask, visible, additive = cases.masks()[name]
-    parsed = lipscope.as_mask(mask)
+    parsed = lipscope.masks.as_mask(mask)
     allowed = parsed.allowed(5)
     assert torch.equal(
         torch.ones(()).bool().expand(visible.shape) if allowed is None else allowed.expand(visible.shape), visible
@@ -50,15 +50,15 @@ def test_additive_masks_may_write_hidden_as_the_lowest_number(dtype, lowest):
     value = torch.finfo(dtype).min if lowest == "own" else torch.tensor(lowest).to(dtype).item()
     hidden = torch.ones(4, 4).triu(1).bool()
     additive = torch.zeros(4, 4, dtype=dtype).masked_fill(hidden, value)
-    mask = lipscope.as_mask(additive)
+    mask = lipscope.masks.as_mask(additive)
     assert torch.equal(mask.allowed(4)[0, 0], ~hidden)
     assert (mask.additive(4) == 0).all()
 
 
 def test_combination_intersects_and_adds():
     bias = cases.random(4, 4, seed=0)
-    both = lipscope.Causal() & bias & "window:2:both"
-    assert torch.equal(both.allowed(4), lipscope.Window(2).allowed(4))
+    both = lipscope.masks.Causal() & bias & "window:2:both"
+    assert torch.equal(both.allowed(4), lipscope.masks.Window(2).allowed(4))
     torch.testing.assert_close(both.additive(4)[0, 0], bias)
 
 

@@ -12,6 +12,8 @@ import cases
 import lipscope
 import reference
 from lipscope.bounds import Constants, lower, refined
+from lipscope.spectral.operator import DenseOperator
+from lipscope.spectral.solvers import Power
 from lipscope.studies.mean_field import (
     MeanFieldAttention,
     Measure,
@@ -188,7 +190,7 @@ def test_operator_is_the_dense_jacobian_in_the_weighted_metric(mask, extras, gro
     for solver in (
         lipscope.Dense(),
         lipscope.GolubKahan(rtol=1e-8, interval=1e-3),
-        lipscope.Power(rtol=1e-10, max_steps=5000),
+        Power(rtol=1e-10, max_steps=5000),
     ):
         result = local_constant(F, mu, solver=solver)
         assert result.estimate == pytest.approx(exact, rel=1e-6)
@@ -303,4 +305,4 @@ def test_weighted_operator_refuses_what_it_cannot_scale():
     with pytest.raises(ValueError, match="weights must be positive"):
         WeightedOperator(base, torch.tensor([0.5, 0.5, 0, 0, 0]))
     with pytest.raises(ValueError, match="base must map n tokens to n tokens"):
-        WeightedOperator(lipscope.DenseOperator(torch.eye(3)), torch.ones(3) / 3)
+        WeightedOperator(DenseOperator(torch.eye(3)), torch.ones(3) / 3)

@@ -27,7 +27,7 @@ def test_docstring_examples_run(module):
 
 
 def test_public_functions_show_an_example():
-    for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "as_mask", "smooth"):
+    for name in ("local_lipschitz", "influence", "spectral_norm", "Attention", "variant", "smooth"):
         assert ">>>" in getattr(lipscope, name).__doc__, name
     for name in ("construct", "maximise", "growth", "grouped_sigma", "attack_tokens"):
         assert ">>>" in getattr(lipscope.studies.worst_case, name).__doc__, name

@@ -38,7 +38,7 @@ def test_the_table_and_its_use_are_those_of_llama():
     torch.testing.assert_close(ours.cos, cos)
     q = cases.random(1, 2, 4, 6, seed=0, dtype=torch.float32)
     expected, _ = apply_rotary_pos_emb(q, q, cos, sin)
-    torch.testing.assert_close(ours.turn(4, 1).apply(q), expected)
+    torch.testing.assert_close(ours.rotation(4, 1).apply(q), expected)
 
 
 @pytest.mark.parametrize("extras", ["rotary", "turned"])
@@ -131,7 +131,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=message):
             lipscope.Rotary.from_base(**options)
     W, table = torch.eye(4), lipscope.Rotary.from_base(4, n=5)
-    with pytest.raises(ValueError, match="rotary turns 4 coordinates, but queries have width 2"):
+    with pytest.raises(ValueError, match="rotary rotates 4 coordinates, but queries have width 2"):
         lipscope.Attention(W, W, W, heads=2, rotary=table)
     with pytest.raises(ValueError, match=r"rotary is torch.float32 .* but q is torch.float64"):
         lipscope.Attention(W.double(), W.double(), W.double(), rotary=table)

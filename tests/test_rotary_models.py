@@ -126,7 +126,7 @@ def test_positions_that_do_more_than_turn_pairs_are_not_plain():
     assert find_layout(seen, reference, 1e-9) is None
     angle = torch.arange(4, dtype=torch.float64)[:, None] * torch.tensor([0.3, 0.9], dtype=torch.float64)
     truth = Layout(4, interleaved=False)
-    turn = truth.table(torch.polar(torch.ones_like(angle), angle)[None]).turn(4, 1)
+    turn = truth.table(torch.polar(torch.ones_like(angle), angle)[None]).rotation(4, 1)
     seen = turn.apply(reference[:, None, None].expand(6, 1, 4, 8))
     assert find_layout(seen, reference, 1e-9) == truth
     assert find_layout(seen + 1e-6 * torch.randn(seen.shape, generator=G), reference, 1e-9) is None

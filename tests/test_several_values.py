@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cases
 import lipscope
+from lipscope.spectral.operator import DenseOperator
 from test_solvers import spectrum
 
 LITTLE = 1 << 12  # bytes: bases of a few vectors
@@ -17,7 +18,7 @@ LITTLE = 1 << 12  # bytes: bases of a few vectors
 
 def check_triplets(A: torch.Tensor, solver: lipscope.GolubKahan, accuracy: float = 1e-6) -> None:
     """Against NumPy's SVD: values, orthonormal vectors, and both products."""
-    out, k = lipscope.spectral_norm(lipscope.DenseOperator(A), solver), solver.k
+    out, k = lipscope.spectral_norm(DenseOperator(A), solver), solver.k
     exact, values = np.linalg.svd(A.numpy(), compute_uv=False)[:k], out.singular_values.flatten()
     np.testing.assert_allclose(values.numpy(), exact, rtol=accuracy)
     for vectors in (out.right, out.left):
@@ -60,7 +61,7 @@ def test_any_pattern_of_copies(values, k, shape, seed):
 def test_items_of_a_batch_have_copies_of_their_own():
     spectra = [[4.0, 4.0, 4.0, 1.0], [4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 3.0, 1.0], [2.0, 2.0, 1.0, 1.0]]
     A = torch.stack([spectrum(values, 40, 30, seed=s) for s, values in enumerate(spectra)])
-    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-9, k=3))
+    out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-9, k=3))
     expected = torch.tensor([values[:3] for values in spectra], dtype=torch.float64)
     torch.testing.assert_close(out.singular_values, expected, rtol=1e-7, atol=0)
     assert out.right is None
@@ -86,9 +87,7 @@ def test_all_values_of_wide_and_tall_maps(values, memory, dtype):
     """Of a wide one many directions are ignored, which must not pass for the rest of its values."""
     A = spectrum(values, 5, 9, seed=2).to(dtype)
     for matrix in (A, A.T):
-        out = lipscope.spectral_norm(
-            lipscope.DenseOperator(matrix), lipscope.GolubKahan(rtol=1e-6, k=5, vectors=True, memory=memory)
-        )
+        out = lipscope.spectral_norm(DenseOperator(matrix), lipscope.GolubKahan(rtol=1e-6, k=5, vectors=True, memory=memory))
         expected = torch.tensor(values, dtype=torch.float64)
         torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-5, atol=1e-5)
         for vectors in (out.right, out.left):
@@ -99,7 +98,7 @@ def test_all_values_of_wide_and_tall_maps(values, memory, dtype):
 def test_small_values_do_not_suffer_from_the_vectors_of_large_ones():
     """What is taken out of one side alone leaves the error of its vectors times the largest value."""
     A = spectrum([1e5, 5e4, 1e3, 10.0, 1.0, 0.1], 60, 50, seed=4)
-    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-4, k=5, memory=6 * 110 * 8))
+    out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-4, k=5, memory=6 * 110 * 8))
     expected = torch.tensor([1e5, 5e4, 1e3, 10.0, 1.0], dtype=torch.float64)
     torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-3, atol=0)
 
@@ -110,7 +109,7 @@ def test_the_vector_belongs_to_the_value_when_no_part_of_it_was_kept(seed, dtype
     """Few distinct values exhaust many recurrences, and the top vector may lie in one that was not kept."""
     values = [3.0] * 8 + [2.5] * 7 + [2.0] * 8 + [1.0] * 7
     A = spectrum(values, 30, 30, seed=seed).to(dtype)
-    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(vectors=True, memory=720, seed=seed))
+    out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(vectors=True, memory=720, seed=seed))
     gain = float((A @ out.right.flatten()).norm())
     assert gain == pytest.approx(3.0, rel=1e-3)
     assert float(out.left.flatten() @ A @ out.right.flatten()) == pytest.approx(3.0, rel=1e-3)
@@ -119,7 +118,7 @@ def test_the_vector_belongs_to_the_value_when_no_part_of_it_was_kept(seed, dtype
 def test_as_many_values_as_there_are_and_more_than_the_rank():
     A = spectrum([2.0, 2.0, 1.0], 7, 5, seed=3)
     for k in (3, 5):
-        out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(k=k, rtol=1e-9))
+        out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(k=k, rtol=1e-9))
         expected = torch.tensor([2.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)[:k]
         torch.testing.assert_close(out.singular_values.flatten(), expected, rtol=1e-8, atol=1e-7)
 
@@ -133,7 +132,7 @@ def test_values_at_the_level_of_rounding_leave_the_others_alone(k, memory, dtype
     A[0, 0], A[1, 1], A[2, 2] = 5, 4, 3
     decay = torch.diag(torch.tensor([0.03**j for j in range(150)], dtype=dtype))
     for matrix in (A, decay):
-        out = lipscope.spectral_norm(lipscope.DenseOperator(matrix), lipscope.GolubKahan(k=k, memory=memory))
+        out = lipscope.spectral_norm(DenseOperator(matrix), lipscope.GolubKahan(k=k, memory=memory))
         exact = torch.linalg.svdvals(matrix.double())[:k]
         off = 1e-5 if dtype == torch.float32 else 1e-12
         torch.testing.assert_close(out.singular_values.flatten(), exact, rtol=1e-4, atol=off * float(exact[0]))
@@ -144,7 +143,7 @@ def test_values_at_the_level_of_rounding_leave_the_others_alone(k, memory, dtype
 def test_little_memory_gives_right_values_or_says_so(vectors):
     A = cases.random(300, 300, seed=0)
     solver = lipscope.GolubKahan(k=2, vectors=True, memory=vectors * 600 * 8, max_steps=600)
-    out, exact = lipscope.spectral_norm(lipscope.DenseOperator(A), solver), torch.linalg.svdvals(A)[:2]
+    out, exact = lipscope.spectral_norm(DenseOperator(A), solver), torch.linalg.svdvals(A)[:2]
     torch.testing.assert_close(out.singular_values.flatten(), exact, rtol=1e-4, atol=0)
     gains = (A @ out.right.T).norm(dim=0) / exact - 1
     assert float(gains.abs().max()) < 1e-4 or not out.converged

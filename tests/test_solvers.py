@@ -18,11 +18,14 @@ import cases
 import lipscope
 from lipscope.spectral.basis import Basis, overlap_quantile, scaled_norm
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
+from lipscope.spectral.operator import DenseOperator
+from lipscope.spectral.result import Status
 from lipscope.spectral.ritz import polynomial_upper_bound
+from lipscope.spectral.solvers import Power
 
 SOLVERS = {
     "golub_kahan": lipscope.GolubKahan(rtol=1e-8),
-    "power": lipscope.Power(rtol=1e-12, max_steps=5000),
+    "power": Power(rtol=1e-12, max_steps=5000),
     "dense": lipscope.Dense(),
 }
 
@@ -68,8 +71,8 @@ def test_interval_contains_the_largest_singular_value(M, N, batch, rank, magnitu
     A = cases.random(batch, M, min(rank, N), seed=seed) @ cases.random(batch, min(rank, N), N, seed=seed + 1) * magnitude
     A = A.to(dtype)
     truth = torch.linalg.svdvals(A.double())[:, 0]
-    for solver in (lipscope.GolubKahan(rtol=rtol), lipscope.Power(rtol=rtol), lipscope.Dense()):
-        out = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+    for solver in (lipscope.GolubKahan(rtol=rtol), Power(rtol=rtol), lipscope.Dense()):
+        out = lipscope.spectral_norm(DenseOperator(A), solver)
         lower, estimate, upper = (torch.as_tensor(x, dtype=torch.float64) for x in (out.lower, out.estimate, out.upper))
         assert (lower <= estimate).all()
         assert (estimate <= upper).all()
@@ -88,7 +91,7 @@ def test_the_upper_bound_fails_as_often_as_it_says(delta):
     trials, failures = 2000, 0
     for seed in range(trials):
         solver = lipscope.GolubKahan(rtol=1e-9, max_steps=1, delta=delta, seed=seed)
-        failures += lipscope.spectral_norm(lipscope.DenseOperator(A), solver).upper < 1 - 1e-9
+        failures += lipscope.spectral_norm(DenseOperator(A), solver).upper < 1 - 1e-9
     assert binom.ppf(0.001, trials, delta / 2) <= failures <= binom.ppf(0.999, trials, delta / 2)
 
 
@@ -97,7 +100,7 @@ def test_the_upper_bound_tightens_with_the_steps():
     widths = []
     for steps in (5, 10, 20, 40, 80):
         solver = lipscope.GolubKahan(rtol=1e-14, interval=1e-10, max_steps=steps)
-        out = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+        out = lipscope.spectral_norm(DenseOperator(A), solver)
         widths.append(out.upper / out.lower - 1)
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] < 1e-10
@@ -154,8 +157,8 @@ def test_overlap_quantile_against_sampling(size):
 def test_scale_equivariance(name, factor):
     """σ(c·f) = c·σ(f), in the same number of steps: stopping is relative."""
     A = cases.random(2, 30, 25, seed=0)
-    one = lipscope.spectral_norm(lipscope.DenseOperator(A), SOLVERS[name])
-    other = lipscope.spectral_norm(lipscope.DenseOperator(factor * A), SOLVERS[name])
+    one = lipscope.spectral_norm(DenseOperator(A), SOLVERS[name])
+    other = lipscope.spectral_norm(DenseOperator(factor * A), SOLVERS[name])
     torch.testing.assert_close(other.estimate, factor * one.estimate, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(other.upper, factor * one.upper, rtol=1e-9, atol=0.0)
     assert torch.equal(other.iterations, one.iterations)
@@ -167,12 +170,12 @@ def test_batch_equals_loop():
     hard = spectrum(np.linspace(1, 0.9, 40), 40, 50, seed=2)
     A = torch.stack([easy, hard, 3 * easy, torch.zeros_like(easy), hard.flip(0)])
     solver = lipscope.GolubKahan(rtol=1e-7, k=2, vectors=True)
-    together = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+    together = lipscope.spectral_norm(DenseOperator(A), solver)
     assert len(set(together.iterations.tolist())) > 1, "the items should stop at different steps"
-    in_turns = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-7, k=2, memory=1 << 15))
+    in_turns = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-7, k=2, memory=1 << 15))
     torch.testing.assert_close(in_turns.estimate, together.estimate, rtol=1e-13, atol=0)
     for b in range(len(A)):
-        alone = lipscope.spectral_norm(lipscope.DenseOperator(A[b]), solver)
+        alone = lipscope.spectral_norm(DenseOperator(A[b]), solver)
         assert alone.iterations == together.iterations[b]
         assert alone.estimate == pytest.approx(float(together.estimate[b]), rel=1e-13)
         assert alone.upper == pytest.approx(float(together.upper[b]), rel=1e-9)
@@ -182,7 +185,7 @@ def test_batch_equals_loop():
 @pytest.mark.parametrize("solver", [lipscope.GolubKahan(rtol=1e-10, k=4, vectors=True), lipscope.Dense(k=4, vectors=True)])
 def test_top_triplets(solver):
     A = spectrum([7.0, 5.0, 5.0, 1.0, 0.5, 0.2], 30, 20, seed=0)
-    out = lipscope.spectral_norm(lipscope.DenseOperator(A[None].repeat(2, 1, 1)), solver)
+    out = lipscope.spectral_norm(DenseOperator(A[None].repeat(2, 1, 1)), solver)
     expected = torch.tensor([7.0, 5.0, 5.0, 1.0], dtype=torch.float64)
     torch.testing.assert_close(out.singular_values[1], expected, rtol=1e-9, atol=1e-9)
     for c in range(4):
@@ -195,19 +198,19 @@ def test_top_triplets(solver):
 @pytest.mark.parametrize("name", SOLVERS)
 def test_zero_rank_one_and_identity(name):
     solver = SOLVERS[name]
-    zero = lipscope.spectral_norm(lipscope.DenseOperator(torch.zeros(7, 9, dtype=torch.float64)), solver)
+    zero = lipscope.spectral_norm(DenseOperator(torch.zeros(7, 9, dtype=torch.float64)), solver)
     assert (zero.lower, zero.estimate, zero.upper) == (0.0, 0.0, 0.0)
     rank_one = torch.outer(torch.arange(1.0, 8.0), torch.ones(9)).double()
-    out = lipscope.spectral_norm(lipscope.DenseOperator(rank_one), solver)
+    out = lipscope.spectral_norm(DenseOperator(rank_one), solver)
     assert out.estimate == pytest.approx(float(rank_one.norm()), rel=1e-12)
-    out = lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(9, dtype=torch.float64)), solver)
+    out = lipscope.spectral_norm(DenseOperator(torch.eye(9, dtype=torch.float64)), solver)
     assert out.estimate == pytest.approx(1.0, rel=1e-12)
 
 
 def test_interval_option_narrows_the_interval():
     A = spectrum(np.linspace(1, 0.01, 200), 200, 200, seed=1)
-    loose = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=None))
-    tight = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=1e-3))
+    loose = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=None))
+    tight = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-2, interval=1e-3))
     assert tight.upper / tight.lower - 1 <= 1.1e-3 < loose.upper / loose.lower - 1
     assert tight.lower <= 1 <= tight.upper
 
@@ -221,7 +224,7 @@ def test_a_hidden_top_vector_is_not_overlooked():
     top = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     top = top - (1 - 1e-5) * (top @ start) / (start @ start) * start
     Q = torch.linalg.qr(torch.cat([top[:, None], cases.random(size, size - 1, seed=2)], dim=1)).Q
-    turned = lipscope.DenseOperator(Q @ A @ Q.T)
+    turned = DenseOperator(Q @ A @ Q.T)
     fooled = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2, interval=None))
     careful = lipscope.spectral_norm(turned, lipscope.GolubKahan(rtol=1e-2))
     assert fooled.converged
@@ -232,9 +235,9 @@ def test_a_hidden_top_vector_is_not_overlooked():
 
 def test_not_converged_says_so_and_stays_valid():
     A = spectrum(np.linspace(1, 0.999, 100), 100, 100, seed=1)
-    out = lipscope.spectral_norm(lipscope.DenseOperator(A), lipscope.GolubKahan(rtol=1e-12, max_steps=5))
+    out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(rtol=1e-12, max_steps=5))
     assert not out.converged
-    assert out.status is lipscope.Status.MAX_STEPS
+    assert out.status is Status.MAX_STEPS
     assert "max_steps" in out.message
     assert "did not converge" in str(out)
     assert out.lower <= 1 <= out.upper
@@ -242,9 +245,9 @@ def test_not_converged_says_so_and_stays_valid():
 
 def test_non_finite_products_are_refused():
     A = torch.full((3, 3), float("nan"))
-    for solver in (lipscope.GolubKahan(), lipscope.Power(), lipscope.Dense()):
+    for solver in (lipscope.GolubKahan(), Power(), lipscope.Dense()):
         with pytest.raises(FloatingPointError):
-            lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+            lipscope.spectral_norm(DenseOperator(A), solver)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ def test_non_finite_products_are_refused():
         for solver, names in (
             (lipscope.GolubKahan, "rtol delta max_steps k interval"),
             (lipscope.Auto, "rtol delta max_steps k interval"),
-            (lipscope.Power, "rtol delta max_steps"),
+            (Power, "rtol delta max_steps"),
             (lipscope.Dense, "k"),
         )
         for options in ({"rtol": 0}, {"rtol": 2}, {"delta": 0}, {"delta": 1}, {"max_steps": 0}, {"k": 0}, {"interval": 0})
@@ -271,7 +274,7 @@ def test_fewer_steps_than_triplets_are_refused():
         lipscope.GolubKahan(k=5, max_steps=3)
 
 
-@pytest.mark.parametrize("solver", [lipscope.GolubKahan(), lipscope.Power(), lipscope.Dense()], ids=str)
+@pytest.mark.parametrize("solver", [lipscope.GolubKahan(), Power(), lipscope.Dense()], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "exponents"), [(torch.float32, (-36, -22, 18, 30)), (torch.float64, (-250, -160, 160, 250))]
 )
@@ -280,7 +283,7 @@ def test_extreme_scales(solver, dtype, exponents):
     for exponent in exponents:
         scaled = A * 10.0**exponent
         truth = float(torch.linalg.svdvals(scaled.double())[0])
-        out = lipscope.spectral_norm(lipscope.DenseOperator(scaled), solver)
+        out = lipscope.spectral_norm(DenseOperator(scaled), solver)
         assert out.lower <= truth <= out.upper
         assert out.estimate == pytest.approx(truth, rel=0.05)
 
@@ -318,7 +321,7 @@ def test_exhaustion_is_not_taken_for_certainty(dtype, overlap):
 
 
 def test_repeated_values_are_found_when_the_space_is_exhausted():
-    out = lipscope.spectral_norm(lipscope.DenseOperator(3 * torch.eye(200)), lipscope.GolubKahan(k=3, vectors=True))
+    out = lipscope.spectral_norm(DenseOperator(3 * torch.eye(200)), lipscope.GolubKahan(k=3, vectors=True))
     assert out.singular_values.flatten().tolist() == pytest.approx([3.0, 3.0, 3.0], rel=1e-6)
     torch.testing.assert_close(out.right @ out.right.T, torch.eye(3), rtol=0, atol=1e-5)
 
@@ -326,12 +329,12 @@ def test_repeated_values_are_found_when_the_space_is_exhausted():
 def test_too_many_triplets_are_refused():
     for solver in (lipscope.GolubKahan(k=4), lipscope.Dense(k=4)):
         with pytest.raises(ValueError, match="k = 4"):
-            lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(3)), solver)
+            lipscope.spectral_norm(DenseOperator(torch.eye(3)), solver)
 
 
 def test_auto_is_exact_when_small_and_iterative_when_large():
-    small = lipscope.spectral_norm(lipscope.DenseOperator(torch.eye(5)))
-    large = lipscope.spectral_norm(lipscope.DenseOperator(cases.random(300, 300, seed=0)))
+    small = lipscope.spectral_norm(DenseOperator(torch.eye(5)))
+    large = lipscope.spectral_norm(DenseOperator(cases.random(300, 300, seed=0)))
     assert (small.upper_kind, small.delta) == ("exact", None)
     assert (large.upper_kind, large.delta) == ("probabilistic", 1e-6)
 
@@ -351,7 +354,7 @@ def test_little_memory(values, kept, dtype):
     }
     left, right = (torch.linalg.qr(cases.random(size, size, seed=s)).Q for s in (1, 2))
     A = (left * spectra[values].double()) @ right.mT
-    operator = lipscope.DenseOperator(A.to(dtype))
+    operator = DenseOperator(A.to(dtype))
     operator.input_shape = (20, 10)
     result = lipscope.spectral_norm(operator, lipscope.GolubKahan(memory=max(1, kept * size * 8)))
     assert result.lower <= 1 <= result.upper < 1.15
@@ -366,20 +369,20 @@ def test_little_memory(values, kept, dtype):
 def test_warm_starts():
     """A start from a nearby problem saves steps, and a misleading one costs neither validity nor many steps."""
     A = cases.random(3, 120, 120, seed=0)
-    start = lipscope.GolubKahan(vectors=True).solve(lipscope.DenseOperator(A)).right[:, 0]
+    start = lipscope.GolubKahan(vectors=True).solve(DenseOperator(A)).right[:, 0]
     near = A + 1e-3 * cases.random(3, 120, 120, seed=1)
     _, values, right = torch.linalg.svd(near)
     solver = lipscope.GolubKahan(interval=None)
-    cold = solver.solve(lipscope.DenseOperator(near))
-    warm = solver.solve(lipscope.DenseOperator(near), start)
-    misled = solver.solve(lipscope.DenseOperator(near), right[:, -1])
+    cold = solver.solve(DenseOperator(near))
+    warm = solver.solve(DenseOperator(near), start)
+    misled = solver.solve(DenseOperator(near), right[:, -1])
     assert bool((warm.iterations < cold.iterations).all())
     for output in (cold, warm, misled):
         torch.testing.assert_close(output.estimate, values[:, 0], rtol=1e-4, atol=0)
         assert bool((output.upper >= values[:, 0]).all())
     assert bool((misled.iterations <= cold.iterations + 4).all())
     with pytest.raises(ValueError, match="start has shape"):
-        solver.solve(lipscope.DenseOperator(near), start[:2])
+        solver.solve(DenseOperator(near), start[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -390,7 +393,7 @@ def test_one_basis_serves_a_large_problem(decay, dtype):
     size = 1100
     values = torch.logspace(0, -decay, size, dtype=torch.float64)
     left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q for _ in range(2))
-    operator = lipscope.DenseOperator(((left * values) @ right.mT).to(dtype))
+    operator = DenseOperator(((left * values) @ right.mT).to(dtype))
     result = lipscope.spectral_norm(operator, lipscope.GolubKahan(rtol=1e-6, interval=0.02, max_steps=400))
     exact = scipy.linalg.svdvals(operator.to_dense()[0].double().numpy())[0]
     allowed = 50 * torch.finfo(dtype).eps
@@ -405,7 +408,7 @@ def test_one_basis_ends_where_the_space_is_exhausted(seed, memory):
     """An interval narrower than rounding is asked of a map with two singular values: no noise is taken for a value."""
     size, few = 1100, torch.cat([torch.ones(15), torch.full((15,), 0.999)])
     left, right = (torch.linalg.qr(cases.random(size, 30, seed=seed + s)).Q for s in (0, 1))
-    operator = lipscope.DenseOperator(((left * few.double()) @ right.mT).float())
+    operator = DenseOperator(((left * few.double()) @ right.mT).float())
     result = lipscope.spectral_norm(operator, lipscope.GolubKahan(seed=seed, interval=1e-9, memory=memory))
     assert 0.9999 <= result.lower <= 1 + 1e-6
     assert 1 - 1e-6 <= result.upper <= 1.001
@@ -435,7 +438,7 @@ def test_clusters_above_a_null_space(size, rank, memory, spread):
     A = spectrum(values.tolist(), size, size, seed=3)
     for k in (1, 2):
         solver = lipscope.GolubKahan(rtol=1e-9, interval=1e-6, max_steps=60, memory=memory, k=k)
-        result = lipscope.spectral_norm(lipscope.DenseOperator(A), solver)
+        result = lipscope.spectral_norm(DenseOperator(A), solver)
         assert result.lower <= 1 <= result.upper
         assert result.estimate > 1 - spread
 
@@ -446,7 +449,7 @@ def test_any_scale_with_little_memory(exponent, memory):
     """The squares of very large and very small values are no numbers."""
     A = cases.random(100, 100, seed=1)
     exact = float(torch.linalg.svdvals(A)[0])
-    result = lipscope.spectral_norm(lipscope.DenseOperator(A * 10.0**exponent), lipscope.GolubKahan(memory=memory))
+    result = lipscope.spectral_norm(DenseOperator(A * 10.0**exponent), lipscope.GolubKahan(memory=memory))
     assert result.converged
     assert result.lower / 10.0**exponent <= exact <= result.upper / 10.0**exponent
     assert result.estimate / 10.0**exponent == pytest.approx(exact, rel=1e-3)
@@ -461,7 +464,8 @@ def test_what_is_let_go_counts_with_all_that_it_may_hide(gap):
     operator = Diagonal(gains.float())
     exact = float(gains.float().double().max())
     misses = sum(
-        float(lipscope.GolubKahan(memory=1, delta=delta, seed=seed).solve(operator).upper) * (1 + operator.rounding) < exact
+        float(lipscope.GolubKahan(memory=1, delta=delta, seed=seed).solve(operator).upper) * (1 + operator.rounding_error)
+        < exact
         for seed in range(seeds)
     )
     assert misses <= binom.ppf(0.999, seeds, delta)
@@ -470,13 +474,13 @@ def test_what_is_let_go_counts_with_all_that_it_may_hide(gap):
 def test_the_dense_solver_has_a_second_driver(monkeypatch):
     """The first one gives up on some matrices with many equal values."""
     A = cases.random(2, 7, 5, seed=4)
-    expected = lipscope.Dense(k=2, vectors=True).solve(lipscope.DenseOperator(A))
+    expected = lipscope.Dense(k=2, vectors=True).solve(DenseOperator(A))
 
     def gives_up(*_, **__):
         raise torch.linalg.LinAlgError("failed to converge")
 
     monkeypatch.setattr(torch.linalg, "svd", gives_up)
-    found = lipscope.Dense(k=2, vectors=True).solve(lipscope.DenseOperator(A))
+    found = lipscope.Dense(k=2, vectors=True).solve(DenseOperator(A))
     torch.testing.assert_close(found.singular_values, expected.singular_values)
     torch.testing.assert_close(
         (found.left * found.right.sum(-1, True)).abs(), (expected.left * expected.right.sum(-1, True)).abs()
@@ -484,7 +488,7 @@ def test_the_dense_solver_has_a_second_driver(monkeypatch):
 
 
 def test_a_start_opposite_to_the_random_one():
-    operator = lipscope.DenseOperator(torch.full((1, 5, 1), 3.0))
+    operator = DenseOperator(torch.full((1, 5, 1), 3.0))
     for start in (torch.ones(1, 1), -torch.ones(1, 1)):
         found = lipscope.GolubKahan().solve(operator, start)
         assert float(found.estimate) == pytest.approx(3 * math.sqrt(5), rel=1e-6)
@@ -492,7 +496,7 @@ def test_a_start_opposite_to_the_random_one():
 
 
 def test_nothing_of_released_bases_is_held():
-    operator = lipscope.DenseOperator(cases.random(300, 300, seed=2))
+    operator = DenseOperator(cases.random(300, 300, seed=2))
     run = Bidiagonalisation(lipscope.GolubKahan(memory=16 * 300 * 8), operator)
     assert int(run.solve().iterations) > 16
     for vector in (run.before, run.V.last):
@@ -529,7 +533,7 @@ def test_bases_stay_within_their_memory(batch, options, monkeypatch):
     left, right = (torch.linalg.qr(cases.random(batch, size, size, seed=s)).Q for s in (1, 2))
     values = torch.cat([torch.tensor([1.0, 0.98]), torch.linspace(0.97, 0, size - 2)]).double()
     memory = vectors * size * 8 * batch
-    operator = lipscope.DenseOperator((left * values) @ right.mT)
+    operator = DenseOperator((left * values) @ right.mT)
     # Rows of a batch stop at different steps.
     result = lipscope.GolubKahan(memory=memory, rtol=1e-6, interval=None, **options).solve(operator)
     torch.testing.assert_close(result.estimate, torch.ones(batch, dtype=torch.float64), rtol=1e-5, atol=0)

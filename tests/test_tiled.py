@@ -11,12 +11,12 @@ import torch
 import cases
 import lipscope
 from lipscope.attention.core import Linearisation
+from lipscope.attention.masks import RealTokens
 from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling, current_tiling, prefers_tiles, using_tiling
 from lipscope.measure.memory import plan_memory, read_bytes, show_bytes
 from lipscope.models.seam import attention_core
-from lipscope.models.symbolic_mask import RealTokens
 
 N, B, H = 37, 3, 4
 BIAS = cases.random(B, H, N, N, seed=7)
@@ -102,15 +102,15 @@ def test_hidden_tiles_are_not_visited():
         return sum(strip.area for strip in TiledLinearisation.at(q, k, v, rule).strips) / n**2
 
     assert visited(ScoreRule()) == 1
-    assert visited(ScoreRule(mask=lipscope.as_mask("causal"))) < 0.6
-    assert visited(ScoreRule(mask=lipscope.as_mask("window:100"))) < 0.2
-    assert visited(ScoreRule(mask=lipscope.as_mask("packed:512,512,512,512"))) < 0.26
+    assert visited(ScoreRule(mask=lipscope.masks.as_mask("causal"))) < 0.6
+    assert visited(ScoreRule(mask=lipscope.masks.as_mask("window:100"))) < 0.2
+    assert visited(ScoreRule(mask=lipscope.masks.as_mask("packed:512,512,512,512"))) < 0.26
     assert visited(ScoreRule(allowed=torch.ones(n, n).tril().bool())) < 0.7
 
 
 def test_tiles_are_chosen_where_they_pay():
     like = torch.zeros(1)
-    causal, full = ScoreRule(mask=lipscope.as_mask("causal")), ScoreRule()
+    causal, full = ScoreRule(mask=lipscope.masks.as_mask("causal")), ScoreRule()
     assert prefers_tiles(causal, 12, 1024, 1024, like)
     assert not prefers_tiles(full, 12, 1024, 1024, like)
     assert not prefers_tiles(causal, 12, 128, 128, like)
@@ -187,7 +187,7 @@ def test_entries_that_a_finite_term_hides_cost_no_digits(hiding, dtype):
             with using_tiling(Tiling(tile=(8, 11), keep=keep)):
                 tiles = AttentionOperator(subject, X, tiled=True)
                 heads = HeadOperator(subject, X, tiled=True)
-            assert tiles.rounding == dense.rounding == heads.rounding == written.rounding
+            assert tiles.rounding_error == dense.rounding_error == heads.rounding_error == written.rounding_error
             assert float((tiles.matvec(u) - written.matvec(u)).norm() / written.matvec(u).norm()) < 1e-5
 
 
@@ -243,7 +243,7 @@ def test_masks_of_padded_batches_stay_small():
     sizes = {}
     for name, mask in {
         "causal": "causal", "left": "causal&pad-left:0,100,200,300,400,500", "right": "pad-right:0,100,200,300,400,500",
-        "holes": lipscope.as_mask("causal") & RealTokens(real, keys_only=True),
+        "holes": lipscope.masks.as_mask("causal") & RealTokens(real, keys_only=True),
     }.items():  # fmt: skip
         subject = layer(mask, 2, torch.float32, d=4, dh=1)
         core = subject.linearise_tiled(cases.random(many, n, 4, seed=3).float())

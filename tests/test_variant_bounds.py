@@ -9,6 +9,7 @@ import torch
 
 import lipscope
 from lipscope.attention.family import family
+from lipscope.attention.variants import CosineAttention, L2Attention
 from lipscope.bounds import bounded_scores, kim2021, ramapuram2024, registry
 from lipscope.studies.variants import set_bounds
 from lipscope.studies.worst_case import maximise
@@ -108,7 +109,7 @@ def ascend(name, seed, steps):
 def test_kim_with_power_two_is_false():
     """With the square of ‖W_Q‖ under the root in place of its fourth power, which A = W_QᵀW_Q/√dk asks for."""
     W = 10 * torch.eye(1, dtype=torch.float64)
-    layer = lipscope.L2Attention(q=W, v=torch.eye(1, dtype=torch.float64))
+    layer = L2Attention(q=W, v=torch.eye(1, dtype=torch.float64))
     X = torch.tensor([[0.0], [0.01]], dtype=torch.float64)
     sigma = float(lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate)
     bound = kim2021.of_layer(layer, 2).value
@@ -145,7 +146,7 @@ def test_cosine_bounds_are_ordered():
 def test_normaliser_is_as_steep_as_claimed():
     """ε^{−½} is attained at the origin, so the factor cannot be less."""
     W = torch.eye(1, dtype=torch.float64)
-    layer = lipscope.CosineAttention(q=0 * W, k=W, v=W, eps=1e-4, tau=1.0)
+    layer = CosineAttention(q=0 * W, k=W, v=W, eps=1e-4, tau=1.0)
     sigma = float(lipscope.local_lipschitz(layer, torch.zeros(4, 1, dtype=torch.float64)).estimate)
     assert sigma == pytest.approx(100.0)
     assert sigma <= bounded_scores.softmax(layer, 1.0, 4).value * EXACT

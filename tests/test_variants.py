@@ -13,7 +13,8 @@ import lipscope
 import reference
 from lipscope.attention.family import VARIANTS, family, variant
 from lipscope.attention.operators import VariantOperator
-from lipscope.attention.sinkhorn import potential
+from lipscope.attention.sinkhorn import SinkhornAttention, potential
+from lipscope.attention.variants import CosineAttention, L2Attention, SigmoidAttention
 from lipscope.measure.gradient import VariantSigmaGradient
 
 OWN = VARIANTS[3:]
@@ -141,20 +142,20 @@ def test_sinkhorn_is_doubly_stochastic(scale):
 def test_refusals():
     W, X = torch.eye(2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match="mask causal does not fit sinkhorn attention"):
-        lipscope.SinkhornAttention(q=W, k=W, v=W, mask="causal")
+        SinkhornAttention(q=W, k=W, v=W, mask="causal")
     with pytest.raises(ValueError, match="eps must be positive"):
-        lipscope.CosineAttention(q=W, k=W, v=W, eps=0.0)
+        CosineAttention(q=W, k=W, v=W, eps=0.0)
     with pytest.raises(ValueError, match="q takes width 2"):
-        lipscope.L2Attention(q=W, v=torch.ones(2, 3, dtype=torch.float64))
+        L2Attention(q=W, v=torch.ones(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match="no attention 'linear'"):
         variant("linear", lipscope.Attention(W, W, W))
-    for kind in (lipscope.SigmoidAttention, lipscope.CosineAttention):
+    for kind in (SigmoidAttention, CosineAttention):
         with pytest.raises(ValueError, match=r"adds to scores, and .* takes masks that hide or show only"):
             lipscope.local_lipschitz(kind(q=W, k=W, v=W, mask=torch.eye(3)), X)
     hidden = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -math.inf)
-    as_numbers, as_word = (lipscope.CosineAttention(q=W, k=W, v=W, mask=mask) for mask in (hidden, "causal"))
+    as_numbers, as_word = (CosineAttention(q=W, k=W, v=W, mask=mask) for mask in (hidden, "causal"))
     assert torch.equal(as_numbers(X), as_word(X))
-    layer = lipscope.SigmoidAttention(q=W, k=W, v=W)
+    layer = SigmoidAttention(q=W, k=W, v=W)
     with pytest.raises(ValueError, match="scope 'attention' only"):
         lipscope.local_lipschitz(layer, X, scope="head")
     with pytest.raises(ValueError, match="width 3, but the layer takes width 2"):

@@ -25,7 +25,7 @@ def main() -> None:
     lines = []
     for mask, panel in zip(MASKS, panels, strict=True):
         result = lipscope.local_lipschitz(real.attention, real.X, mask=mask)
-        allowed = lipscope.as_mask(mask).allowed(N)
+        allowed = lipscope.masks.as_mask(mask).allowed(N)
         seen = torch.ones(N, N) if allowed is None else allowed[0, 0].float()
         panel.imshow(seen, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
         panel.set(xticks=[], yticks=[])
@@ -37,7 +37,7 @@ def main() -> None:
     save(figure, "masks.svg")
     write("masks.md", "numbers", table(["mask", "visible pairs", "σ ≥", "σ", "σ ≤"], lines))
     parts, start = [], 0
-    for length in lipscope.as_mask(MASKS[-1]).lengths:  # type: ignore[attr-defined]
+    for length in lipscope.masks.as_mask(MASKS[-1]).lengths:  # type: ignore[attr-defined]
         alone = lipscope.local_lipschitz(real.attention, real.X[start : start + length], mask="causal")
         parts.append([f"tokens {start} to {start + length - 1}", f"{alone.estimate:.4g}"])
         start += length

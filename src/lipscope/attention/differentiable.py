@@ -56,8 +56,8 @@ def projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
     q = project(layer.q, layer.q_bias, layer.heads, layer.tau)
     k = project(layer.k, layer.k_bias, layer.kv_heads, 1.0)
     v = project(layer.v, layer.v_bias, layer.kv_heads, 1.0)
-    turn = layer.turn(X.shape[1], X.shape[0])
-    return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
+    rotation = layer.rotation(X.shape[1], X.shape[0])
+    return (q, k, v) if rotation is None else (rotation.apply(q), rotation.apply(k), v)
 
 
 def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:

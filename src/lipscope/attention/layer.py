@@ -22,7 +22,7 @@ from lipscope.attention.differentiable import bilinear
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operators import AttentionOperator, HeadOperator, NormAttentionOperator
-from lipscope.attention.rotary import Rotary, Turn
+from lipscope.attention.rotary import Rotary, Rotation
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
 from lipscope.attention.validation import derived, moved, validate
@@ -287,12 +287,12 @@ class Attention:
 
         return heads(q, self.heads), heads(k, self.kv_heads), heads(v, self.kv_heads)
 
-    def turn(self, n: int, batch: int) -> Turn | None:
+    def rotation(self, n: int, batch: int) -> Rotation | None:
         """The rotations of n tokens, or None without rotary embeddings."""
-        return None if self.rotary is None else self.rotary.turn(n, batch)
+        return None if self.rotary is None else self.rotary.rotation(n, batch)
 
     def project(self, X: Tensor) -> Triple:
-        """Scaled queries, keys and values of tokens (B, n, d), biases included, queries and keys turned."""
+        """Scaled queries, keys and values of tokens (B, n, d), biases included, queries and keys rotated."""
 
         def shifted(target: Tensor, vector: Tensor | None, factor: float) -> Tensor:
             # Out of place: for one token the heads are views of one tensor, which autograd does not let us change.
@@ -300,8 +300,8 @@ class Attention:
 
         q, k, v = self.split_heads(X @ self.qkv.mT)
         q, k, v = shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
-        turn = self.turn(X.shape[1], X.shape[0])
-        return (q, k, v) if turn is None else (turn.apply(q), turn.apply(k), v)
+        rotation = self.rotation(X.shape[1], X.shape[0])
+        return (q, k, v) if rotation is None else (rotation.apply(q), rotation.apply(k), v)
 
     def score_rule(self, n: int, batch: int, *, tiled: bool = False) -> ScoreRule:
         """Mask, bias, soft-cap and sinks for sequences of n tokens; ``tiled`` leaves the mask a rule, not a matrix."""

@@ -1,4 +1,4 @@
-"""Who may look at whom. A mask is a small frozen object; short strings and tensors turn into one by ``as_mask``.
+"""Who may look at whom. A mask is a small frozen object; ``as_mask`` makes one of a short string or a tensor.
 
 ``mask.sees(rows, columns, n)`` is a boolean tile broadcastable to (batch, heads, rows, columns): entry (i, j) says whether
 query i sees key j. Masks are rules, so a tile of a long sequence never needs the n×n matrix; ``mask.allowed(n)`` is that
@@ -7,6 +7,7 @@ matrix. ``mask.additive(n)`` is a finite term added to the scores, or None. Mask
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -313,6 +314,66 @@ class Both(Mask):
         return f"{self.first}&{self.second}"
 
 
+@dataclass(frozen=True, eq=False)
+class MaskFunction(Mask):
+    """Who sees whom by a function of index tensors (input, head, query, key), which broadcast."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    inputs: int
+    tokens: int
+    device: torch.device | str = "cpu"
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens it was made for."""
+        return self.tokens
+
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
+        """The function at a tile."""
+        # What the function closes over lives where the model does; masks are handed on from the CPU.
+        batch = torch.arange(self.inputs, device=self.device)[:, None, None, None]
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
+        query = torch.arange(rows.start, rows.stop, device=self.device)[None, None, :, None]
+        key = torch.arange(columns.start, columns.stop, device=self.device)[None, None, None, :]
+        seen = self.function(batch, head, query, key)
+        return seen.expand(*seen.shape[:2], query.shape[2], key.shape[3]).cpu()
+
+    def for_input(self, index: int) -> Mask:
+        """The function at one input."""
+        function = self.function
+        return MaskFunction(lambda b, h, q, k: function(b + index, h, q, k), 1, self.tokens, self.device)
+
+    def __str__(self) -> str:
+        return "the model's own"
+
+
+@dataclass(frozen=True, eq=False)
+class RealTokens(Mask):
+    """Only tokens with ``real`` (B, n) are seen, and, unless ``keys_only``, only they see."""
+
+    real: Tensor
+    keys_only: bool = False
+
+    @property
+    def length(self) -> int | None:
+        """The number of tokens it was made for."""
+        return int(self.real.shape[1])
+
+    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
+        """Real keys, and real queries."""
+        key = self.real[:, None, None, columns]
+        if self.keys_only:
+            return key.expand(-1, -1, rows.stop - rows.start, -1)
+        return self.real[:, None, rows, None] & key
+
+    def for_input(self, index: int) -> Mask:
+        """The tokens of one input."""
+        return RealTokens(self.real[index : index + 1], self.keys_only) if len(self.real) > 1 else self
+
+    def __str__(self) -> str:
+        return "padding"
+
+
 MaskLike: TypeAlias = Mask | str | Tensor | None
 
 MASK_SYNTAX = (
@@ -369,3 +430,18 @@ def _parse(text: str) -> Mask:
 
 def _unknown(text: str) -> str:
     return f"unknown mask {text!r}; masks are: {MASK_SYNTAX}"
+
+
+def same_mask(first: Mask, second: Mask, n: int) -> bool:
+    """Whether two masks hide the same entries of n tokens; compared a strip of rows at a time."""
+    everything, height = slice(0, n), 512
+    for start in range(0, n, height):
+        rows = slice(start, min(n, start + height))
+        a, b = first.sees(rows, everything, n), second.sees(rows, everything, n)
+        if a is None or b is None:
+            other = b if a is None else a
+            if other is not None and not bool(other.all()):
+                return False
+        elif not bool((a.to(b.device) == b).all()):
+            return False
+    return True

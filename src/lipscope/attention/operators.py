@@ -13,7 +13,7 @@ The n×n blocks ∂out_i/∂x_j of an attention Jacobian, each a small linear ma
 
     ∂out_i/∂x_j = Σ_h W_O^h [ P_ij W_V + W_ij (v_j − o_i)(W_Kᵀ q_i)ᵀ + δ_ij B_i W_Q ],   B_i = Σ_l W_il (v_l − o_i) k_lᵀ
 
-with τ inside q and W_Q, and W = P times the slope of the soft-cap. With rotary embeddings q and k are turned already, and
+with τ inside q and W_Q, and W = P times the slope of the soft-cap. With rotary embeddings q and k are rotated already, and
 R_jᵀq_i and B_iR_i take the places of q_i and B_i. Blocks never need more than products with the
 projections, so all pairs (i, j) are solved together.
 
@@ -45,24 +45,24 @@ class AttentionOperator(Operator):
     def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
         core, n = linearise_for_products(layer, X, tiled), X.shape[1]
         self.layer, self.core, self.n = layer, core, n
-        self.turn = layer.turn(n, X.shape[0])
+        self.rotation = layer.rotation(n, X.shape[0])
         self.batch = X.shape[0]
         self.input_shape, self.output_shape = (n, layer.width), (n, layer.output_width)
         self.dtype, self.device = layer.dtype, layer.device
-        self._rounding = rounding_allowance(core, layer.width)
+        self._rounding_error = rounding_allowance(core, layer.width)
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """Allowance that grows with the scores, whose rounding the exponential turns into relative error."""
-        return self._rounding
+        return self._rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u for u of shape (B, n·d)."""
         layer = self.layer
         projected = u.reshape(-1, layer.width) @ layer.qkv.mT
         dq, dk, dv = layer.split_heads(projected.reshape(self.batch, self.n, -1))
-        if self.turn is not None:
-            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
+        if self.rotation is not None:
+            dq, dk = self.rotation.apply(dq), self.rotation.apply(dk)
         return layer.merge_heads(self.core.jvp(group_queries(dq, layer.kv_heads), dk, dv)).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class AttentionOperator(Operator):
         cotangents = [
             t.reshape(self.batch, -1, self.n, t.shape[-1]) for t in self.core.vjp(group_queries(split, layer.kv_heads))
         ]
-        if self.turn is not None:
-            cotangents[:2] = [self.turn.transpose(t) for t in cotangents[:2]]
+        if self.rotation is not None:
+            cotangents[:2] = [self.rotation.transpose(t) for t in cotangents[:2]]
         # Side by side in one tensor, each written once.
         merged = g.new_empty(self.batch, self.n, layer.qkv.shape[0])
         for part, t in zip(merged.split([t.shape[1] * t.shape[3] for t in cotangents], dim=-1), cotangents, strict=True):
@@ -87,7 +87,7 @@ class AttentionOperator(Operator):
         kept = object.__new__(AttentionOperator)
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
-        kept.turn = None if self.turn is None else self.turn.select(items)
+        kept.rotation = None if self.rotation is None else self.rotation.select(items)
         return kept
 
     def to_dense(self) -> Tensor:
@@ -103,12 +103,12 @@ class HeadOperator(Operator):
         B, n, _ = X.shape
         self.core = core.per_head(layer.heads)
         self._set_weights(layer, B)
-        turn, inputs = layer.turn(n, B), torch.arange(B, device=X.device)
-        self.turn = None if turn is None else turn.select(inputs.repeat_interleave(layer.heads))
+        rotation, inputs = layer.rotation(n, B), torch.arange(B, device=X.device)
+        self.rotation = None if rotation is None else rotation.select(inputs.repeat_interleave(layer.heads))
         self.batch, self.n = B * layer.heads, n
         self.input_shape, self.output_shape = (n, self.weights.shape[-1]), (n, layer.value_width)
         self.dtype, self.device = layer.dtype, layer.device
-        self._rounding = rounding_allowance(core, layer.width)
+        self._rounding_error = rounding_allowance(core, layer.width)
 
     def _set_weights(self, layer: Attention, inputs: int) -> None:
         """Per head: the orthonormal basis U (d × r) and the projections in that basis, Rᵀ (2·dk + dv, r)."""
@@ -127,23 +127,23 @@ class HeadOperator(Operator):
         self.weights = triangle.mT.contiguous()[self.head_of_item]
 
     @property
-    def rounding(self) -> float:
-        """See ``AttentionOperator.rounding``."""
-        return self._rounding
+    def rounding_error(self) -> float:
+        """See ``AttentionOperator.rounding_error``."""
+        return self._rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u in reduced coordinates."""
         projected = torch.bmm(u.reshape(self.batch, *self.input_shape), self.weights.mT)
         dq, dk, dv = (t[:, None] for t in projected.split(self.sizes, dim=-1))
-        if self.turn is not None:
-            dq, dk = self.turn.apply(dq), self.turn.apply(dk)
+        if self.rotation is not None:
+            dq, dk = self.rotation.apply(dq), self.rotation.apply(dk)
         return self.core.jvp(dq, dk, dv).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g in reduced coordinates."""
         gq, gk, gv = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
-        if self.turn is not None:
-            gq, gk = self.turn.transpose(gq), self.turn.transpose(gk)
+        if self.rotation is not None:
+            gq, gk = self.rotation.transpose(gq), self.rotation.transpose(gk)
         return torch.bmm(torch.cat([gq[:, 0], gk[:, 0], gv[:, 0]], dim=-1), self.weights).flatten(1)
 
     def select(self, items: Tensor) -> HeadOperator:
@@ -152,7 +152,7 @@ class HeadOperator(Operator):
         kept.__dict__.update(self.__dict__)
         kept.core, kept.batch = self.core.select(items), int(items.numel())
         kept.weights, kept.head_of_item = self.weights[items], self.head_of_item[items]
-        kept.turn = None if self.turn is None else self.turn.select(items)
+        kept.rotation = None if self.rotation is None else self.rotation.select(items)
         return kept
 
     def lift_right(self, right: Tensor) -> Tensor:
@@ -239,9 +239,9 @@ class NormAttentionOperator(Operator):
         self.dtype, self.device = attention.dtype, attention.device
 
     @property
-    def rounding(self) -> float:
-        """See ``AttentionOperator.rounding``; the normalisation is one more product."""
-        return 2 * self.attention.rounding
+    def rounding_error(self) -> float:
+        """See ``AttentionOperator.rounding_error``; the normalisation is one more product."""
+        return 2 * self.attention.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u for u of shape (B, n·d)."""
@@ -278,20 +278,20 @@ class BlockOperator(Operator):
             moment = W @ (k[:, :, None, :] * v[..., None]).flatten(2)
             mean = (W @ k)[:, :, None, :] * o[..., None]
             self.B = (moment.reshape(mean.shape) - mean)[:, rows].transpose(0, 1)
-        turn = layer.turn(q.shape[1], 1)
-        if turn is not None:
-            self.q = turn.tokens(columns).transpose(self.q)
+        rotation = layer.rotation(q.shape[1], 1)
+        if rotation is not None:
+            self.q = rotation.tokens(columns).transpose(self.q)
             # B_iR_i turns the rows of B_i by R_iᵀ; the extra dimension is that of the values.
-            self.B = None if self.B is None else turn.tokens(rows).unsqueeze().transpose(self.B)
+            self.B = None if self.B is None else rotation.tokens(rows).unsqueeze().transpose(self.B)
         self.batch = int(rows.numel())
         self.input_shape, self.output_shape = (self.weights.shape[1],), (layer.output_width,)
         self.dtype, self.device = layer.dtype, layer.device
-        self._rounding = rounding_allowance(core, layer.width)
+        self._rounding_error = rounding_allowance(core, layer.width)
 
     @property
-    def rounding(self) -> float:
-        """See ``AttentionOperator.rounding``."""
-        return self._rounding
+    def rounding_error(self) -> float:
+        """See ``AttentionOperator.rounding_error``."""
+        return self._rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """Apply every block to its own vector."""
@@ -341,12 +341,12 @@ class VariantOperator(Operator):
         self.batch, self.n = X.shape[0], X.shape[1]
         self.input_shape, self.output_shape = (self.n, layer.width), (self.n, layer.output_width)
         self.dtype, self.device = layer.dtype, layer.device
-        self._rounding = rounding_allowance(self.core, layer.width)
+        self._rounding_error = rounding_allowance(self.core, layer.width)
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """Allowance that grows with the scores, whose rounding the exponential turns into relative error."""
-        return self._rounding
+        return self._rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u for u of shape (B, n·d)."""

@@ -1,11 +1,11 @@
-"""Rotary position embeddings: every token's query and key are turned, pair by pair, by angles that its position sets.
+"""Rotary position embeddings: every token's query and key are rotated, pair by pair, by angles that its position sets.
 
-For a pair of coordinates (a, b) of the first r of a head, and the token at place i,
+For a pair of coordinates (a, b) of the first r of a head, and the token at position i,
 
     (a, b) ↦ (a·cos_i − b·sin_i, a·sin_i + b·cos_i)
 
 The map is linear per token, so J·u and Jᵀ·g of attention stay analytic. Tables whose cos² + sin² is not 1 (models that also
-scale, such as YaRN) are allowed: a pair is then turned and stretched.
+scale, such as YaRN) are allowed: a pair is then rotated and stretched.
 
 Reference: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021 (arXiv 2104.09864).
 """
@@ -22,7 +22,7 @@ from lipscope.attention.validation import derived, moved
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Tables of cosines and sines, one row per token place.
+    """Tables of cosines and sines, one row per token position.
 
     Attributes:
         cos: ``(n_max, r)``, for all inputs of up to n_max tokens, or ``(B, n, r)``, for exactly these inputs. Both
@@ -33,8 +33,8 @@ class Rotary:
     Example:
         >>> import torch, lipscope
         >>> W = torch.eye(4, dtype=torch.float64)
-        >>> turn = lipscope.Rotary.from_base(4, n=16, dtype=torch.float64)
-        >>> layer = lipscope.Attention(q=W, k=W, v=W, mask="causal", rotary=turn)
+        >>> rotary = lipscope.Rotary.from_base(4, n=16, dtype=torch.float64)
+        >>> layer = lipscope.Attention(q=W, k=W, v=W, mask="causal", rotary=rotary)
         >>> layer(torch.ones(3, 4, dtype=torch.float64)).shape
         torch.Size([3, 4])
     """
@@ -51,7 +51,7 @@ class Rotary:
             if table.ndim not in (2, 3) or 0 in table.shape:
                 raise ValueError(f"rotary {name} must be (n_max, r) or (B, n, r), got shape {tuple(table.shape)}")
             if table.shape[-1] % 2:
-                raise ValueError(f"rotary {name} turns pairs of coordinates: r must be even, got r = {table.shape[-1]}")
+                raise ValueError(f"rotary {name} rotates pairs of coordinates: r must be even, got r = {table.shape[-1]}")
             if not bool(torch.isfinite(table).all()):
                 raise ValueError(f"rotary {name} holds NaN or infinite values")
         if (self.cos.shape, self.cos.dtype, self.cos.device) != (self.sin.shape, self.sin.dtype, self.sin.device):
@@ -79,10 +79,10 @@ class Rotary:
         interleaved: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> Rotary:
-        """The usual table: pair m of the token at position p is turned by p·base^(−2m/r).
+        """The usual table: pair m of the token at position p is rotated by p·base^(−2m/r).
 
         Args:
-            width: r, the number of coordinates that are turned.
+            width: r, the number of coordinates that are rotated.
             base: the base of the frequencies.
             n: number of tokens, at positions 0, …, n − 1.
             positions: instead of n, the positions themselves, ``(n,)`` or ``(B, n)``.
@@ -112,7 +112,7 @@ class Rotary:
 
     @property
     def width(self) -> int:
-        """Number r of coordinates that are turned."""
+        """Number r of coordinates that are rotated."""
         return self.cos.shape[-1]
 
     @property
@@ -130,7 +130,7 @@ class Rotary:
             return self
         return derived(self, cos=self.cos[index : index + 1], sin=self.sin[index : index + 1])
 
-    def turn(self, n: int, batch: int) -> Turn:
+    def rotation(self, n: int, batch: int) -> Rotation:
         """The tables for ``batch`` inputs of n tokens.
 
         Raises:
@@ -140,19 +140,19 @@ class Rotary:
         if cos.ndim == 2:
             if n > cos.shape[0]:
                 raise ValueError(f"rotary has positions for n_max = {cos.shape[0]} tokens, but the input has n = {n}")
-            return Turn(cos[None, None, :n], sin[None, None, :n], self.interleaved)
+            return Rotation(cos[None, None, :n], sin[None, None, :n], self.interleaved)
         if cos.shape[1] != n or cos.shape[0] not in (1, batch):
             raise ValueError(
                 f"rotary is for {cos.shape[0]} inputs of n = {cos.shape[1]} tokens, but there are {batch} inputs of n = {n}"
             )
-        return Turn(cos[:, None], sin[:, None], self.interleaved)
+        return Rotation(cos[:, None], sin[:, None], self.interleaved)
 
     def __str__(self) -> str:
         return f"rotary({self.width}, {'interleaved' if self.interleaved else 'halves'})"
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class Rotation:
     """The rotations of given tokens, ready to be applied to (…, n, dk); cos and sin broadcast against (…, n, r)."""
 
     cos: Tensor
@@ -161,36 +161,36 @@ class Turn:
 
     def apply(self, t: Tensor) -> Tensor:
         """R t for every token."""
-        return self._turned(t, self.sin)
+        return self._rotated(t, self.sin)
 
     def transpose(self, t: Tensor) -> Tensor:
         """Rᵀ t for every token: the opposite angle, the same stretch."""
-        return self._turned(t, -self.sin)
+        return self._rotated(t, -self.sin)
 
     def inverse(self, t: Tensor) -> Tensor:
         """R⁻¹ t for every token: Rᵀ t with the stretch taken out twice; no cos and sin may both be 0."""
         stretch = self.cos.square() + self.sin.square()
-        return Turn(self.cos / stretch, self.sin / stretch, self.interleaved).transpose(t)
+        return Rotation(self.cos / stretch, self.sin / stretch, self.interleaved).transpose(t)
 
-    def select(self, items: Tensor) -> Turn:
+    def select(self, items: Tensor) -> Rotation:
         """The rotations of the listed batch items."""
-        return self if self.cos.shape[0] == 1 else Turn(self.cos[items], self.sin[items], self.interleaved)
+        return self if self.cos.shape[0] == 1 else Rotation(self.cos[items], self.sin[items], self.interleaved)
 
-    def tokens(self, places: Tensor) -> Turn:
+    def tokens(self, positions: Tensor) -> Rotation:
         """The rotations of the listed tokens of one input, as (…, r) tables for vectors (tokens, heads, dk)."""
-        return Turn(self.cos[0, 0, places][:, None], self.sin[0, 0, places][:, None], self.interleaved)
+        return Rotation(self.cos[0, 0, positions][:, None], self.sin[0, 0, positions][:, None], self.interleaved)
 
-    def unsqueeze(self) -> Turn:
+    def unsqueeze(self) -> Rotation:
         """The same rotations for vectors with one more dimension before the last."""
-        return Turn(self.cos[..., None, :], self.sin[..., None, :], self.interleaved)
+        return Rotation(self.cos[..., None, :], self.sin[..., None, :], self.interleaved)
 
-    def _turned(self, t: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(self, t: Tensor, sin: Tensor) -> Tensor:
         r = self.cos.shape[-1]
         moving = t[..., :r]
         first, second = _pairs(moving, self.interleaved)
         partner = torch.stack([-second, first], dim=-1).flatten(-2) if self.interleaved else torch.cat([-second, first], -1)
-        turned = moving * self.cos + partner * sin
-        return turned if r == t.shape[-1] else torch.cat([turned, t[..., r:]], dim=-1)
+        rotated = moving * self.cos + partner * sin
+        return rotated if r == t.shape[-1] else torch.cat([rotated, t[..., r:]], dim=-1)
 
 
 def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def _problems_of_the_rest(layer: Attention) -> Iterator[tuple[bool, str]]:
     if layer.rotary is not None:
         width, dtype, device = layer.rotary.width, layer.rotary.dtype, layer.rotary.cos.device
         wide = width > layer.head_width
-        yield wide, f"rotary turns {width} coordinates, but queries have width {layer.head_width}"
+        yield wide, f"rotary rotates {width} coordinates, but queries have width {layer.head_width}"
         elsewhere = (dtype, device) != (layer.dtype, layer.device)
         yield elsewhere, f"rotary is {dtype} on {device}, but q is {layer.dtype} on {layer.device}"
     capped = layer.softcap is None or 0 < layer.softcap < math.inf

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.rotary import Turn
+from lipscope.attention.rotary import Rotation
 from lipscope.attention.scores import ScoreRule, tile_of
 from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import matrix_norm_upper
@@ -77,7 +77,7 @@ class HeadRows:
     bent: bool
     sinks: bool
     margin: float
-    turn: Turn | None
+    turn: Rotation | None
     weights: HeadWeights
 
     @classmethod
@@ -86,9 +86,9 @@ class HeadRows:
         q, k, v = (t[0, 0] for t in single.project(x[None]))
         bent, sinks = single.softcap is not None, single.sinks is not None
         centre = v.mean(0)
-        turn, gain = single.turn(x.shape[0], 1), 1.0
+        turn, gain = single.rotation(x.shape[0], 1), 1.0
         if turn is not None:
-            turn = Turn(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
+            turn = Rotation(turn.cos[0, 0], turn.sin[0, 0], turn.interleaved)
             gain = max(1.0, float((turn.cos.square() + turn.sin.square()).max().sqrt()))
         rule = single.score_rule(x.shape[0], 1, tiled=True)
         return cls(
@@ -115,8 +115,8 @@ class HeadRows:
         return replace(found, a=found._key_gradients(self.weights))
 
 
-def _part(turn: Turn | None, places: slice) -> Turn | None:
-    return None if turn is None else Turn(turn.cos[places], turn.sin[places], turn.interleaved)
+def _part(turn: Rotation | None, places: slice) -> Rotation | None:
+    return None if turn is None else Rotation(turn.cos[places], turn.sin[places], turn.interleaved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +153,8 @@ class HeadCore:
     centre: Tensor
     bent: bool
     margin: float
-    turn: Turn | None
-    row_turn: Turn | None
+    turn: Rotation | None
+    row_turn: Rotation | None
     rows: slice
     columns: slice
     n: int
@@ -207,7 +207,7 @@ class HeadCore:
         """M R_jᵀ for every column j (of a piece), (columns, rows of M, dk)."""
         assert self.turn is not None
         piece = piece or slice(0, len(self.k))
-        return Turn(self.turn.cos[piece, None], self.turn.sin[piece, None], self.turn.interleaved).apply(
+        return Rotation(self.turn.cos[piece, None], self.turn.sin[piece, None], self.turn.interleaved).apply(
             M.expand(piece.stop - piece.start, *M.shape)
         )
 
@@ -334,11 +334,11 @@ class HeadCore:
         return self.v @ w.R_O.mT, self.o @ w.R_O.mT
 
 
-def turn_back(turn: Turn | None, M: Tensor, part: slice) -> Tensor:
+def turn_back(turn: Rotation | None, M: Tensor, part: slice) -> Tensor:
     """M_i R_i for matrices M (places i of ``part``, ·, dk); M without rotations."""
     if turn is None:
         return M
-    return Turn(turn.cos[part, None], turn.sin[part, None], turn.interleaved).transpose(M)
+    return Rotation(turn.cos[part, None], turn.sin[part, None], turn.interleaved).transpose(M)
 
 
 def _pieces(count: int) -> list[slice]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
-from lipscope.attention.rotary import Turn
+from lipscope.attention.rotary import Rotation
 from lipscope.bounds.spectral_upper import matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights, layer_weights, spectral
 
@@ -64,7 +64,7 @@ def _of_head(layer: Attention, head: int, n: int | None) -> TurnedNorms:
     for c, s in inputs:
         # A table per input is as long as the sequence: with padding, n counts the real places, and these may lie anywhere.
         places = n if cos.ndim == 2 else None
-        turn = Turn(c[:places], s[:places], layer.rotary.interleaved)
+        turn = Rotation(c[:places], s[:places], layer.rotary.interleaved)
         query = key = score = 0.0
         if single.q_bias is not None:
             query = bias_gradient(w.R_K, single.tau * single.q_bias.detach(), turn)
@@ -76,7 +76,7 @@ def _of_head(layer: Attention, head: int, n: int | None) -> TurnedNorms:
     return TurnedNorms(*(max(values) for values in zip(*found, strict=True)))
 
 
-def largest_interaction(w: HeadWeights, turn: Turn, *, causal: bool = False) -> float:
+def largest_interaction(w: HeadWeights, turn: Rotation, *, causal: bool = False) -> float:
     """An upper bound for max_{i,j} ‖A_ij‖, the exact maximum up to a few per cent when that is affordable.
 
     Args:
@@ -98,7 +98,7 @@ def largest_interaction(w: HeadWeights, turn: Turn, *, causal: bool = False) -> 
     return min(simple, float(norms.max()) + deviation * w.query * spectral(w.R_K))
 
 
-def bias_gradient(M: Tensor, vector: Tensor, turn: Turn) -> float:
+def bias_gradient(M: Tensor, vector: Tensor, turn: Rotation) -> float:
     """The largest of ‖M R_jᵀR_i z‖ over all pairs, at most γ²‖M‖‖z‖ and exact for short tables."""
     stretch = max(1.0, float((turn.cos.square() + turn.sin.square()).max()))
     simple = stretch * spectral(M) * float(torch.linalg.vector_norm(vector)) * (1 + 1e-12)
@@ -110,7 +110,7 @@ def bias_gradient(M: Tensor, vector: Tensor, turn: Turn) -> float:
     return min(simple, exact + deviation * spectral(M) * float(torch.linalg.vector_norm(vector)))
 
 
-def _relative_turns(turn: Turn, causal: bool, limit: int) -> tuple[Turn | None, float]:
+def _relative_turns(turn: Rotation, causal: bool, limit: int) -> tuple[Rotation | None, float]:
     """Rotations (m, 1, r) that R_jᵀR_i runs through, and how far it may be from them; None when they are too many."""
     c = torch.complex(turn.cos, turn.sin)
     n = c.shape[0]
@@ -129,5 +129,5 @@ def _relative_turns(turn: Turn, causal: bool, limit: int) -> tuple[Turn | None, 
     return None, 0.0
 
 
-def _as_turn(numbers: Tensor, turn: Turn) -> Turn:
-    return Turn(numbers.real[:, None].contiguous(), numbers.imag[:, None].contiguous(), turn.interleaved)
+def _as_turn(numbers: Tensor, turn: Rotation) -> Rotation:
+    return Rotation(numbers.real[:, None].contiguous(), numbers.imag[:, None].contiguous(), turn.interleaved)

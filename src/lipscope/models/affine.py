@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import MaskLike, as_mask
+from lipscope.attention.masks import MaskLike, RealTokens, as_mask
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording, replaying
 from lipscope.models.seam import CoreCall, observing_core
-from lipscope.models.symbolic_mask import RealTokens
 
 # Heads and places that are enough to tell layouts apart; the tables themselves are fitted to all.
 _HEADS, _PLACES = 8, 64
@@ -205,7 +204,7 @@ def _probe(model: nn.Module, call: Call) -> AffineParts | None:
         layout = find_layout(seen, reference, _allowance(seen))
         if layout is None:
             return None
-        turn = layout.table(layout.fit(seen, reference)).turn(n, B)
+        turn = layout.table(layout.fit(seen, reference)).rotation(n, B)
     images: list[list[Tensor]] = [[], [], []]
     for tokens in padded:
         core = core_call(model, call, tokens)
@@ -270,7 +269,7 @@ def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: Cor
     if parts is None or (parts.layout is None) != (rotary is None):
         return False
     B, n, _ = tokens.shape
-    turn = None if rotary is None else rotary.turn(n, B)
+    turn = None if rotary is None else rotary.rotation(n, B)
     for (weight, bias), t, turned in (
         (parts.q, at_tokens.q, True), (parts.k, at_tokens.k, True), (parts.v, at_tokens.v, False),
     ):  # fmt: skip

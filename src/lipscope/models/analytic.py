@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask
+from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask, same_mask
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording
-from lipscope.models.symbolic_mask import same_mask
 
 
 def with_named_mask(attention: Attention, layer: Layer, recording: Recording) -> Attention:

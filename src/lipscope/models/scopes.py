@@ -96,9 +96,9 @@ class HeadOfOperator(Operator):
         self.input_shape, self.output_shape = parent.input_shape, (n, width // heads)
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """That of the parent."""
-        return self.parent.rounding
+        return self.parent.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """The head's columns of J·u."""

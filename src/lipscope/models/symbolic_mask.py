@@ -10,78 +10,15 @@ inference mode, which lipscope does not use, torch counts only some).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.masks import Causal, Full, Mask, Window
+from lipscope.attention.masks import Causal, Full, Mask, MaskFunction, RealTokens, Window, same_mask
 
 # Tokens from which masks stay rules.
 LONG = 512
-# Rows compared at a time.
-_ROWS = 512
-
-
-@dataclass(frozen=True, eq=False)
-class MaskFunction(Mask):
-    """Who sees whom by a function of index tensors (input, head, query, key), which broadcast."""
-
-    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    inputs: int
-    tokens: int
-    device: torch.device | str = "cpu"
-
-    @property
-    def length(self) -> int | None:
-        """The number of tokens it was made for."""
-        return self.tokens
-
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """The function at a tile."""
-        # What the function closes over lives where the model does; masks are handed on from the CPU.
-        batch = torch.arange(self.inputs, device=self.device)[:, None, None, None]
-        head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
-        query = torch.arange(rows.start, rows.stop, device=self.device)[None, None, :, None]
-        key = torch.arange(columns.start, columns.stop, device=self.device)[None, None, None, :]
-        seen = self.function(batch, head, query, key)
-        return seen.expand(*seen.shape[:2], query.shape[2], key.shape[3]).cpu()
-
-    def for_input(self, index: int) -> Mask:
-        """The function at one input."""
-        function = self.function
-        return MaskFunction(lambda b, h, q, k: function(b + index, h, q, k), 1, self.tokens, self.device)
-
-    def __str__(self) -> str:
-        return "the model's own"
-
-
-@dataclass(frozen=True, eq=False)
-class RealTokens(Mask):
-    """Only tokens with ``real`` (B, n) are seen, and, unless ``keys_only``, only they see."""
-
-    real: Tensor
-    keys_only: bool = False
-
-    @property
-    def length(self) -> int | None:
-        """The number of tokens it was made for."""
-        return int(self.real.shape[1])
-
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """Real keys, and real queries."""
-        key = self.real[:, None, None, columns]
-        if self.keys_only:
-            return key.expand(-1, -1, rows.stop - rows.start, -1)
-        return self.real[:, None, rows, None] & key
-
-    def for_input(self, index: int) -> Mask:
-        """The tokens of one input."""
-        return RealTokens(self.real[index : index + 1], self.keys_only) if len(self.real) > 1 else self
-
-    def __str__(self) -> str:
-        return "padding"
 
 
 class SymbolicMask(Tensor):
@@ -206,18 +143,3 @@ def symbolic_mask(
     if padding is not None and not bool(padding.all()):
         rule = rule & RealTokens(padding.bool().cpu(), keys_only=True)
     return SymbolicMask.of(rule, batch_size, q_length, device)
-
-
-def same_mask(first: Mask, second: Mask, n: int) -> bool:
-    """Whether two masks hide the same entries of n tokens; compared a strip of rows at a time."""
-    everything = slice(0, n)
-    for start in range(0, n, _ROWS):
-        rows = slice(start, min(n, start + _ROWS))
-        a, b = first.sees(rows, everything, n), second.sees(rows, everything, n)
-        if a is None or b is None:
-            other = b if a is None else a
-            if other is not None and not bool(other.all()):
-                return False
-        elif not bool((a.to(b.device) == b).all()):
-            return False
-    return True

@@ -54,7 +54,7 @@ class AutodiffOperator(Operator):
         with differentiable_attention(), torch.enable_grad():
             self._Y = _evaluate(function, self._X)
             _refuse_randomness(function, self._X, self._Y)
-            self._rounding = self._sensitivity(function)
+            self._rounding_error = self._sensitivity(function)
         self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
         with torch.enable_grad():
             self._g = torch.zeros_like(self._Y).requires_grad_(True)
@@ -63,9 +63,9 @@ class AutodiffOperator(Operator):
         self._check_adjoint()
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """Estimated from how much Jᵀ·g changes when the input changes in its last digit."""
-        return self._rounding
+        return self._rounding_error
 
     def _sensitivity(self, function: TensorMap) -> float:
         """Rounding inside the map acts like a rounding of its input: compare Jᵀ·g at X and at X with other last digits."""
@@ -144,8 +144,8 @@ class _Selection(Operator):
         self.dtype, self.device = parent.dtype, parent.device
 
     @property
-    def rounding(self) -> float:
-        return self._parent.rounding
+    def rounding_error(self) -> float:
+        return self._parent.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         return self._through(self._parent.matvec, u)

@@ -189,7 +189,7 @@ class Bidiagonalisation:
         """Norms at the level of rounding of what the recurrence has seen, which count as this much in a bound."""
         level = 8 * torch.finfo(self.operator.dtype).eps
         if self.one_sided and not self.V.complete:
-            level = max(level, self.operator.rounding)
+            level = max(level, self.operator.rounding_error)
         return level * self._largest()
 
     def _fresh_direction(self, step: int) -> Tensor:
@@ -204,7 +204,7 @@ class Bidiagonalisation:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
         ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k, one_sided=self.one_sided)
-        done = ritz.relative_error(self.operator.rounding) <= self.config.rtol
+        done = ritz.relative_error(self.operator.rounding_error) <= self.config.rtol
         candidates = done.nonzero()[:, 0]
         if self.config.interval is not None and candidates.numel():
             widest = (1 + self.config.interval) * ritz.values[candidates, 0]
@@ -212,7 +212,7 @@ class Bidiagonalisation:
         done |= self._exhaustive(step)
         if self.one_sided and bool((fresh := self.restarts > 0).any()):
             # An interval as narrow as the rounding of the products is all that an exhausted space can give.
-            narrow = (1 + 4 * self.operator.rounding) * ritz.values[:, 0]
+            narrow = (1 + 4 * self.operator.rounding_error) * ritz.values[:, 0]
             done |= fresh & (self._upper(ritz, torch.arange(len(fresh), device=fresh.device), step) <= narrow)
         recorded = self.output.iterations[self.active] > 0
         leaving = torch.ones_like(done) if step == self.steps else done
@@ -308,7 +308,7 @@ class Bidiagonalisation:
         rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol
         short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1), rtol=rtol)
         rounds = self.config.max_steps // short.max_steps if self.config.vectors else 0
-        close = max(self.config.rtol, operator.rounding)
+        close = max(self.config.rtol, operator.rounding_error)
         for number in range(max(_FINISHING, rounds)):
             found = Bidiagonalisation(short, operator, right[:, 0], pure=True).solve()
             assert found.right is not None

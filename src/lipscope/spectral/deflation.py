@@ -21,14 +21,14 @@ from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput
 
 # Length that a unit vector must have left beside those found before to count as a new direction.
-_NEWS = 0.5
+_NEW_DIRECTION = 0.5
 # Start of the random directions that stand for vectors of the value zero.
 _SEED = 0
 # How a rest is solved for its largest value, with a start vector of this number.
 Solve = Callable[[Operator, int], SolverOutput]
 
 
-class Rest(Operator):
+class DeflatedOperator(Operator):
     """J between what is orthogonal to given ``right`` (B, m, N) and ``left`` (B, m, M) vectors, orthonormal rows or zero.
 
     Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were taken out, and count as zero.
@@ -40,9 +40,9 @@ class Rest(Operator):
         self.input_shape, self.output_shape = operator.input_shape, operator.output_shape
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """That of the whole operator."""
-        return self._operator.rounding
+        return self._operator.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """What is left of J·u for the part of u that is left."""
@@ -52,9 +52,9 @@ class Rest(Operator):
         """What is left of Jᵀ·g for the part of g that is left."""
         return self._above(without(self._operator.rmatvec(without(g, self.left)), self.right), g)
 
-    def select(self, items: Tensor) -> Rest:
+    def select(self, items: Tensor) -> DeflatedOperator:
         """Keep the listed items."""
-        return Rest(self._operator.select(items), self.right[items], self.left[items], self._floor[items])
+        return DeflatedOperator(self._operator.select(items), self.right[items], self.left[items], self._floor[items])
 
     def _above(self, product: Tensor, x: Tensor) -> Tensor:
         noise = scaled_norm(product) <= self._floor * scaled_norm(x)
@@ -73,7 +73,7 @@ def orthonormalise(rows: Tensor) -> None:
     The vectors of vanishing singular values may be anything, and a projection must not take a direction out twice.
     """
     for j in range(rows.shape[1]):
-        rows[:, j] = _news(rows[:, j], rows[:, :j])
+        rows[:, j] = _new_direction(rows[:, j], rows[:, :j])
 
 
 def complete(rows: Tensor, seed: int) -> None:
@@ -92,11 +92,11 @@ def complete(rows: Tensor, seed: int) -> None:
             rows[:, j] = torch.where(empty[:, None], x, rows[:, j])
 
 
-def _news(x: Tensor, directions: Tensor) -> Tensor:
+def _new_direction(x: Tensor, directions: Tensor) -> Tensor:
     """The unit direction in which x (B, N) leaves orthonormal directions (B, m, N); zero where they span it."""
     row = without(without(x, directions), directions)
     norm = scaled_norm(row)
-    return unit_rows(row, norm.masked_fill(norm <= _NEWS, 0.0))
+    return unit_rows(row, norm.masked_fill(norm <= _NEW_DIRECTION, 0.0))
 
 
 def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) -> SolverOutput:
@@ -119,7 +119,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
     for attempt in range(1, 2 * k + 4):
         # Where there are as many values as dimensions nothing is left. Zeros do not count: of a wide map they may belong to
         # directions that it ignores, with others left that it does not.
-        positive = values > operator.rounding * values.amax(1, keepdim=True)
+        positive = values > operator.rounding_error * values.amax(1, keepdim=True)
         pending = pending[positive.sum(1)[pending] < min(operator.shape)]
         if not pending.numel():
             break
@@ -128,7 +128,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
             break
         everyone = pending.numel() == operator.batch
         largest, (least, slot) = values[pending].amax(1), values[pending].min(1)
-        rest = Rest(
+        rest = DeflatedOperator(
             operator if everyone else operator.select(pending),
             right if everyone else right[pending],
             left if everyone else left[pending],
@@ -139,9 +139,12 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         assert further.left is not None
         found.iterations[pending] += further.iterations
         found.doubt(pending, further.converged)
-        counts = further.estimate > (1 + rtol) * least + operator.rounding * largest
+        counts = further.estimate > (1 + rtol) * least + operator.rounding_error * largest
         # In the place of the least value, which needs not be taken out: nothing less than the new least counts.
-        next_right, next_left = _news(further.right[:, 0], rest.right), _news(further.left[:, 0], rest.left)
+        next_right, next_left = (
+            _new_direction(further.right[:, 0], rest.right),
+            _new_direction(further.left[:, 0], rest.left),
+        )
         pending, slot = pending[counts], slot[counts]
         values[pending, slot] = further.estimate[counts]
         right[pending, slot], left[pending, slot] = next_right[counts], next_left[counts]

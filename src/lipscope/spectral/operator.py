@@ -44,7 +44,7 @@ class Operator(ABC):
         return _product(self.output_shape), _product(self.input_shape)
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """Relative error to allow for one product in ``dtype``; every interval is widened by it.
 
         By default that of inner products as long as the larger side.

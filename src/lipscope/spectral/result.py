@@ -256,7 +256,7 @@ def summarise(
     input_dtype: str | None = None,
 ) -> SpectralNorm:
     """Turn a solver's raw output into a batched ``SpectralNorm``, adding the rounding allowance to both ends."""
-    allowance = operator.rounding
+    allowance = operator.rounding_error
     right = left = None
     if output.right is not None and output.left is not None:
         right = torch.stack([operator.lift_right(vector) for vector in output.right.unbind(1)], dim=1)

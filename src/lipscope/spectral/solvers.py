@@ -216,8 +216,9 @@ def spectral_norm(operator: Operator, solver: Solver | None = None) -> SpectralN
         A ``SpectralNorm`` with plain numbers when ``operator.batch`` is 1, tensors of length B otherwise.
 
     Example:
-        >>> import torch, lipscope
-        >>> print(lipscope.spectral_norm(lipscope.DenseOperator(torch.diag(torch.tensor([3.0, 1.0])))).estimate)
+        >>> import torch
+        >>> from lipscope.spectral.operator import DenseOperator
+        >>> print(spectral_norm(DenseOperator(torch.diag(torch.tensor([3.0, 1.0])))).estimate)
         3.0
     """
     result = summarise((solver or Auto()).solve(operator), operator, scope="operator")

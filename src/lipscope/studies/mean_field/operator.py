@@ -41,9 +41,9 @@ class WeightedOperator(Operator):
         self.dtype, self.device = base.dtype, base.device
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """That of the base, and of the two scalings."""
-        return self.base.rounding + 8 * torch.finfo(self.dtype).eps
+        return self.base.rounding_error + 8 * torch.finfo(self.dtype).eps
 
     def matvec(self, u: Tensor) -> Tensor:
         """√w_i·(J D_w^{−1/2} u)_i."""

@@ -107,9 +107,9 @@ class GroupGain(Operator):
         self.dtype, self.device = layer.dtype, layer.device
 
     @property
-    def rounding(self) -> float:
+    def rounding_error(self) -> float:
         """That of the grouped layer."""
-        return self._inner.rounding
+        return self._inner.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
         """The rows at w for a common displacement (1, d) of the tokens at u."""
