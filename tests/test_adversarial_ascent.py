@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
 
 import cases
 import lipscope
@@ -11,7 +12,6 @@ from lipscope.measure.gradient import SigmaGradient
 from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, maximise
 from lipscope.studies.worst_case.domain import Ball, NormImage
-from lipscope.studies.worst_case.warm import cold_pair, warm_pair
 
 LAYER_NORM = lipscope.LayerNorm(cases.random(6, seed=9).abs() + 0.1, 0.3 * cases.random(6, seed=8))
 
@@ -164,7 +164,7 @@ def test_early_stop_seed_and_progress():
     assert again.tokens.equal(found.tokens)
     assert not maximise(layer, 3, radius=0.5, steps=5, restarts=8, seed=1).inputs.equal(found.inputs)
     assert "worst σ found on tokens of norm ≤ 0.5, n = 3" in str(found)
-    assert [row["best"] for row in found.to_rows()].count(True) == 1
+    assert [row["best"] for row in found.restarts()].count(True) == 1
 
 
 def test_float32_search_is_measured_in_float64():

@@ -190,7 +190,7 @@ def test_attack_on_tokens(tmp_path):
     assert result.exit_code == 0, result.output
     assert "before: hello" in result.output
     assert (tmp_path / "tokens.png").exists()
-    content = json.loads((tmp_path / "tokens.json").read_text(encoding="utf-8"))
+    content = json.loads((tmp_path / "substitutions.json").read_text(encoding="utf-8"))
     assert content["after"]["estimate"] > content["before"]["estimate"]
     # A text longer than any file name: the model, not the file system, says that it is too long.
     long = runner.invoke(app, [*arguments[:4], "--text", "hello " * 100])

@@ -100,7 +100,7 @@ def test_at_most_k_tokens_and_beam_is_no_worse_than_greedy(models):
     assert float(beam.after.estimate[0]) >= float(greedy.after.estimate[0]) * (1 - 1e-3)
     assert reports[-1][:2] == (2, 2)
     assert greedy.retokenises is None
-    assert {"round", "position", "before", "after", "predicted", "sigma"} == greedy.to_rows()[0].keys()
+    assert {"round", "position", "before", "after", "predicted", "sigma"} == greedy.steps()[0].keys()
 
 
 def test_special_tokens_are_neither_replaced_nor_put_in(models):

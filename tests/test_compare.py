@@ -34,7 +34,7 @@ def test_every_kind_is_measured_on_the_same_tokens(found):
         layer = variant(kind.name, random_layer(6, heads=2))
         truth = [torch.linalg.matrix_norm(torch.autograd.functional.jacobian(layer, x).reshape(36, 36), 2) for x in X]
         torch.testing.assert_close(kind.sigma.estimate, torch.stack(truth), rtol=1e-6, atol=0)
-        row = kind.to_row()
+        row = kind.summary()
         assert row["lower"] <= row["sigma"] <= row["upper"]
         assert row["worst_found"] >= float(kind.sigma.estimate.max()) * (1 - 1e-6)
         assert row["worst_found"] <= row["bound"]
@@ -125,7 +125,7 @@ ARGUMENTS = ["compare-attention", "--n", "4", "--lengths", "4,6,8", "--inputs", 
 def test_command(tmp_path):
     done = CliRunner().invoke(app, [*ARGUMENTS, "--json", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert {"comparison.json", "comparison.png", "rows.csv"} == {path.name for path in tmp_path.iterdir()}
+    assert {"comparison.json", "comparison.png", "rows.csv", "rows.json"} == {path.name for path in tmp_path.iterdir()}
     study = json.loads((tmp_path / "comparison.json").read_text())
     assert [row["attention"] for row in study["rows"]] == list(VARIANTS)
     assert study["details"]["cosine"]["bounds"][0]["name"] == "bounded_scores.softmax"

@@ -14,15 +14,8 @@ import reference
 from lipscope.bounds import Constants, lower, refined
 from lipscope.spectral.operator import DenseOperator
 from lipscope.spectral.solvers import Power
-from lipscope.studies.mean_field import (
-    MeanFieldAttention,
-    Measure,
-    PositionedMeasure,
-    WeightedOperator,
-    local_constant,
-    mean_field_operator,
-    wasserstein,
-)
+from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant, wasserstein
+from lipscope.studies.mean_field.attention import WeightedOperator, mean_field_operator
 
 N = 5
 EXTRAS = ("", "biases", "softcap biases", "no-out biases", "scale")
@@ -47,7 +40,7 @@ def positions(n=N, seed=5):
 
 def visible(measure):
     n = measure.size
-    if isinstance(measure, Measure):
+    if measure.positions is None:
         return torch.ones(n, n, dtype=torch.bool)
     return measure.positions[None, :] <= measure.positions[:, None]
 
@@ -61,7 +54,7 @@ def oracle(layer, measure, X):
 def measures(n=N, d=cases.WIDTH):
     return {
         "full": Measure(tokens(n, d), random_weights(n)),
-        "causal": PositionedMeasure(positions(n), tokens(n, d), random_weights(n)),
+        "causal": Measure(tokens(n, d), random_weights(n), positions(n)),
     }
 
 
@@ -93,7 +86,7 @@ def test_rational_weights_are_repeated_tokens(mask):
     repeated = reference.attention(layer, X[index], torch.ones(6, 6, dtype=torch.bool) if mask == "full" else
                                    index[None, :] <= index[:, None])  # fmt: skip
     place = torch.arange(1, 4).double() / 3
-    mu = Measure(X, weights) if mask == "full" else PositionedMeasure(place, X, weights)
+    mu = Measure(X, weights) if mask == "full" else Measure(X, weights, place)
     torch.testing.assert_close(F(mu).points[index], repeated, rtol=1e-12, atol=1e-12)
 
 
@@ -112,8 +105,8 @@ def test_splitting_and_merging_change_nothing(mask):
 
 def test_atoms_may_come_in_any_order():
     F = MeanFieldAttention(cases.layer().with_mask("causal"))
-    mu, order = PositionedMeasure.from_tokens(tokens()), torch.tensor([3, 0, 4, 1, 2])
-    shuffled = PositionedMeasure(mu.positions[order], mu.points[order], mu.weights[order])
+    mu, order = Measure.from_tokens(tokens(), ordered=True), torch.tensor([3, 0, 4, 1, 2])
+    shuffled = Measure(mu.points[order], mu.weights[order], mu.positions[order])
     torch.testing.assert_close(F(shuffled).points, F(mu).points[order], rtol=1e-13, atol=1e-13)
 
 
@@ -156,7 +149,7 @@ def test_what_has_no_mean_field_meaning_is_refused_by_name():
         MeanFieldAttention(torch.nn.Identity())
     full, causal = MeanFieldAttention(cases.layer()), MeanFieldAttention(cases.layer().with_mask("causal"))
     with pytest.raises(TypeError, match="space_marginal"):
-        full(PositionedMeasure.from_tokens(tokens()))
+        full(Measure.from_tokens(tokens(), ordered=True))
     with pytest.raises(TypeError, match="from_tokens"):
         local_constant(causal, Measure(tokens()))
     with pytest.raises(ValueError, match=r"R\^2, but the layer takes width 6"):

@@ -12,25 +12,21 @@ import torch
 import cases
 import lipscope
 from lipscope.bounds import lower, refined
-from lipscope.runs.fit import RATES
+from lipscope.runs.fit import RATES, fit_plateau
 from lipscope.studies.mean_field import (
     Ball,
     Empirical,
     Gaussian,
     MeanFieldAttention,
     Measure,
-    PositionedMeasure,
     Sphere,
-    ascend,
     convergence_study,
-    distance,
     empirical_constant,
-    fit_plateau,
     local_constant,
-    pair_ratio,
-    set_bound,
     two_diracs,
+    wasserstein,
 )
+from lipscope.studies.mean_field.pairs import ascend, pair_ratio, set_bound
 
 IDENTITY = torch.eye(2, dtype=torch.float64)
 REPULSIVE = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
@@ -66,7 +62,7 @@ def random_pair(F, G):
     step = 10 ** (-4 * float(torch.rand((), generator=G)))
     mu = Measure(X, weights / weights.sum())
     if F.causal:
-        mu = PositionedMeasure(torch.randint(1, 5, (n,), generator=G) / 4, X, mu.weights)
+        mu = Measure(X, mu.weights, torch.randint(1, 5, (n,), generator=G) / 4)
     elif pick(G, 0, 2):
         return mu, Measure(torch.randn(pick(G, 1, 9), d, generator=G, dtype=torch.float64))
     parts = mu.split(pick(G, 1, 3))
@@ -93,8 +89,8 @@ def test_ratios_are_output_over_input():
     mu, nu = Measure(cases.random(4, 2, seed=1)), Measure(cases.random(6, 2, seed=2))
     found = pair_ratio(F, mu, nu)
     assert found.ratio == found.output / found.input
-    assert found.input == distance(mu, nu)
-    assert found.output == distance(F(mu), F(nu))
+    assert found.input == wasserstein(mu, nu)
+    assert found.output == wasserstein(F(mu), F(nu))
     assert found.to_row()["atoms_nu"] == 6
     with pytest.raises(ValueError, match="same measure"):
         pair_ratio(F, mu, mu.split())
@@ -105,7 +101,7 @@ def test_ratios_are_output_over_input():
         with pytest.raises(ValueError, match=r"same measure|resolve no distance below"):
             pair_ratio(F, uneven, uneven.split(3))
         positions = torch.tensor([1, 1, 1, 2, 2, 2, 2], dtype=torch.float64) / 2
-        placed = PositionedMeasure(positions, uneven.points, uneven.weights)
+        placed = Measure(uneven.points, uneven.weights, positions)
         with pytest.raises(ValueError, match=r"same measure|resolve no distance below"):
             pair_ratio(repulsive("causal"), placed, placed.split(3))
         # The same weights are matched exactly: a step far below √eps keeps its ratio, the derivative in that direction.
@@ -113,7 +109,7 @@ def test_ratios_are_output_over_input():
         close, closer = (pair_ratio(F, uneven, uneven.push(uneven.points + t * step)).ratio for t in (1e-6, 1e-9))
         assert closer == pytest.approx(close, rel=1e-4)
     with pytest.raises(ValueError, match="different laws of positions"):
-        pair_ratio(repulsive("causal"), *(PositionedMeasure.from_tokens(torch.zeros(n, 2)) for n in (2, 3)))
+        pair_ratio(repulsive("causal"), *(Measure.from_tokens(torch.zeros(n, 2), ordered=True) for n in (2, 3)))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -123,14 +119,14 @@ def test_gradient_of_the_ratio_is_that_of_finite_differences(mask):
     if mask == "full":
         mu, nu = Measure(cases.random(3, 2, seed=1)), Measure(cases.random(4, 2, seed=2))
     else:
-        mu = PositionedMeasure.from_tokens(cases.random(3, 2, seed=1))
+        mu = Measure.from_tokens(cases.random(3, 2, seed=1), ordered=True)
         nu = mu.split().push(cases.random(6, 2, seed=2))
-    from lipscope.studies.mean_field import optimal_plan
+    from lipscope.studies.mean_field.transport import optimal_plan
 
     X = mu.points.clone().requires_grad_()
     out = F.finite(mu)(X)
     before = optimal_plan(mu, nu).cost(X, nu.points)
-    after = optimal_plan(F.image(mu), F.image(nu)).cost(out, F.image(nu).points)
+    after = optimal_plan(F(mu), F(nu)).cost(out, F(nu).points)
     (gradient,) = torch.autograd.grad((after / before).sqrt(), X)
     direction = cases.random(3, 2, seed=3)
     step = 1e-6
@@ -159,7 +155,7 @@ def test_search_finds_what_is_known_and_stays_below_the_bound(mask):
         assert found.best.ratio >= lower.meanfield(REPULSIVE, IDENTITY, R).value
     else:
         assert changes == {"move", "split"}
-        groups = PositionedMeasure.from_tokens(lower.groups(REPULSIVE, IDENTITY, R, 5, causal=True).tokens)
+        groups = Measure.from_tokens(lower.groups(REPULSIVE, IDENTITY, R, 5, causal=True).tokens, ordered=True)
         assert found.best.ratio >= 0.99 * local_constant(F, groups).estimate
     again = empirical_constant(F, n=5, radius=R, restarts=1, steps=12, seed=1)
     assert again.best.ratio == found.best.ratio

@@ -11,21 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from lipscope.studies.mean_field import (
-    Ball,
-    Empirical,
-    Gaussian,
-    GaussianMixture,
-    Measure,
-    PositionedMeasure,
-    Sphere,
-    conditional_wasserstein,
-    distance,
-    optimal_plan,
-    parse_law,
-    transport,
-    wasserstein,
-)
+from lipscope.studies.mean_field import Ball, Empirical, Gaussian, GaussianMixture, Measure, Sphere, transport, wasserstein
+from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.transport import optimal_plan
 
 
 def cloud(n, d, seed, uniform=False):
@@ -119,14 +107,14 @@ def positioned(seed, theta_seed):
         positions += [s.expand(k)]
         weights += [m * share / share.sum()]
         points += [torch.randn(k, 2, generator=G, dtype=torch.float64)]
-    return PositionedMeasure(torch.cat(positions), torch.cat(points), torch.cat(weights))
+    return Measure(torch.cat(points), torch.cat(weights), torch.cat(positions))
 
 
 @settings(max_examples=60, deadline=None)
 @given(theta=st.integers(0, 500), seeds=st.tuples(clouds, clouds, clouds), p=st.sampled_from([1.0, 1.7, 2.0, 3.0]))
 def test_conditional_distance_is_a_metric(theta, seeds, p):
     x, y, z = (positioned(seed, theta) for seed in seeds)
-    d = conditional_wasserstein
+    d = wasserstein
     assert d(x, x, p) == 0.0
     assert d(x, y, p) == pytest.approx(d(y, x, p), rel=1e-12)
     assert d(x, z, p) <= (d(x, y, p) + d(y, z, p)) * (1 + 1e-12)
@@ -152,31 +140,31 @@ def test_wasserstein_is_a_metric(seeds, d, p):
 
 def test_conditional_distance_by_hand():
     """Two positions of mass ½: (½·3² + ½·(½·1² + ½·1²))^½."""
-    mu = PositionedMeasure([0.5, 1.0, 1.0], [[0.0], [0.0], [2.0]], [0.5, 0.25, 0.25])
-    nu = PositionedMeasure([1.0, 0.5], [[1.0], [3.0]], [0.5, 0.5])
-    assert conditional_wasserstein(mu, nu) == pytest.approx(math.sqrt(0.5 * 9 + 0.5 * 1), rel=1e-15)
-    assert distance(mu, nu, 1) == pytest.approx(0.5 * 3 + 0.5 * 1, rel=1e-15)
+    mu = Measure([[0.0], [0.0], [2.0]], [0.5, 0.25, 0.25], [0.5, 1.0, 1.0])
+    nu = Measure([[1.0], [3.0]], [0.5, 0.5], [1.0, 0.5])
+    assert wasserstein(mu, nu) == pytest.approx(math.sqrt(0.5 * 9 + 0.5 * 1), rel=1e-15)
+    assert wasserstein(mu, nu, 1) == pytest.approx(0.5 * 3 + 0.5 * 1, rel=1e-15)
 
 
 def test_sequences_of_one_length_are_compared_token_by_token():
     X, Y = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    d = conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(Y))
+    d = wasserstein(Measure.from_tokens(X, ordered=True), Measure.from_tokens(Y, ordered=True))
     assert d == pytest.approx(float((X - Y).norm()) / math.sqrt(7), rel=1e-14)
 
 
 def test_marginals_that_differ():
     X = torch.zeros(3, 2)
-    mu = PositionedMeasure.from_tokens(X)
-    heavier = PositionedMeasure(mu.positions, X, [0.5, 0.25, 0.25])
-    moved = PositionedMeasure([0.1, 2 / 3, 1.0], X)
-    for nu in (heavier, moved, PositionedMeasure.from_tokens(X[:2])):
-        assert conditional_wasserstein(mu, nu) == math.inf
+    mu = Measure.from_tokens(X, ordered=True)
+    heavier = Measure(X, [0.5, 0.25, 0.25], mu.positions)
+    moved = Measure(X, positions=[0.1, 2 / 3, 1.0])
+    for nu in (heavier, moved, Measure.from_tokens(X[:2], ordered=True)):
+        assert wasserstein(mu, nu) == math.inf
         with pytest.raises(ValueError, match="different laws of positions"):
             optimal_plan(mu, nu)
     # Rounding of the positions is not a difference.
-    assert conditional_wasserstein(mu, PositionedMeasure(torch.linspace(1 / 3, 1, 3, dtype=torch.float64), X)) == 0.0
-    ghost = PositionedMeasure([*mu.positions.tolist(), 0.2], [[0.0, 0.0]] * 4, [1 / 3, 1 / 3, 1 / 3, 0.0])
-    assert conditional_wasserstein(mu, ghost) == 0.0
+    assert wasserstein(mu, Measure(X, positions=torch.linspace(1 / 3, 1, 3, dtype=torch.float64))) == 0.0
+    ghost = Measure([[0.0, 0.0]] * 4, [1 / 3, 1 / 3, 1 / 3, 0.0], [*mu.positions.tolist(), 0.2])
+    assert wasserstein(mu, ghost) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -193,15 +181,13 @@ def test_marginals_that_differ():
         (lambda: Measure([[0.0]]).split(0), "parts must be at least 1"),
         (lambda: Measure([[0.0]]).split(2, atoms=[1]), "atoms must lie between 0 and 0"),
         (lambda: Measure([[0.0]]).sample(0), "size must be at least 1"),
-        (lambda: Measure.mixture([]), "parts is empty"),
-        (lambda: Measure.mixture([Measure([[0.0]]), Measure([[0.0, 1.0]])]), "different dimensions"),
-        (lambda: PositionedMeasure([0.5], [[0.0], [1.0]]), r"positions has shape \(1,\)"),
-        (lambda: PositionedMeasure([0.5, 1.5], [[0.0], [1.0]]), r"positions must lie in \[0, 1\]"),
-        (lambda: PositionedMeasure([math.nan], [[0.0]]), r"positions must lie in \[0, 1\]"),
+        (lambda: Measure([[0.0], [1.0]], positions=[0.5]), r"positions has shape \(1,\)"),
+        (lambda: Measure([[0.0], [1.0]], positions=[0.5, 1.5]), r"positions must lie in \[0, 1\]"),
+        (lambda: Measure([[0.0]], positions=[math.nan]), r"positions must lie in \[0, 1\]"),
         (lambda: wasserstein(Measure([[0.0]]), Measure([[0.0, 1.0]])), "different dimensions, 1 and 2"),
         (lambda: wasserstein(Measure([[0.0]]), Measure([[0.0]]), p=0.5), "p must be at least 1"),
         (lambda: wasserstein(Measure([[0.0]]), Measure([[0.0]]), p=math.nan), "p must be at least 1"),
-        (lambda: conditional_wasserstein(PositionedMeasure([0.5], [[0.0]]), PositionedMeasure([0.4], [[0.0]]), p=0.9),
+        (lambda: wasserstein(Measure([[0.0]], positions=[0.5]), Measure([[0.0]], positions=[0.4]), p=0.9),
          "p must be at least 1"),
         (lambda: Ball(2, 0.0), "radius must be positive"),
         (lambda: Gaussian(2, -1.0), "std must be positive"),
@@ -213,8 +199,9 @@ def test_marginals_that_differ():
         (lambda: parse_law("cube:1", 2), "unknown law 'cube:1'"),
         (lambda: parse_law("ball", 2), "unknown law 'ball'"),
         (lambda: parse_law("ball:x", 2), "unknown law"),
-        (lambda: Measure.gaussian_mixture([[0.0]], -1.0, 3), "std must be non-negative"),
-        (lambda: Measure.gaussian_mixture([[0.0]], [1.0, 2.0], 3), "1 means need as many stds"),
+        (lambda: GaussianMixture(torch.zeros(1, 1), (-1.0,), torch.ones(1)), "std must be non-negative"),
+        (lambda: GaussianMixture(torch.zeros(1, 1), (1.0, 2.0), torch.ones(1)), "1 means need as many stds"),
+        (lambda: Measure([[0.0]]).position_marginal(), "has no positions"),
     ],
 )  # fmt: skip
 def test_bad_input(build, message):
@@ -223,26 +210,24 @@ def test_bad_input(build, message):
 
 
 def test_no_distance_between_different_kinds():
-    with pytest.raises(TypeError, match="Measure and a PositionedMeasure"):
-        distance(Measure([[0.0]]), PositionedMeasure([1.0], [[0.0]]))
-    with pytest.raises(TypeError, match="use wasserstein for a Measure without"):
-        conditional_wasserstein(Measure([[0.0]]), Measure([[1.0]]))
+    with pytest.raises(TypeError, match="with positions and one without"):
+        wasserstein(Measure([[0.0]]), Measure([[0.0]], positions=[1.0]))
 
 
 def test_constructors_and_sampling():
-    mu = Measure.mixture([Measure([[0.0], [1.0]]), Measure([[5.0]])], [0.25, 0.75])
-    assert mu.weights.tolist() == [0.125, 0.125, 0.75]
+    mu = Measure([[0.0], [1.0], [5.0]], [0.125, 0.125, 0.75])
     sample = mu.sample(20_000, seed=1)
     assert torch.equal(sample.points, mu.sample(20_000, seed=1).points)
     assert not torch.equal(sample.points, mu.sample(20_000, seed=2).points)
     # Three standard deviations of a share of 20,000 draws.
     assert float((sample.points == 5).double().mean()) == pytest.approx(0.75, abs=3 * math.sqrt(0.75 * 0.25 / 20_000))
     assert wasserstein(sample, mu, 1) < 0.06
-    mixture = Measure.gaussian_mixture([[-3.0, 0.0], [3.0, 0.0]], [0.0, 0.5], 4000, weights=[0.25, 0.75], seed=3)
-    left = mixture.points[:, 0] == -3
+    centres, shares = torch.tensor([[-3.0, 0.0], [3.0, 0.0]]).double(), torch.tensor([0.25, 0.75]).double()
+    mixture = GaussianMixture(centres, (0.0, 0.5), shares).sample(4000, seed=3)
+    left = mixture[:, 0] == -3
     assert float(left.double().mean()) == pytest.approx(0.25, abs=0.03)
-    assert float(mixture.points[~left].std(0).mean()) == pytest.approx(0.5, rel=0.05)
-    positioned_sample = PositionedMeasure.from_tokens([[0.0], [1.0], [2.0]]).sample(50, seed=0)
+    assert float(mixture[~left].std(0).mean()) == pytest.approx(0.5, rel=0.05)
+    positioned_sample = Measure.from_tokens([[0.0], [1.0], [2.0]], ordered=True).sample(50, seed=0)
     torch.testing.assert_close(positioned_sample.positions * 3 - 1, positioned_sample.points[:, 0])
 
 

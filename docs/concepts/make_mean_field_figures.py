@@ -22,15 +22,9 @@ import torch
 import lipscope
 from lipscope.bounds import Constants, castin2024, lower, refined
 from lipscope.rounding import round_up, span
-from lipscope.studies.mean_field import (
-    MeanFieldAttention,
-    Measure,
-    PlateauStudy,
-    convergence_study,
-    empirical_constant,
-    local_constant,
-    parse_law,
-)
+from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, empirical_constant, local_constant
+from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.study import PlateauStudy
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)

@@ -70,7 +70,7 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
         scale: Annotated[float | None, typer.Option(help="WEIGHTS: score scale τ; 1/√dk by default.")] = None,
         softcap: Annotated[float | None, typer.Option(help="WEIGHTS: c in c·tanh(s/c).")] = None,
         out: Annotated[
-            Path | None, typer.Option(help="Directory for rows.json, the worst inputs, and figures (PNG and HTML).")
+            Path | None, typer.Option(help="Directory for the rows, the worst inputs, and figures (PNG and HTML).")
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of a table.")] = False,
         part: Annotated[str | None, typer.Option(help="'encoder' of an encoder–decoder model.")] = None,
@@ -80,6 +80,7 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
     ) -> None:  # fmt: skip
         """Look for the input at which a layer is least smooth, and follow its σ over the number of tokens."""
         with clear_errors(debug):
+            from lipscope.cli.models import progress_bar
             from lipscope.models.text import parse_lengths
 
             weights = Path(target) if target.endswith(".safetensors") else None
@@ -95,26 +96,30 @@ def register(app: typer.Typer, clear_errors: Callable[[bool], AbstractContextMan
                     weights, heads=heads, kv_heads=kv_heads, transposed=transposed, mask=mask, scale=scale, softcap=softcap
                 )
                 study = _weights_growth(given, parse_lengths(lengths), radius, head, search)
-                _report_growth(study, f"{weights.name}" + _of_head(head), out, as_json)
+                _report_growth(
+                    study, f"{weights.name}" + _of_head(head), {"model": weights.name, "head": head}, out, as_json
+                )
                 return
             from lipscope.models.load import load
 
             layer = layer or 0
             handle = load(target, part=part, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
             title = f"{handle.name}, layer {handle.layer(layer).index}{_of_head(head)}"
+            who = {"model": handle.name, "layer": handle.layer(layer).index, "head": head}
             if method is Method.tokens:
                 from lipscope.studies.worst_case.tokens import attack_tokens
 
                 if radius is not None:
                     raise ValueError("--radius does not apply to method tokens: words have the norms they have")
-                found = attack_tokens(
-                    handle, _words(text, handle, parse_lengths(lengths)[-1], seed), layer=layer, head=head, k=k,
-                    candidates=candidates, beam=beam, progress=True,
-                )  # fmt: skip
-                _report_tokens(found, title, out, as_json)
+                words = _words(text, handle, parse_lengths(lengths)[-1], seed)
+                with progress_bar() as progress:
+                    found = attack_tokens(
+                        handle, words, layer=layer, head=head, k=k, candidates=candidates, beam=beam, progress=progress
+                    )
+                _report_tokens(found, title, who, out, as_json)
                 return
             study = _model_growth(handle, parse_lengths(lengths), radius, layer, head, text, search)
-            _report_growth(study, title, out, as_json)
+            _report_growth(study, title, who | {"text": text}, out, as_json)
 
 
 def _of_head(head: int | None) -> str:
@@ -124,12 +129,14 @@ def _of_head(head: int | None) -> str:
 def _weights_growth(
     layer: Attention, lengths: list[int], radius: float | None, head: int | None, search: dict[str, Any]
 ) -> Growth:
+    from lipscope.cli.models import progress_bar
     from lipscope.studies.worst_case.growth_in_n import growth
 
     if radius is None:
         raise ValueError("a weights file needs --radius: the largest norm of a token")
     one = layer if head is None else layer.head(head)
-    return growth(one, lengths, radius=radius, progress=True, **search)
+    with progress_bar() as progress:
+        return growth(one, lengths, radius=radius, progress=progress, **search)
 
 
 def _model_growth(
@@ -138,6 +145,7 @@ def _model_growth(
 ) -> Growth:  # fmt: skip
     import torch
 
+    from lipscope.cli.models import progress_bar
     from lipscope.models.corpora import read_text
     from lipscope.models.text import Chunker
     from lipscope.studies.worst_case.growth_in_n import growth
@@ -171,7 +179,9 @@ def _model_growth(
             where = {"radius": max(at(n).radius for n in lengths)}
             said = f"no normalisation comes before this layer: the radius is the largest token norm on {text}"
         typer.echo(said, err=True)
-    return growth(lambda n: at(n).attention, lengths, **where, starts=lambda n: at(n).activations, progress=True, **search)
+    where |= {"starts": lambda n: at(n).activations} | search
+    with progress_bar() as progress:
+        return growth(lambda n: at(n).attention, lengths, progress=progress, **where)
 
 
 def _words(text: str, handle: Any, n: int, seed: int) -> str:
@@ -192,8 +202,10 @@ def _words(text: str, handle: Any, n: int, seed: int) -> str:
     return str(decode(ids)) if decode is not None else "".join(handle.tokenizer.convert_ids_to_tokens(ids))
 
 
-def _report_growth(study: Growth, title: str, out: Path | None, as_json: bool) -> None:
-    rows = study.to_rows()
+def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from lipscope.studies.rows import identified
+
+    rows = identified(study.to_rows(), **who)
     if out is not None:
         _write_growth(study, rows, title, out)
     if as_json:
@@ -223,10 +235,10 @@ def _report_growth(study: Growth, title: str, out: Path | None, as_json: bool) -
 def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Path) -> None:
     from safetensors.torch import save_file
 
+    from lipscope.studies.rows import write_rows
     from lipscope.studies.worst_case.figures import growth_figure, history_figure
 
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "rows.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    write_rows(rows, out)
     save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
     growth_figure(study, f"Worst inputs of {title}\n{study.domain}").save(out / "growth")
     last = study.worst[-1]
@@ -235,17 +247,18 @@ def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Pa
     typer.echo(f"rows, worst inputs and figures are in {out}", err=True)
 
 
-def _report_tokens(found: TokenAttack, title: str, out: Path | None, as_json: bool) -> None:
+def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
     before, after = found.before.to_rows()[0], found.after.to_rows()[0]
     content = {
         "before_text": found.before_text, "after_text": found.after_text, "retokenises": found.retokenises,
-        "before": before, "after": after, "substitutions": found.to_rows(),
+        "before": before, "after": after, "substitutions": found.steps(),
     }  # fmt: skip
     if out is not None:
+        from lipscope.studies.rows import identified, write_rows
         from lipscope.studies.worst_case.figures import tokens_figure
 
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "tokens.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_rows(identified(found.to_rows(), **who), out)
+        (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         tokens_figure(found, f"Substitutions in {title}").save(out / "tokens")
         typer.echo(f"the result and figures are in {out}", err=True)
     if as_json:
@@ -254,7 +267,7 @@ def _report_tokens(found: TokenAttack, title: str, out: Path | None, as_json: bo
     rows = [
         [str(row["round"]), str(row["position"]), repr(row["before"]), repr(row["after"]), f"{row['predicted']:+.4g}",
          f"{row['sigma']:.5g}"]
-        for row in found.to_rows()
+        for row in found.steps()
     ]  # fmt: skip
     print_table(
         ["round", "position", "token", "replaced by", "first-order change", "σ"], rows, text=["token", "replaced by"],

@@ -57,7 +57,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
         transposed: Transposed = False,
         seed: Annotated[int, typer.Option(help="Seed of random weights, tokens and search.")] = 0,
         out: Annotated[
-            Path | None, typer.Option(help="Directory for comparison.json, rows.csv and comparison.png.", show_default=False)
+            Path | None, typer.Option(help="Directory for the rows, comparison.json and comparison.png.", show_default=False)
         ] = None,
         as_csv: Annotated[bool, typer.Option("--csv", help="Print rows as CSV instead of a table.")] = False,
         as_json: AsJson = False,
@@ -71,7 +71,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
             from lipscope.studies.variants import compare
 
             chosen = parse_lengths(lengths)
-            weights, tokens, name = _source(
+            weights, tokens, name, who = _source(
                 source, layer, max([n, *chosen]), inputs, text, seed, mask, width, heads, kv_heads, transposed
             )
             options: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                     options=options, seed=seed, progress=progress,
                 )  # fmt: skip
             if out is not None:
-                _write(found, out, name)
+                _write(found, out, name, who)
             if as_json:
                 typer.echo(json.dumps({"weights": name} | found.to_dict(), indent=2))
             elif as_csv:
@@ -96,20 +96,21 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
 def _source(
     source: str, layer: int | None, longest: int, inputs: int, text: str, seed: int, mask: str | None, width: int,
     heads: int | None, kv_heads: int | None, transposed: bool,
-) -> tuple[Any, Any, str]:  # fmt: skip
-    """The layer, given tokens or None, and a name."""
+) -> tuple[Any, Any, str, dict[str, Any]]:  # fmt: skip
+    """The layer, given tokens or None, a name, and who it is in rows."""
     is_model = source != "random" and not source.endswith(".safetensors")
     if layer is not None and not is_model:
         raise ValueError(f"--layer {layer} belongs to a model: {source} holds one layer")
     if source == "random":
         from lipscope.studies.variants import random_layer
 
-        return random_layer(width, heads=heads or 2, mask=mask, seed=seed), None, f"random weights, d = {width}"
+        name = f"random weights, d = {width}"
+        return random_layer(width, heads=heads or 2, mask=mask, seed=seed), None, name, {"model": name}
     if not is_model:
         from lipscope.attention.io import load_layer
 
         found = load_layer(Path(source), heads=heads, kv_heads=kv_heads, transposed=transposed, mask=mask)
-        return found, None, Path(source).name
+        return found, None, Path(source).name, {"model": Path(source).name}
     import torch
 
     from lipscope.models.corpora import read_text
@@ -122,14 +123,15 @@ def _source(
     pieces = Chunker(read_text(text), handle.tokenizer).chunks([longest], inputs, seed)[longest]
     seen = [layer_at_text(handle, layer or 0, torch.tensor(piece)) for piece in pieces]
     attention = seen[0].attention if mask is None else seen[0].attention.with_mask(mask)
-    return attention, torch.stack([s.activations for s in seen]), f"{handle.name}, layer {handle.layer(layer or 0).index}"
+    who = {"model": handle.name, "layer": handle.layer(layer or 0).index, "text": text}
+    return attention, torch.stack([s.activations for s in seen]), f"{handle.name}, layer {who['layer']}", who
 
 
 def _csv(found: Comparison) -> str:
     import csv
     import io
 
-    rows = found.to_rows()
+    rows = found.summary()
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -137,12 +139,12 @@ def _csv(found: Comparison) -> str:
     return file.getvalue()
 
 
-def _write(found: Comparison, directory: Path, name: str) -> None:
+def _write(found: Comparison, directory: Path, name: str, who: dict[str, Any]) -> None:
+    from lipscope.studies.rows import identified, write_rows
     from lipscope.studies.variants_figures import draw
 
-    directory.mkdir(parents=True, exist_ok=True)
+    write_rows(identified(found.to_rows(), **who), directory)
     (directory / "comparison.json").write_text(json.dumps({"weights": name} | found.to_dict(), indent=2), encoding="utf-8")
-    (directory / "rows.csv").write_text(_csv(found), encoding="utf-8")
     draw(found, directory / "comparison.png", f"{name}, mask {found.mask}")
     typer.echo(f"rows and figure are in {directory}", err=True)
 
@@ -158,7 +160,7 @@ def _print(found: Comparison, name: str) -> None:
         [row["attention"], f"{row['sigma']:.4g}", interval(row["lower"], row["upper"]), exponent(row, "n"),
          exponent(row, "radius"), "–" if row["worst_found"] is None else round_down(row["worst_found"]),
          "–" if row["bound"] is None else round_up(row["bound"]), row["bound_name"] or "none known"]
-        for row in found.to_rows()
+        for row in found.summary()
     ]  # fmt: skip
     left_out = f"; left out for mask {found.mask}: {', '.join(found.left_out)}" if found.left_out else ""
     without = f", without {', '.join(found.without)}" if found.without else ""

@@ -83,6 +83,7 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                 options = {"kv_heads": kv_heads, "mask": mask, "scale": scale, "softcap": softcap}
                 whole = load_layer(Path(source), heads=heads, transposed=transposed, **options)
                 name = Path(source).name
+                who: dict[str, Any] = {"model": name}
             else:
                 from lipscope.models.load import load
                 from lipscope.studies.mean_field.model_layer import model_layer
@@ -91,16 +92,18 @@ def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextM
                 handle = load(source)
                 whole, tokens = model_layer(handle, layer, text, n=text_tokens, seed=seed)
                 name = f"{handle.name}, layer {handle.layer(layer).index}"
+                who = {"model": handle.name, "layer": handle.layer(layer).index, "text": text}
             attention = MeanFieldAttention(whole, sink_length)
             if head is not None:
                 attention, name = attention.head(head), f"{name}, head {head}"
+                who["head"] = head
             with progress_bar() as progress:
                 study = convergence_study(
                     attention, _law(law, whole.width, tokens), chosen, repeats=repeats, seed=seed,
                     transport_up_to=transport_up_to, solver=Auto(rtol=rtol, seed=seed), progress=progress,
                 )  # fmt: skip
             if out is not None:
-                _write(study, out, name)
+                _write(study, out, name, who)
             if as_json:
                 typer.echo(json.dumps({"layer": name} | study.to_dict(), indent=2))
             else:
@@ -120,19 +123,12 @@ def _law(text: str | None, dimension: int, tokens: Any) -> Any:
     return parse_law(text or "sphere", dimension, default_size=typical)
 
 
-def _write(study: PlateauStudy, directory: Path, name: str) -> None:
-    import csv
-    from dataclasses import asdict
-
+def _write(study: PlateauStudy, directory: Path, name: str, who: dict[str, Any]) -> None:
     from lipscope.studies.mean_field.figures import draw_html, draw_png
+    from lipscope.studies.rows import identified, write_rows
 
-    directory.mkdir(parents=True, exist_ok=True)
+    write_rows(identified(study.to_rows(), **who), directory)
     (directory / "study.json").write_text(json.dumps({"layer": name} | study.to_dict(), indent=2), encoding="utf-8")
-    rows = [asdict(row) for row in study.rows]
-    with (directory / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
     title = f"{name}: tokens from {study.law}, mask {study.mask}"
     draw_png(study, directory / "plateau.png", title)
     draw_html(study, directory / "plateau.html", title)

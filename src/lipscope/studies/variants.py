@@ -25,8 +25,8 @@ from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
-from lipscope.studies.worst_case.ascent import maximise
-from lipscope.studies.worst_case.progress import Progress, reporting
+from lipscope.studies.rows import Row, study_row
+from lipscope.studies.worst_case.ascent import Progress, maximise
 
 __all__ = ["Comparison", "Kind", "compare", "random_layer", "sphere_tokens"]
 
@@ -41,6 +41,7 @@ class Kind:
     Attributes:
         name: its name in ``lipscope.attention.family.VARIANTS``.
         sigma: σ at n tokens of radius R, one per input.
+        at_lengths: σ by number of tokens, one per input.
         by_length: median σ by number of tokens.
         by_radius: median σ by radius.
         growth_n: power law in n, or None with fewer than three lengths. Its interval is for the mean exponent of inputs like
@@ -52,6 +53,7 @@ class Kind:
 
     name: str
     sigma: SpectralNorm
+    at_lengths: dict[int, SpectralNorm]
     by_length: dict[int, float]
     by_radius: dict[float, float]
     growth_n: GrowthFit | None
@@ -64,9 +66,9 @@ class Kind:
         """Median σ over the inputs."""
         return float(self.sigma.estimate.quantile(0.5))
 
-    def to_row(self) -> dict[str, Any]:
-        """A plain dictionary: numbers and strings only."""
-        row: dict[str, Any] = {"attention": self.name, "sigma": self.median}
+    def summary(self) -> Row:
+        """One line of the comparison: median σ with the ends over all inputs, growth, the worst found, the least bound."""
+        row: Row = {"attention": self.name, "sigma": self.median}
         row |= {"lower": float(self.sigma.lower.min()), "upper": float(self.sigma.upper.max())}
         for label, fit in (("n", self.growth_n), ("radius", self.growth_radius)):
             numbers = (None,) * 3 if fit is None else (fit.alpha, fit.alpha_low, fit.alpha_high)
@@ -105,9 +107,18 @@ class Comparison:
                 return kind
         raise KeyError(f"no attention {name!r} in this comparison; there are: {', '.join(k.name for k in self.kinds)}")
 
-    def to_rows(self) -> list[dict[str, Any]]:
-        """One row per kind."""
-        return [{**kind.to_row(), "n": self.n, "R": self.radius, "mask": self.mask} for kind in self.kinds]
+    def summary(self) -> list[Row]:
+        """One line per kind."""
+        return [{**kind.summary(), "n": self.n, "R": self.radius, "mask": self.mask} for kind in self.kinds]
+
+    def to_rows(self) -> list[Row]:
+        """One row per kind, length and input, with the columns of a scan."""
+        return [
+            study_row(row, kind=kind.name, attention=kind.name, R=self.radius)
+            for kind in self.kinds
+            for sigma in ({self.n: kind.sigma} | kind.at_lengths).values()
+            for row in sigma.to_rows()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON: rows, curves, and all bounds."""
@@ -120,7 +131,7 @@ class Comparison:
             for kind in self.kinds
         }
         return {"n": self.n, "R": self.radius, "mask": self.mask, "tokens": self.tokens, "left_out": list(self.left_out),
-                "without": list(self.without), "rows": self.to_rows(), "details": details}  # fmt: skip
+                "without": list(self.without), "rows": self.summary(), "details": details}  # fmt: skip
 
 
 def compare(
@@ -137,7 +148,7 @@ def compare(
     options: dict[str, dict[str, Any]] | None = None,
     seed: int = 0,
     solver: Solver | None = None,
-    progress: Progress | bool = False,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Measure every kind of attention with the weights of ``layer`` on the same tokens.
 
@@ -155,7 +166,7 @@ def compare(
         options: parameters by kind, e.g. ``{"cosine": {"tau": 5.0}}``.
         seed: seed of tokens and search.
         solver: ``Auto()`` by default.
-        progress: True for a progress bar on standard error, or a function of (kinds done, kinds, what).
+        progress: called with (kinds done, kinds, what).
 
     Returns:
         A ``Comparison``.
@@ -198,11 +209,10 @@ def compare(
             f"names must hold a kind of attention that takes mask {layer.mask}, got {', '.join(names) or 'none'}"
         )
     kinds = []
-    with reporting(progress) as report:
-        for done, (name, member) in enumerate(members.items()):
-            report(done, len(members), name)
-            kinds.append(_measure(name, member, draw, n, radius, lengths, chosen, search, seed, solver))
-        report(len(members), len(members), "done")
+    for done, (name, member) in enumerate(members.items()):
+        if progress is not None:
+            progress(done, len(members), name)
+        kinds.append(_measure(name, member, draw, n, radius, lengths, chosen, search, seed, solver))
     where = f"{inputs} random inputs on the sphere" if tokens is None else f"{len(tokens)} given inputs"
     left_out = tuple(name for name in names if name not in members)
     return Comparison(tuple(kinds), n, radius, str(layer.mask), where, left_out, extras(layer))
@@ -260,7 +270,7 @@ class _Tokens:
     seed: int
 
     def at(self, n: int, radius: float, reference: float) -> Tensor:
-        """N tokens per input; ``radius``/``reference`` scales given ones."""
+        """``n`` tokens per input; ``radius``/``reference`` scales given ones."""
         if self.given is None:
             return sphere_tokens(n, self.width, radius, self.inputs, self.seed)
         return self.given[:, :n] * (radius / reference)
@@ -274,7 +284,7 @@ def _measure(
         return local_lipschitz(member, draw.at(m, R, radius), solver=solver)
 
     here = sigma(n, radius)
-    along_n = {m: here.estimate if m == n else sigma(m, radius).estimate for m in sorted(set(lengths))}
+    along_n = {m: here if m == n else sigma(m, radius) for m in sorted(set(lengths))}
     along_R = {R: here.estimate if radius == R else sigma(n, R).estimate for R in radii}
     worst = None
     if search:
@@ -284,11 +294,16 @@ def _measure(
             starts["small"] = 0.01 * starts["inputs"][:1]
         worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts=starts, solver=solver).sigma
     return Kind(
-        name=name, sigma=here,
-        by_length={m: float(values.quantile(0.5)) for m, values in along_n.items()},
+        name=name,
+        sigma=here,
+        at_lengths=along_n,
+        by_length={m: float(found.estimate.quantile(0.5)) for m, found in along_n.items()},
         by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
-        growth_n=growth(along_n), growth_radius=growth(along_R), worst=worst, bounds=set_bounds(member, radius, n),
-    )  # fmt: skip
+        growth_n=growth({m: found.estimate for m, found in along_n.items()}),
+        growth_radius=growth(along_R),
+        worst=worst,
+        bounds=set_bounds(member, radius, n),
+    )
 
 
 def set_bounds(layer: Attention | Variant, radius: float, n: int) -> tuple[Bound, ...]:

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lipscope.studies.mean_field.measures import as_points, draw
+
 
 class Law(Protocol):
     """Anything that gives independent tokens."""
@@ -50,25 +52,15 @@ class Ball:
         return self.radius * heights ** (1 / self.dimension) * unit
 
     def __str__(self) -> str:
-        return f"ball:{self.radius:g}"
+        return f"{type(self).__name__.lower()}:{self.radius:g}"
 
 
-@dataclass(frozen=True)
-class Sphere:
+class Sphere(Ball):
     """The uniform law on the sphere of radius R: what RMS normalisation without gains makes of any isotropic law."""
-
-    dimension: int
-    radius: float
-
-    def __post_init__(self) -> None:
-        _check(self.dimension, "radius", self.radius)
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """Normalised Gaussians."""
         return self.radius * _directions(size, self.dimension, _generator(size, seed))
-
-    def __str__(self) -> str:
-        return f"sphere:{self.radius:g}"
 
 
 @dataclass(frozen=True)
@@ -77,14 +69,10 @@ class Gaussian:
 
     dimension: int
     std: float
+    radius = math.inf
 
     def __post_init__(self) -> None:
         _check(self.dimension, "std", self.std)
-
-    @property
-    def radius(self) -> float:
-        """Infinite."""
-        return math.inf
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """Independent normal entries."""
@@ -126,8 +114,6 @@ class GaussianMixture:
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """A component for every token, then normal noise."""
-        from lipscope.studies.mean_field.measures import draw
-
         which = draw(self.weights, size, seed)
         noise = torch.randn(size, self.dimension, generator=_generator(size, seed + 1), dtype=torch.float64)
         return self.means[which] + torch.tensor(self.stds, dtype=torch.float64)[which, None] * noise
@@ -144,8 +130,6 @@ class Empirical:
     tokens: Tensor
 
     def __post_init__(self) -> None:
-        from lipscope.studies.mean_field.measures import as_points
-
         object.__setattr__(self, "tokens", as_points(self.tokens))
 
     @property

@@ -9,7 +9,7 @@ Everything is float64: transport distances and exponentials of scores have no di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,64 +21,38 @@ NORMALISATION_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """Atoms with weights on R^d; immutable.
+    """Atoms with weights on R^d, or on [0,1] × R^d when they have positions in a sequence; immutable.
 
     Attributes:
-        points: the atoms (n, d); anything ``torch.as_tensor`` takes.
+        points: the atoms x_i (n, d); anything ``torch.as_tensor`` takes.
         weights: their masses (n,), non-negative with sum 1; uniform when None.
+        positions: s_i ∈ [0, 1], (n,), or None for a measure on R^d.
 
     Example:
         >>> mu = Measure([[0.0, 0.0], [1.0, 0.0]], [0.25, 0.75])
         >>> mu.size, mu.dimension, mu.radius
         (2, 2, 1.0)
+        >>> Measure.from_tokens([[1.0], [2.0], [3.0], [4.0]], ordered=True).positions.tolist()
+        [0.25, 0.5, 0.75, 1.0]
     """
 
     points: Tensor
     weights: Tensor = None  # type: ignore[assignment]  # None is replaced by uniform weights below
+    positions: Tensor | None = None
 
     def __post_init__(self) -> None:
         points = as_points(self.points)
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "weights", as_weights(self.weights, len(points)))
+        if self.positions is not None:
+            object.__setattr__(self, "positions", as_positions(self.positions, len(points)))
 
     @classmethod
-    def from_tokens(cls, X: Tensor) -> Measure:
-        """The uniform cloud of a token sequence (n, d): order is forgotten."""
-        return cls(X)
-
-    @classmethod
-    def mixture(cls, parts: Sequence[Measure], weights: Sequence[float] | Tensor | None = None) -> Measure:
-        """Σ_k c_k μ_k, with equal shares c_k when ``weights`` is None."""
-        if not parts:
-            raise ValueError("parts is empty: a mixture needs at least one measure")
-        if len({part.dimension for part in parts}) > 1:
-            raise ValueError(f"parts have different dimensions {[part.dimension for part in parts]}")
-        shares = as_weights(weights, len(parts))
-        masses = [share * part.weights for share, part in zip(shares, parts, strict=True)]
-        return cls(torch.cat([part.points for part in parts]), torch.cat(masses))
-
-    @classmethod
-    def gaussian_mixture(
-        cls, means: Tensor, std: float | Sequence[float], size: int, *, weights: Any = None, seed: int = 0
-    ) -> Measure:
-        """A cloud of ``size`` points drawn from Σ_k c_k N(m_k, s_k² I).
-
-        Args:
-            means: the centres m_k (K, d).
-            std: the standard deviations s_k, one number for all or one per centre; 0 gives Dirac masses.
-            size: number of points.
-            weights: the shares c_k, equal when None.
-            seed: seed of the draw.
-
-        Returns:
-            A uniform cloud.
-        """
-        from lipscope.studies.mean_field.laws import GaussianMixture
-
-        centres = as_points(means)
-        spread = [float(std)] * len(centres) if isinstance(std, int | float) else [float(s) for s in std]
-        law = GaussianMixture(centres, tuple(spread), as_weights(weights, len(centres)))
-        return cls(law.sample(size, seed))
+    def from_tokens(cls, X: Tensor, *, ordered: bool = False) -> Measure:
+        """A token sequence (n, d) as the uniform cloud of its tokens; ``ordered`` gives token i the position i/n."""
+        points = as_points(X)
+        n = len(points)
+        return cls(points, positions=torch.arange(1, n + 1, dtype=torch.float64) / n if ordered else None)
 
     @property
     def size(self) -> int:
@@ -101,123 +75,47 @@ class Measure:
         return bool((self.weights == self.weights[0]).all())
 
     def push(self, points: Tensor) -> Measure:
-        """The image of the measure under x_i ↦ points_i."""
-        return Measure(points, self.weights)
+        """The image of the measure under x_i ↦ points_i; positions stay."""
+        return replace(self, points=points)
 
     def support(self) -> Measure:
         """Without the atoms of weight zero."""
         kept = self.weights > 0
-        return self if bool(kept.all()) else Measure(self.points[kept], self.weights[kept])
+        return self if bool(kept.all()) else self._atoms(kept, self.weights[kept])
 
     def split(self, parts: int = 2, atoms: Sequence[int] | None = None) -> Measure:
         """The same measure with the listed atoms (all by default) written as ``parts`` equal atoms in the same place."""
         index, share = split_index(self.size, parts, atoms)
-        return Measure(self.points[index], self.weights[index] / share)
+        return self._atoms(index, self.weights[index] / share)
 
     def merge(self) -> Measure:
-        """The same measure with atoms in exactly the same place written as one; atoms come out sorted."""
-        points, index = torch.unique(self.points, dim=0, return_inverse=True)
-        return Measure(points, self.weights.new_zeros(len(points)).index_add_(0, index, self.weights))
-
-    def sample(self, size: int, seed: int = 0) -> Measure:
-        """The uniform cloud of ``size`` independent draws."""
-        return Measure(self.points[draw(self.weights, size, seed)])
-
-
-@dataclass(frozen=True, eq=False)
-class PositionedMeasure:
-    """Atoms (s_i, x_i) with weights on [0,1] × R^d; immutable. The first coordinate is the position in the sequence.
-
-    Attributes:
-        positions: s_i ∈ [0, 1], (n,).
-        points: x_i, (n, d).
-        weights: masses (n,), non-negative with sum 1; uniform when None.
-
-    Example:
-        >>> mu = PositionedMeasure.from_tokens([[1.0], [2.0], [3.0], [4.0]])
-        >>> mu.positions.tolist()
-        [0.25, 0.5, 0.75, 1.0]
-    """
-
-    positions: Tensor
-    points: Tensor
-    weights: Tensor = None  # type: ignore[assignment]  # None is replaced by uniform weights below
-
-    def __post_init__(self) -> None:
-        points = as_points(self.points)
-        positions = _tensor(self.positions).to(torch.float64)
-        if positions.shape != (len(points),):
-            raise ValueError(f"positions has shape {tuple(positions.shape)}, but ({len(points)},) is needed: one per point")
-        if not bool(((positions >= 0) & (positions <= 1)).all()):
-            raise ValueError("positions must lie in [0, 1]; a sequence of n tokens has positions i/n")
-        object.__setattr__(self, "positions", positions)
-        object.__setattr__(self, "points", points)
-        object.__setattr__(self, "weights", as_weights(self.weights, len(points)))
-
-    @classmethod
-    def from_tokens(cls, X: Tensor) -> PositionedMeasure:
-        """A token sequence (n, d) as the uniform cloud of (i/n, x_i), i = 1 … n."""
-        points = as_points(X)
-        n = len(points)
-        return cls(torch.arange(1, n + 1, dtype=torch.float64) / n, points)
-
-    @property
-    def size(self) -> int:
-        """Number of atoms."""
-        return len(self.points)
-
-    @property
-    def dimension(self) -> int:
-        """The d of [0,1] × R^d."""
-        return int(self.points.shape[1])
-
-    @property
-    def radius(self) -> float:
-        """Largest norm of an x_i that carries mass."""
-        return self.space_marginal().radius
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all weights are the same number."""
-        return bool((self.weights == self.weights[0]).all())
-
-    def push(self, points: Tensor) -> PositionedMeasure:
-        """The image under (s_i, x_i) ↦ (s_i, points_i): positions stay."""
-        return PositionedMeasure(self.positions, points, self.weights)
-
-    def support(self) -> PositionedMeasure:
-        """Without the atoms of weight zero."""
-        kept = self.weights > 0
-        if bool(kept.all()):
-            return self
-        return PositionedMeasure(self.positions[kept], self.points[kept], self.weights[kept])
-
-    def split(self, parts: int = 2, atoms: Sequence[int] | None = None) -> PositionedMeasure:
-        """The same measure with the listed atoms (all by default) written as ``parts`` equal atoms in the same place."""
-        index, share = split_index(self.size, parts, atoms)
-        return PositionedMeasure(self.positions[index], self.points[index], self.weights[index] / share)
-
-    def merge(self) -> PositionedMeasure:
-        """The same measure with atoms in exactly the same place written as one; sorted by position."""
-        places = torch.cat([self.positions[:, None], self.points], dim=1)
+        """The same measure with atoms in exactly the same place written as one; sorted, by position first."""
+        places = self.points if self.positions is None else torch.cat([self.positions[:, None], self.points], dim=1)
         places, index = torch.unique(places, dim=0, return_inverse=True)
         weights = self.weights.new_zeros(len(places)).index_add_(0, index, self.weights)
-        return PositionedMeasure(places[:, 0], places[:, 1:], weights)
+        if self.positions is None:
+            return Measure(places, weights)
+        return Measure(places[:, 1:], weights, places[:, 0])
 
-    def sample(self, size: int, seed: int = 0) -> PositionedMeasure:
-        """The uniform cloud of ``size`` independent draws of (position, point)."""
-        index = draw(self.weights, size, seed)
-        return PositionedMeasure(self.positions[index], self.points[index])
+    def sample(self, size: int, seed: int = 0) -> Measure:
+        """The uniform cloud of ``size`` independent draws of atoms."""
+        return self._atoms(draw(self.weights, size, seed), None)
 
     def space_marginal(self) -> Measure:
         """The law of x: positions forgotten."""
-        return Measure(self.points, self.weights)
+        return replace(self, positions=None)
 
     def position_marginal(self) -> tuple[Tensor, Tensor]:
         """The law θ of s: its atoms in increasing order, and their masses. Atoms of mass zero do not count."""
         charged = self.support()
+        if charged.positions is None:
+            raise ValueError("the measure has no positions: give Measure(points, weights, positions)")
         places, index = torch.unique(charged.positions, return_inverse=True)
         return places, charged.weights.new_zeros(len(places)).index_add_(0, index, charged.weights)
+
+    def _atoms(self, index: Tensor, weights: Tensor | None) -> Measure:
+        places = None if self.positions is None else self.positions[index]
+        return Measure(self.points[index], weights, places)  # type: ignore[arg-type]
 
 
 def as_points(value: Any) -> Tensor:
@@ -257,6 +155,16 @@ def as_weights(value: Any, size: int) -> Tensor:
         raise ValueError(f"weights must add up to 1, but their sum is {total:g}; divide them by it")
     # Dividing by a total that is one up to rounding would only change last digits, and atoms that were equal.
     return weights if abs(total - 1) <= 4e-16 * size else weights / total
+
+
+def as_positions(value: Any, size: int) -> Tensor:
+    """Positions in a sequence as float64 (n,); refuses what lies outside [0, 1]."""
+    positions = _tensor(value).to(torch.float64)
+    if positions.shape != (size,):
+        raise ValueError(f"positions has shape {tuple(positions.shape)}, but ({size},) is needed: one per point")
+    if not bool(((positions >= 0) & (positions <= 1)).all()):
+        raise ValueError("positions must lie in [0, 1]; a sequence of n tokens has positions i/n")
+    return positions
 
 
 def split_index(size: int, parts: int, atoms: Sequence[int] | None) -> tuple[Tensor, Tensor]:

@@ -12,21 +12,25 @@ Whatever the search proposes is measured anew by exact transport before it is re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lipscope.bounds import refined
+from lipscope.bounds import constructions, lower, refined
 from lipscope.rounding import round_down, round_up
-from lipscope.studies.mean_field.attention import AnyMeasure, MeanFieldAttention
-from lipscope.studies.mean_field.measures import PositionedMeasure
-from lipscope.studies.mean_field.starts import inside_ball, starting_measures, starting_pairs
-from lipscope.studies.mean_field.transport import distance, optimal_plan, resolution
+from lipscope.spectral.solvers import Auto
+from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
+from lipscope.studies.mean_field.laws import Ball
+from lipscope.studies.mean_field.measures import Measure
+from lipscope.studies.mean_field.transport import optimal_plan, resolution, wasserstein
 
 # Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.
 _CLOSEST = 1e-5
+# Lighter atoms would carry less mass than transport can account for.
+_LIGHTEST = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +50,8 @@ class PairRatio:
     ratio: float
     input: float
     output: float
-    mu: AnyMeasure
-    nu: AnyMeasure
+    mu: Measure
+    nu: Measure
     change: str = "given"
     history: tuple[float, ...] = ()
 
@@ -74,14 +78,14 @@ class EmpiricalConstant:
     radius: float
 
     def __str__(self) -> str:
-        kind = "d_2" if isinstance(self.best.mu, PositionedMeasure) else "W_2"
+        kind = "W_2" if self.best.mu.positions is None else "d_2"
         return (
             f"{kind} constant on measures in the ball of radius {self.radius:g}: at least {round_down(self.best.ratio, 6)} "
             f"({self.best.change}: {self.best.mu.size} and {self.best.nu.size} atoms), at most {round_up(self.upper, 6)}"
         )
 
 
-def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **story: Any) -> PairRatio:
+def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **story: Any) -> PairRatio:
     """W_2(F(μ), F(ν)) / W_2(μ, ν) by exact transport (d_2 under the causal mask).
 
     Args:
@@ -101,7 +105,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **
         >>> pair_ratio(F, Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]])).ratio     # means ½ and 1
         0.7071067811865475
     """
-    before, smallest = distance(mu, nu), resolution(mu, nu)
+    before, smallest = wasserstein(mu, nu), resolution(mu, nu)
     if before == 0:
         raise ValueError("mu and nu are the same measure, so their ratio is 0/0")
     if before <= smallest:
@@ -111,7 +115,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, **
         )
     if math.isinf(before):
         raise ValueError("mu and nu have different laws of positions, so d_2 is infinite; give both the same positions")
-    after = distance(attention.image(mu), attention.image(nu))
+    after = wasserstein(attention(mu), attention(nu))
     return PairRatio(after / before, before, after, mu, nu, **story)
 
 
@@ -130,7 +134,7 @@ def empirical_constant(
     restarts: int = 2,
     steps: int = 100,
     seed: int = 0,
-    starts: tuple[AnyMeasure, ...] = (),
+    starts: tuple[Measure, ...] = (),
     progress: Callable[[int, int, str], None] | None = None,
 ) -> EmpiricalConstant:
     """The largest W_2 ratio that gradient ascent finds over pairs of measures in B_R.
@@ -174,7 +178,7 @@ def empirical_constant(
     clouds = [*starts, *starting_measures(attention, n, radius, restarts, seed)]
     proposed = [pair for k, mu in enumerate(clouds) for pair in starting_pairs(attention, mu, radius, seed + k)]
     # Changing an atom that hardly weighs anything may be less than the rounding of the weights.
-    pairs = [(mu, nu, change) for mu, nu, change in proposed if distance(mu, nu) > resolution(mu, nu)]
+    pairs = [(mu, nu, change) for mu, nu, change in proposed if wasserstein(mu, nu) > resolution(mu, nu)]
     found = []
     for done, (mu, nu, change) in enumerate(pairs):
         if progress is not None:
@@ -185,7 +189,7 @@ def empirical_constant(
 
 
 def ascend(
-    attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure, radius: float, *, steps: int = 100, change: str = "given"
+    attention: MeanFieldAttention, mu: Measure, nu: Measure, radius: float, *, steps: int = 100, change: str = "given"
 ) -> PairRatio:
     """Move the points of μ and ν inside B_R so that their ratio grows; weights and positions stay.
 
@@ -221,3 +225,88 @@ def ascend(
     story = {"change": change, "history": tuple(history)}
     # X + (Y − X) may round to a hair outside the ball.
     return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), **story)
+
+
+def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:
+    """A light and a heavy Dirac in B_R at which the local W_2 constant is large: the mean-field limit of ``lower.groups``.
+
+    For every head the places u, w with the largest E = (u−w)ᵀAw are tried, with the light mass 1/(1 + te^E) at u, where t
+    maximises √t/(1+t)·(1 + tE/(1+t)) as in ``lower.meanfield``. Unmasked layers only.
+
+    Example:
+        >>> import lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> mu = two_diracs(MeanFieldAttention(lipscope.Attention(-W, W, W, scale=1.0)), radius=1.0)
+        >>> mu.size, round(mu.radius, 12)
+        (2, 1.0)
+    """
+    if attention.causal:
+        raise ValueError("two_diracs is for unmasked layers: a causal layer maps measures with positions")
+    best, found = -1.0, None
+    for head in range(attention.layer.heads):
+        A, _ = constructions.matrices(attention.layer, head)
+        candidates = [lower.best_pair(A, radius)]
+        candidates += [(-radius * e, radius * e) for gamma, e in lower.real_eigenvectors(A) if gamma < 0][:1]
+        for u, w in candidates:
+            E = max(0.0, float((u - w) @ A @ w))
+            t = torch.logspace(-4, 2, 601, dtype=torch.float64)
+            t_best = float(t[(t.sqrt() / (1 + t) * (1 + t * E / (1 + t))).argmax()])
+            light = max(_LIGHTEST, 1 / (1 + t_best * math.exp(min(E, 600.0))))
+            mu = Measure(inside_ball(torch.stack([u, w]), radius), torch.tensor([light, 1 - light]))
+            value = float(local_constant(attention, mu, solver=Auto(rtol=1e-3)).estimate)
+            if value > best:
+                best, found = value, mu
+    assert found is not None
+    return found
+
+
+def starting_measures(attention: MeanFieldAttention, n: int, radius: float, restarts: int, seed: int) -> list[Measure]:
+    """Two Diracs (unmasked), the constructions with n tokens, and random clouds in the ball."""
+    starts: list[Measure] = [] if attention.causal else [two_diracs(attention, radius)]
+    if n > 1:
+        worst = constructions.measured(attention.layer, radius, n).tokens
+        assert worst is not None
+        starts.append(attention.measure_of(inside_ball(worst, radius)))
+    law = Ball(attention.layer.width, radius)
+    return starts + [attention.measure_of(law.sample(n, seed + k)) for k in range(restarts)]
+
+
+def starting_pairs(
+    attention: MeanFieldAttention, mu: Measure, radius: float, seed: int
+) -> Iterator[tuple[Measure, Measure, str]]:
+    """Pairs (μ, ν, change) with ν a change of μ.
+
+    Inserting, deleting and duplicating tokens changes the law of positions, so that d_2 is infinite: these changes are made
+    to measures without positions only. Splitting every atom into two that part is possible everywhere.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mu = mu.support()
+    worst = local_constant(attention, mu, solver=Auto(vectors=True, seed=seed)).right
+    assert worst is not None
+    # Small in the metric of the measure, and for every atom: a light one moves far.
+    direction = worst[0] / float(worst[0].norm(dim=-1).max())
+    step = 1e-3 * radius * direction
+    # On the boundary of the ball only one of the two signs may lead inwards.
+    outwards = float((mu.weights[:, None] * mu.points * step).sum())
+    yield mu, mu.push(inside_ball(mu.points - math.copysign(1, outwards) * step, radius)), "move"
+    yield mu, mu.push(inside_ball(mu.points + 0.1 * radius * _noise(mu.points, generator), radius)), "move"
+    halves = mu.split()
+    yield mu, halves.push(inside_ball(halves.points + 0.1 * radius * _noise(halves.points, generator), radius)), "split"
+    if mu.positions is not None or not mu.is_uniform:
+        return
+    X, which = mu.points, int(torch.randint(mu.size, (), generator=generator))
+    yield mu, Measure(torch.cat([X, Ball(mu.dimension, radius).sample(1, seed)])), "insert"
+    if len(torch.unique(X, dim=0)) > 1:
+        yield mu, Measure(torch.cat([X[:which], X[which + 1 :]])), "delete"
+        yield mu, Measure(torch.cat([X, X[which : which + 1]])), "duplicate"
+
+
+def inside_ball(points: Tensor, radius: float) -> Tensor:
+    """Points outside the ball, moved to its boundary."""
+    norms: Tensor = points.norm(dim=-1, keepdim=True)
+    # A hair inside, so that rounding does not leave them outside.
+    return torch.where(norms > radius, points * (radius * (1 - 1e-15) / norms.clamp_min(1e-300)), points)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=torch.float64)

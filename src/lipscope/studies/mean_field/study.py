@@ -23,11 +23,12 @@ import torch
 from lipscope.rounding import round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
 from lipscope.spectral.solvers import Auto, Solver
-from lipscope.studies.mean_field.attention import AnyMeasure, MeanFieldAttention
+from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
 from lipscope.studies.mean_field.laws import Law
-from lipscope.studies.mean_field.operator import local_constant
+from lipscope.studies.mean_field.measures import Measure
 from lipscope.studies.mean_field.pairs import set_bound
-from lipscope.studies.mean_field.transport import distance
+from lipscope.studies.mean_field.transport import wasserstein
+from lipscope.studies.rows import Row, study_row
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,18 @@ class PlateauStudy:
         if len(self.lengths) < 4:
             return None
         return fit_plateau([row.n for row in self.rows], [row.sigma for row in self.rows], seed=self.seed)
+
+    def to_rows(self) -> list[Row]:
+        """One row per draw, with the columns of a scan: σ as an interval, W_2 ratios, and the refined constant."""
+        rows = []
+        for draw in self.rows:
+            interval = {name: getattr(draw, name) for name in ("n", "lower", "upper", "upper_kind", "delta")}
+            known = interval | {"estimate": draw.sigma, "input": draw.repeat, "mask": self.mask, "dtype": "float64"}
+            if math.isfinite(self.bound):
+                known |= {"radius_norm": self.law_radius, "refined_global": self.bound}
+            own = {name: getattr(draw, name) for name in ("radius", "bound", "distance", "ratio", "insertion")}
+            rows.append(study_row(known, kind=f"mean field, {self.law}", law=self.law, **own))
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers and strings only; infinite numbers become None."""
@@ -235,10 +248,10 @@ def _row(
     )
 
 
-def _ratio(attention: MeanFieldAttention, mu: AnyMeasure, nu: AnyMeasure) -> tuple[float, float | None]:
+def _ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure) -> tuple[float, float | None]:
     """The distance and the ratio; a law with atoms may draw the same measure twice, in any order, which has no ratio."""
-    apart = distance(mu, nu)
-    return apart, None if apart == 0 else distance(attention.image(mu), attention.image(nu)) / apart
+    apart = wasserstein(mu, nu)
+    return apart, None if apart == 0 else wasserstein(attention(mu), attention(nu)) / apart
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lipscope.studies.mean_field.attention import AnyMeasure
-from lipscope.studies.mean_field.measures import Measure, PositionedMeasure
+from lipscope.studies.mean_field.measures import Measure
 
 # Positions that differ by less are the same; so are masses at a position, relatively.
 POSITION_TOLERANCE = 1e-12
@@ -57,68 +56,43 @@ class Plan:
 
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2.0) -> float:
-    """W_p(μ, ν) for the Euclidean distance on R^d, exact up to rounding.
+    """W_p(μ, ν) for the Euclidean distance on R^d, exact up to rounding; d_p(μ̄, ν̄) for measures with positions.
 
     Args:
         mu: a measure.
-        nu: another one of the same dimension, with any number of atoms.
+        nu: another one of the same dimension, with any number of atoms; with positions when μ has them.
         p: the exponent, at least 1.
 
     Returns:
-        The distance, in the unit of the points.
+        The distance, in the unit of the points; infinite when the laws of the positions differ.
 
     Raises:
         ValueError: when p < 1 or the dimensions differ.
+        TypeError: when only one of them has positions.
 
     Example:
         >>> wasserstein(Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0], [3.0]]), p=1)
         1.0
-    """
-    return _distance(mu, nu, optimal_plan(mu, nu, p), p)
-
-
-def conditional_wasserstein(mu: PositionedMeasure, nu: PositionedMeasure, p: float = 2.0) -> float:
-    """d_p(μ̄, ν̄): transport inside every position, +∞ when the laws of the positions differ.
-
-    Args:
-        mu: a measure on [0,1] × R^d.
-        nu: another one of the same dimension.
-        p: the exponent, at least 1.
-
-    Returns:
-        The distance, in the unit of the points.
-
-    Raises:
-        ValueError: when p < 1 or the dimensions differ.
-        TypeError: when a measure has no positions.
-
-    Example:
         >>> X = torch.zeros(2, 1)
-        >>> conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(X + 3))
+        >>> wasserstein(Measure.from_tokens(X, ordered=True), Measure.from_tokens(X + 3, ordered=True))
         3.0
-        >>> conditional_wasserstein(PositionedMeasure.from_tokens(X), PositionedMeasure.from_tokens(X[:1]))
+        >>> wasserstein(Measure.from_tokens(X, ordered=True), Measure.from_tokens(X[:1], ordered=True))
         inf
     """
     _check(mu, nu, p)
-    if not isinstance(mu, PositionedMeasure):
-        raise TypeError(
-            "conditional_wasserstein compares measures with positions; use wasserstein for a Measure without them"
-        )
-    if not same_positions(mu, nu):
+    if mu.positions is not None and not same_positions(mu, nu):
         return math.inf
-    return _distance(mu, nu, optimal_plan(mu, nu, p), p)
+    plan = optimal_plan(mu, nu, p)
+    gaps = mu.points[plan.source] - nu.points[plan.target]
+    # Powers of tiny or huge distances would leave the range of floats: measure in units of the largest one.
+    unit = float(gaps.abs().max())
+    if unit == 0:
+        return 0.0
+    lengths = torch.linalg.vector_norm(gaps / unit, dim=-1)
+    return unit * math.pow(float((plan.mass * lengths**p).sum()), 1 / p)
 
 
-def distance(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> float:
-    """W_p between measures on R^d, d_p between measures with positions."""
-    if isinstance(mu, PositionedMeasure) and isinstance(nu, PositionedMeasure):
-        return conditional_wasserstein(mu, nu, p)
-    if isinstance(mu, Measure) and isinstance(nu, Measure):
-        return wasserstein(mu, nu, p)
-    raise TypeError(f"no distance between a {type(mu).__name__} and a {type(nu).__name__}")
-
-
-def resolution(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> float:
+def resolution(mu: Measure, nu: Measure, p: float = 2.0) -> float:
     """Distances up to this may be rounding of the weights alone: (n·eps)^{1/p}·max‖x_i − y_j‖, and 0 where masses are exact.
 
     They are exact between uniform clouds, between the same weights in the same order, and when one side is a single atom.
@@ -129,10 +103,8 @@ def resolution(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> float:
         0.0
     """
     _check(mu, nu, p)
-    if isinstance(mu, Measure):
-        assert isinstance(nu, Measure)
+    if mu.positions is None:
         return _resolution(mu, nu, p)
-    assert isinstance(nu, PositionedMeasure)
     if not same_positions(mu, nu) or len(mu.position_marginal()[0]) == mu.size == nu.size:
         return 0.0  # the distance is infinite, or every position holds one atom
     parts = [
@@ -150,40 +122,17 @@ def _resolution(mu: Measure, nu: Measure, p: float) -> float:
     return farthest * math.pow(max(mu.size, nu.size) * torch.finfo(torch.float64).eps, 1 / p)
 
 
-def optimal_plan(mu: AnyMeasure, nu: AnyMeasure, p: float = 2.0) -> Plan:
+def optimal_plan(mu: Measure, nu: Measure, p: float = 2.0) -> Plan:
     """A plan that attains the distance, with atoms numbered as in the measures.
 
     Raises:
         ValueError: for measures with positions whose laws of positions differ: nothing may move then.
     """
     _check(mu, nu, p)
-    if isinstance(mu, Measure):
+    if mu.positions is None or nu.positions is None:
         return _plan(mu.points, nu.points, mu.weights, nu.weights, p)
-    assert isinstance(nu, PositionedMeasure)
     if not same_positions(mu, nu):
         raise ValueError("the measures have different laws of positions, so that no plan keeps positions: d_p is infinite")
-    return _conditional_plan(mu, nu, p)
-
-
-def same_positions(mu: PositionedMeasure, nu: PositionedMeasure) -> bool:
-    """Whether both measures have the same first marginal θ, up to rounding."""
-    (s, a), (t, b) = mu.position_marginal(), nu.position_marginal()
-    if len(s) != len(t) or bool(((s - t).abs() > POSITION_TOLERANCE).any()):
-        return False
-    return bool(((a - b).abs() <= MASS_TOLERANCE * torch.maximum(a, b)).all())
-
-
-def _distance(mu: AnyMeasure, nu: AnyMeasure, plan: Plan, p: float) -> float:
-    gaps = mu.points[plan.source] - nu.points[plan.target]
-    # Powers of tiny or huge distances would leave the range of floats: measure in units of the largest one.
-    unit = float(gaps.abs().max())
-    if unit == 0:
-        return 0.0
-    lengths = torch.linalg.vector_norm(gaps / unit, dim=-1)
-    return unit * math.pow(float((plan.mass * lengths**p).sum()), 1 / p)
-
-
-def _conditional_plan(mu: PositionedMeasure, nu: PositionedMeasure, p: float) -> Plan:
     places, masses = mu.position_marginal()
     if len(places) == mu.size == nu.size:
         # One atom at every position on both sides: each goes to the one that shares its position.
@@ -195,7 +144,15 @@ def _conditional_plan(mu: PositionedMeasure, nu: PositionedMeasure, p: float) ->
     return Plan(*(torch.cat([getattr(part, name) for part in parts]) for name in ("source", "target", "mass")))
 
 
-def _by_position(mu: PositionedMeasure, nu: PositionedMeasure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+def same_positions(mu: Measure, nu: Measure) -> bool:
+    """Whether both measures have the same first marginal θ, up to rounding."""
+    (s, a), (t, b) = mu.position_marginal(), nu.position_marginal()
+    if len(s) != len(t) or bool(((s - t).abs() > POSITION_TOLERANCE).any()):
+        return False
+    return bool(((a - b).abs() <= MASS_TOLERANCE * torch.maximum(a, b)).all())
+
+
+def _by_position(mu: Measure, nu: Measure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """At every position: the atoms of μ and ν there, their weights normalised to one, and the mass of the position."""
     places_mu, masses = mu.position_marginal()
     places_nu, _ = nu.position_marginal()
@@ -277,9 +234,9 @@ def _pot() -> ModuleType:
     return module
 
 
-def _check(mu: AnyMeasure, nu: AnyMeasure, p: float) -> None:
-    if type(mu) is not type(nu) or not isinstance(mu, Measure | PositionedMeasure):
-        raise TypeError(f"no distance between a {type(mu).__name__} and a {type(nu).__name__}")
+def _check(mu: Measure, nu: Measure, p: float) -> None:
+    if (mu.positions is None) != (nu.positions is None):
+        raise TypeError("no distance between a measure with positions and one without: give both positions, or neither")
     if mu.dimension != nu.dimension:
         raise ValueError(f"the measures have different dimensions, {mu.dimension} and {nu.dimension}")
     if not 1 <= p < math.inf:

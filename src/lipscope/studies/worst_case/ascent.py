@@ -8,13 +8,16 @@ with the top singular pair (u, v) held fixed, then a few warm Golub–Kahan step
 same length, whatever its share of the gradient: the set is a product of balls, so this is still an ascent direction, and
 it is what brings tokens of small gradient to their place. A step is kept only when the Ritz value grows; it is a lower
 bound of σ, so σ at the end is at least what it was at the start, also where singular values cluster and ⟨u, dJ v⟩ is only
-a subgradient.
+a subgradient. After k Golub–Kahan steps from v the largest Ritz value θ obeys ‖Jv‖ ≤ θ ≤ σ.
+
+A search begins at every construction, at the inputs the user hands over, at jittered copies of these, and at noise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,20 +27,26 @@ from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator, VariantOperator
 from lipscope.attention.variants import Variant
 from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
-from lipscope.measure.sigma import local_lipschitz
+from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.rounding import interval
+from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.ritz import RitzPairs
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.worst_case.constructions import Construction, check_length, construct
 from lipscope.studies.worst_case.domain import Domain, domain_of
-from lipscope.studies.worst_case.progress import Progress, reporting
-from lipscope.studies.worst_case.starts import Given, gather_starts
-from lipscope.studies.worst_case.warm import TopPair, cold_pair, warm_pair
+
+Given: TypeAlias = Tensor | Mapping[str, Tensor] | None
+Progress: TypeAlias = Callable[[int, int, str], None]
 
 _FIRST_STEP, _GROW, _SHRINK, _LONGEST, _SHORTEST = 0.3, 1.2, 0.4, 4.0, 1e-9
 _MOMENTUM = 0.9
 _WARM_STEPS = 4
 _LOOK_AROUND = 25
+_JITTER = 0.1
+_RADII = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +77,8 @@ class Ascent:
     inputs: Tensor
     stopped: str
 
-    def to_rows(self) -> list[dict[str, Any]]:
-        """One plain dictionary per restart."""
+    def restarts(self) -> list[dict[str, Any]]:
+        """One plain dictionary per restart: where it began, σ there and at its end."""
         return [
             {"restart": i, "from": label, "start": float(self.starts[i]), "end": float(self.ends[i]), "best": i == self.best}
             for i, label in enumerate(self.labels)
@@ -99,7 +108,7 @@ def maximise(
     patience: int = 30,
     solver: Solver | None = None,
     dtype: torch.dtype = torch.float64,
-    progress: Progress | bool = False,
+    progress: Progress | None = None,
 ) -> Ascent:
     """Search for the input with the largest σ: sup of σ(X) over tokens in a set, from below.
 
@@ -120,7 +129,7 @@ def maximise(
         patience: see ``tolerance``.
         solver: how the final values are measured; ``Auto()`` by default.
         dtype: dtype of the search, float64 or float32; values are measured in float64.
-        progress: True for a progress bar on standard error, or a function of (steps done, steps, what).
+        progress: called with (steps done, steps, what).
 
     Returns:
         An ``Ascent``. Its σ is at least that of every start, as all of them are measured too.
@@ -150,8 +159,7 @@ def maximise(
     built = construct(plain, n, radius=radius, norm=norm) if built is None else built
     begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
     search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
-    with reporting(progress) as report:
-        taken = search.run(steps, tolerance, patience, report)
+    taken = search.run(steps, tolerance, patience, progress)
     precise = attention.to(torch.float64)
     candidates = torch.cat([domain.tokens(begin.z), domain.tokens(search.z.double())])
     measured = local_lipschitz(precise, candidates, solver=solver or Auto(), certificate=False).estimate
@@ -186,7 +194,7 @@ class _Search:
         self.moved = torch.zeros_like(z)
         self.history = [self.pair.theta.clone()]
 
-    def run(self, steps: int, tolerance: float, patience: int, report: Progress) -> int:
+    def run(self, steps: int, tolerance: float, patience: int, report: Progress | None) -> int:
         """Move until nothing moves any more, or the steps are used up; returns how many were taken."""
         for step in range(1, steps + 1):
             self._advance()
@@ -194,7 +202,8 @@ class _Search:
                 self._look_around(step)
             self.history.append(self.pair.theta.clone())
             self._retire(step, tolerance, patience)
-            report(step, steps, f"σ ≥ {float(self.pair.theta.max()):.4g}")
+            if report is not None:
+                report(step, steps, f"σ ≥ {float(self.pair.theta.max()):.4g}")
             if not self.active.numel():
                 return step
         return steps
@@ -247,3 +256,94 @@ class _Search:
         # Tokens whose gradient is rounding stay where they are.
         floor = 1e3 * torch.finfo(g.dtype).eps * norms.amax(1, keepdim=True)
         return torch.where(norms > floor, g / norms.clamp_min(torch.finfo(g.dtype).tiny), torch.zeros_like(g))
+
+
+@dataclass(frozen=True, eq=False)
+class Starts:
+    """Start points in the coordinates of a set.
+
+    Attributes:
+        z: coordinates (B, n, d), float64.
+        labels: one name per start.
+    """
+
+    z: Tensor
+    labels: tuple[str, ...]
+
+
+def gather_starts(
+    domain: Domain, built: tuple[Construction, ...], given: Given, restarts: int, n: int, width: int, seed: int
+) -> Starts:
+    """All constructions and all given inputs; then jittered constructions and noise in turns until there are ``restarts``.
+
+    Tokens of given inputs that lie outside the set are moved to its nearest point.
+    """
+    parts = [(c.name, domain.coordinates(c.tokens.double())) for c in built]
+    named = {} if given is None else {"given": given} if isinstance(given, Tensor) else dict(given)
+    for name, inputs in named.items():
+        batch = check_tokens(inputs).double().cpu()
+        if batch.shape[1:] != (n, width):
+            raise ValueError(f"starts must have shape ({n}, {width}) or (B, {n}, {width}), got {tuple(inputs.shape)}")
+        parts += [(f"{name} {i}" if len(batch) > 1 else name, domain.coordinates(X)) for i, X in enumerate(batch)]
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise() -> Tensor:
+        return torch.nn.functional.normalize(torch.randn(n, width, generator=generator, dtype=torch.float64), dim=-1)
+
+    known = list(parts)
+    for index in range(max(0, restarts - len(known))):
+        # One in three moves a known input a little, which breaks its symmetry; the others are tokens of a given norm.
+        if index % 3 == 2 and known:
+            name, z = known[index // 3 % len(known)]
+            parts.append((f"{name}, jittered", domain.project(z + _JITTER * domain.size * noise())))
+        else:
+            share = _RADII[index // 3 % len(_RADII)] if index % 3 == 0 else 1.0
+            parts.append((f"noise {share:g}", domain.project(share * domain.size * noise())))
+    return Starts(torch.stack([z for _, z in parts]), tuple(name for name, _ in parts))
+
+
+@dataclass(frozen=True, eq=False)
+class TopPair:
+    """Approximate top singular triplets of a batch: θ (B,) ≤ σ in float64, unit u (B, M) and v (B, N), θ = ⟨u, Jv⟩."""
+
+    theta: Tensor
+    left: Tensor
+    right: Tensor
+
+    def select(self, items: Tensor) -> TopPair:
+        """Keep the listed items."""
+        return TopPair(self.theta[items], self.left[items], self.right[items])
+
+
+def cold_pair(operator: Operator, *, rtol: float = 1e-3, seed: int = 0) -> TopPair:
+    """The top pairs from a random start."""
+    output = GolubKahan(rtol=rtol, vectors=True, interval=None, seed=seed).solve(operator)
+    assert output.left is not None
+    assert output.right is not None
+    return TopPair(output.estimate, output.left[:, 0], output.right[:, 0])
+
+
+def warm_pair(operator: Operator, start: Tensor, steps: int) -> TopPair:
+    """The top Ritz pairs after ``steps`` products J·v and one less Jᵀ·u, from unit vectors ``start`` (B, N)."""
+    M, N = operator.shape
+    steps = min(steps, M, N)
+    U, V = Basis(operator.batch, M, start), Basis(operator.batch, N, start)
+    V.append(start)
+    alpha = torch.zeros(operator.batch, steps, dtype=torch.float64, device=start.device)
+    beta = torch.zeros_like(alpha)
+    for j in range(steps):
+        u = U.remove(operator.matvec(V.last))
+        alpha[:, j] = scaled_norm(u)
+        U.append(unit_rows(u, alpha[:, j]))
+        if j + 1 == steps:
+            break  # J V = U B is complete: the last Jᵀ would only tell the residual
+        v = V.remove(operator.rmatvec(U.last))
+        # What is left after an exhausted recurrence is rounding: it must not become a direction.
+        norm = scaled_norm(v)
+        beta[:, j] = norm.masked_fill(norm <= 8 * torch.finfo(v.dtype).eps * alpha.amax(1), 0.0)
+        V.append(unit_rows(v, beta[:, j]))
+    ritz = RitzPairs(alpha, beta, 1)
+    assert ritz.left is not None
+    rows = torch.arange(operator.batch, device=start.device)
+    right, left = V.combine(rows, ritz.right[:, :, :1])[:, 0], U.combine(rows, ritz.left[:, :, :1])[:, 0]
+    return TopPair(ritz.values[:, 0], left, right)

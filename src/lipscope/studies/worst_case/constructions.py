@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from lipscope.bounds.constructions import closed_form
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
+from lipscope.studies.rows import Row, sigma_row
 from lipscope.studies.worst_case.domain import Ball, Domain, domain_of
 from lipscope.studies.worst_case.grouped import group_gain, has_closed_form
 from lipscope.studies.worst_case.head_pairs import HeadPairs
@@ -59,14 +59,10 @@ class Construction:
     limit: float | None = None
     note: str = ""
 
-    def to_row(self) -> dict[str, Any]:
-        """A plain dictionary: numbers and strings only."""
-        s = self.sigma
-        return {
-            "name": self.name, "head": self.head, "n": self.tokens.shape[0], "m": self.m, "predicted": self.predicted,
-            "lower": float(s.lower), "estimate": float(s.estimate), "upper": float(s.upper), "upper_kind": str(s.upper_kind),
-            "limit": self.limit, "note": self.note,
-        }  # fmt: skip
+    def to_row(self) -> Row:
+        """A row with the columns of a scan, and how the input was built."""
+        own = {"name": self.name, "m": self.m, "predicted": self.predicted, "limit": self.limit, "note": self.note}
+        return sigma_row(self.sigma, kind=self.name, tokens=self.tokens, built_from_head=self.head, **own)
 
 
 def construct(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from lipscope.measure.sigma import local_lipschitz
 from lipscope.rounding import round_down
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
-from lipscope.studies.worst_case.ascent import Ascent, maximise
+from lipscope.studies.rows import Row, sigma_row
+from lipscope.studies.worst_case.ascent import Ascent, Progress, maximise
 from lipscope.studies.worst_case.constructions import Construction, construct
 from lipscope.studies.worst_case.domain import domain_of
-from lipscope.studies.worst_case.progress import Progress, reporting
 
 Method: TypeAlias = Literal["construct", "ascend"]
 
@@ -102,21 +102,21 @@ class Growth:
             lines["given"] = [w.given for w in self.worst if w.given is not None]
         return lines | {name: [w.bounds[name] for w in self.worst] for name in self.worst[0].bounds}
 
-    def to_rows(self) -> list[dict[str, Any]]:
-        """One plain dictionary per length and source: σ as an interval, the prediction, and the least upper bound."""
+    def to_rows(self) -> list[Row]:
+        """One row per length and source, with the columns of a scan: σ as an interval, the prediction, the least bound."""
         rows = []
         for w in self.worst:
-            least = min(w.bounds.values())
-            entries = [(c.name, c.sigma, c.predicted, c.note) for c in w.built]
-            entries += (
-                [] if w.ascent is None else [("ascent", w.ascent.sigma, None, f"from {w.ascent.labels[w.ascent.best]}")]
-            )
-            for name, s, predicted, note in entries:
-                rows.append(
-                    {"n": w.n, "source": name, "lower": float(s.lower), "estimate": float(s.estimate),
-                     "upper": float(s.upper), "upper_kind": str(s.upper_kind), "predicted": predicted,
-                     "bound": least, "worst": name == w.source, "note": note}
-                )  # fmt: skip
+            entries = [(c.name, c.tokens, c.sigma, c.predicted, c.note) for c in w.built]
+            if w.ascent is not None:
+                origin = f"from {w.ascent.labels[w.ascent.best]}"
+                entries.append(("ascent", w.ascent.tokens, w.ascent.sigma, None, origin))
+            # Set bounds hold on the whole set, as those of a scan do for every input of the model.
+            known = {"radius_norm": self.radius, "refined_global": _least(w.bounds, "refined")}
+            known |= {"castin2024_global": _least(w.bounds, "castin2024")}
+            for name, tokens, sigma, predicted, note in entries:
+                row = sigma_row(sigma, kind=name, tokens=tokens, source=name, predicted=predicted)
+                own = {"bound": min(w.bounds.values()), "worst": name == w.source, "set": self.domain, "note": note}
+                rows.append(row | known | own)
         return rows
 
 
@@ -132,7 +132,7 @@ def growth(
     restarts: int = 16,
     steps: int = 200,
     seed: int = 0,
-    progress: Progress | bool = False,
+    progress: Progress | None = None,
 ) -> Growth:
     """The worst σ found at every length, and its exponent.
 
@@ -147,7 +147,7 @@ def growth(
         restarts: see ``maximise``.
         steps: see ``maximise``.
         seed: see ``maximise``.
-        progress: True for a progress bar on standard error, or a function of (lengths done, lengths, what).
+        progress: called with (lengths done, lengths, what).
 
     Returns:
         A ``Growth``.
@@ -170,20 +170,20 @@ def growth(
     at = attention if callable(attention) and not isinstance(attention, Attention) else lambda n: attention
     ordered = sorted(set(lengths))
     worst: list[WorstInput] = []
-    with reporting(progress) as report:
-        for done, n in enumerate(ordered, start=1):
-            layer = at(n)
-            assert isinstance(layer, Attention)
-            given = None if starts is None else starts(n).double()
-            built = construct(layer, n, radius=radius, norm=norm, head=head)
-            ascent = None
-            if method == "ascend":
-                ascent = maximise(
-                    layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
-                    starts=_more_starts(given, worst[-1].tokens if worst else None, n),
-                )  # fmt: skip
-            worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
-            report(done, len(ordered), f"n = {n}: σ ≥ {round_down(worst[-1].sigma.lower)}")
+    for done, n in enumerate(ordered, start=1):
+        layer = at(n)
+        assert isinstance(layer, Attention)
+        given = None if starts is None else starts(n).double()
+        built = construct(layer, n, radius=radius, norm=norm, head=head)
+        ascent = None
+        if method == "ascend":
+            ascent = maximise(
+                layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
+                starts=_more_starts(given, worst[-1].tokens if worst else None, n),
+            )  # fmt: skip
+        worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
+        if progress is not None:
+            progress(done, len(ordered), f"n = {n}: σ ≥ {round_down(worst[-1].sigma.lower)}")
     domain = domain_of(radius, norm, layer.width)
     found = Growth(tuple(worst), str(domain), domain.radius, {})
     if len(ordered) < 3:
@@ -218,3 +218,8 @@ def _more_starts(given: Tensor | None, previous: Tensor | None, n: int) -> dict[
     if previous is not None:
         starts["shorter"] = previous[torch.arange(n) % previous.shape[0]]
     return starts
+
+
+def _least(bounds: dict[str, float], source: str) -> float | None:
+    """The least of the bounds whose names begin with ``source``."""
+    return min((value for name, value in bounds.items() if name.startswith(source)), default=None)

@@ -23,8 +23,9 @@ from lipscope.models.inputs import TokenArguments
 from lipscope.models.model import Model
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
+from lipscope.studies.rows import Row, study_row
+from lipscope.studies.worst_case.ascent import Progress
 from lipscope.studies.worst_case.model_gradient import embedding_gradient, embedding_table
-from lipscope.studies.worst_case.progress import Progress, reporting
 
 _BATCH = 32
 # Candidates are compared with one another: their upper ends do not matter.
@@ -81,8 +82,6 @@ class TokenAttack:
         substitutions: in the order in which they were made; empty when nothing raised σ.
         before_text: the text as given.
         after_text: the worst text.
-        before_ids: its token ids (n,).
-        after_ids: the new ones.
         retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
         tried: every measured candidate.
     """
@@ -92,14 +91,17 @@ class TokenAttack:
     substitutions: tuple[Substitution, ...]
     before_text: str
     after_text: str
-    before_ids: Tensor
-    after_ids: Tensor
     retokenises: bool | None
     tried: tuple[Trial, ...]
 
-    def to_rows(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[dict[str, Any]]:
         """One plain dictionary per substitution."""
         return [{"round": i + 1, **vars(s)} for i, s in enumerate(self.substitutions)]
+
+    def to_rows(self) -> list[Row]:
+        """Two rows with the columns of a scan: σ of the text as given, and of the worst text."""
+        texts = (("text as given", self.before, self.before_text), ("worst text", self.after, self.after_text))
+        return [study_row(sigma.to_rows()[0], kind=kind, words=words) for kind, sigma, words in texts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ def attack_tokens(
     k: int = 1,
     candidates: int = 64,
     beam: int = 1,
-    progress: Progress | bool = False,
+    progress: Progress | None = None,
 ) -> TokenAttack:
     """Replace at most k tokens so that σ of a layer becomes as large as possible.
 
@@ -132,7 +134,7 @@ def attack_tokens(
         k: most tokens to replace. Special tokens are neither replaced nor put in.
         candidates: substitutions measured per round and path.
         beam: paths kept from round to round; 1 is greedy.
-        progress: True for a progress bar on standard error, or a function of (rounds done, rounds, what).
+        progress: called with (rounds done, rounds, what).
 
     Returns:
         A ``TokenAttack``; every σ in it was measured, none is an extrapolation.
@@ -170,21 +172,19 @@ def attack_tokens(
     best = _Path(start[0], float(before.estimate.flatten()[0]), ())
     paths = [best]
     tried: list[Trial] = []
-    with reporting(progress) as report:
-        for number in range(k):
-            following: list[_Path] = []
-            for path in paths:
-                following += _successors(handle, path, words, layer, head, candidates, number, tried)
-            paths = _distinct(sorted(following, key=lambda path: -path.sigma))[:beam]
-            best = max(best, *paths[:1], key=lambda path: path.sigma) if paths else best
-            report(number + 1, k, f"σ = {best.sigma:.4g}")
-            if not paths:
-                break
+    for number in range(k):
+        following: list[_Path] = []
+        for path in paths:
+            following += _successors(handle, path, words, layer, head, candidates, number, tried)
+        paths = _distinct(sorted(following, key=lambda path: -path.sigma))[:beam]
+        best = max(best, *paths[:1], key=lambda path: path.sigma) if paths else best
+        if progress is not None:
+            progress(number + 1, k, f"σ = {best.sigma:.4g}")
+        if not paths:
+            break
     after = before if best.ids.equal(start[0]) else _measure(handle, best.ids[None], layer, head, Auto())
     old, new = words.write(start[0]), words.write(best.ids)
-    return TokenAttack(
-        before, after, best.made, old, new, start[0].cpu(), best.ids.cpu(), words.reads_back(new, best.ids), tuple(tried)
-    )
+    return TokenAttack(before, after, best.made, old, new, words.reads_back(new, best.ids), tuple(tried))
 
 
 def _successors(

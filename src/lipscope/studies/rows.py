@@ -1,0 +1,69 @@
+"""Rows of studies: the columns of a scan, then a study's own, so that ``lipscope report`` reads what every study writes.
+
+A study measures one layer. What tells its curves from one another (a construction, a kind of attention, a law of tokens) is
+in the column ``kind``; who the layer is, in ``model``, ``layer``, ``head`` and ``text``, which the caller knows.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lipscope.models.measure import COLUMNS
+from lipscope.spectral.result import SpectralNorm
+
+Row = dict[str, Any]
+
+
+def study_row(found: Mapping[str, Any], *, kind: str, tokens: Tensor | None = None, **own: Any) -> Row:
+    """One row: every column of a scan (None where the study does not know it), ``kind``, and the study's own columns.
+
+    Args:
+        found: what is known of the scan's columns: a row of ``SpectralNorm.to_rows``, say.
+        kind: what tells this curve from the study's others.
+        tokens: the input (n, d), whose norms are columns.
+        **own: further columns.
+
+    Example:
+        >>> row = study_row({"n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}, kind="pair", m=1)
+        >>> row["layer"], row["input"], row["kind"], row["m"], row["certified"]
+        (0, 0, 'pair', 1, None)
+    """
+    known: Row = {"layer": 0, "input": 0, "scope": "attention", **found}
+    if tokens is not None:
+        norms = tokens.norm(dim=-1)
+        known |= {"n": len(tokens), "radius_max": float(norms.max()), "radius_rms": float(norms.square().mean().sqrt())}
+    return {name: known.get(name) for name in COLUMNS} | {"text": None, "kind": kind} | own
+
+
+def sigma_row(sigma: SpectralNorm, **columns: Any) -> Row:
+    """The row of a σ that was measured at one input; see ``study_row``."""
+    (found,) = sigma.to_rows()
+    return study_row(found, **columns)
+
+
+def identified(
+    rows: Sequence[Row], *, model: str | None = None, layer: int = 0, head: int | None = None, text: str | None = None
+) -> list[Row]:
+    """The rows of a study with whose layer it was: model, layer index, head (before W_O) and the text that was read."""
+    who: Row = {"model": model, "layer": layer, "head": head, "text": text}
+    if head is not None:
+        who["scope"] = "head"
+    return [row | who for row in rows]
+
+
+def write_rows(rows: Sequence[Row], directory: str | os.PathLike[str]) -> None:
+    """Write ``rows.json`` and ``rows.csv`` into a directory, which is made when it does not exist."""
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "rows.json").write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
+    with (place / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
