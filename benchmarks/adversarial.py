@@ -18,10 +18,9 @@ import torch
 import lipscope
 from lipscope.attention.operators import AttentionOperator
 from lipscope.studies.worst_case import ascent, maximise
+from lipscope.studies.worst_case.ascent import gather_starts, warm_pair
 from lipscope.studies.worst_case.constructions import construct
 from lipscope.studies.worst_case.domain import Ball
-from lipscope.studies.worst_case.ascent import gather_starts
-from lipscope.studies.worst_case.ascent import warm_pair
 
 WIDTH, HEADS, TOKENS, RESTARTS, STEPS, RADIUS = 64, 4, 64, 16, 200, 8.0
 

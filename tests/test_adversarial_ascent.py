@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
 
 import cases
 import lipscope
@@ -11,6 +10,7 @@ from lipscope.attention.operators import AttentionOperator
 from lipscope.measure.gradient import SigmaGradient
 from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, maximise
+from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
 from lipscope.studies.worst_case.domain import Ball, NormImage
 
 LAYER_NORM = lipscope.LayerNorm(cases.random(6, seed=9).abs() + 0.1, 0.3 * cases.random(6, seed=8))

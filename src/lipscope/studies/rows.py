@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lipscope.models.measure import COLUMNS
+from lipscope.measure.columns import COLUMNS
 from lipscope.spectral.result import SpectralNorm
 
 Row = dict[str, Any]
