@@ -15,14 +15,12 @@ from lipscope.models.selftest import check_causality
 from lipscope.runs import Store, expand
 from lipscope.runs.work import loaded_model
 from lipscope.studies.paper.adversarial_points import paper_case, real_eigenvalues, strongest_head
-from lipscope.studies.paper.cast import find_cast
-from lipscope.studies.paper.causal_bert import causal_bert, masked
+from lipscope.studies.paper.cast import causal_bert, find_cast, masked
 from lipscope.studies.paper.differences import VARIANTS
 from lipscope.studies.paper.figure_files import write_figure
 from lipscope.studies.paper.layers import weights_of
 from lipscope.studies.paper.plain_torch import plain_forward, power_loop, textbook_seconds
-from lipscope.studies.paper.plan import paper_plan
-from lipscope.studies.paper.settings import FULL, MODES
+from lipscope.studies.paper.plan import FULL, MODES, paper_plan
 from paper_cases import TINY, tiny_zoo
 
 runner = CliRunner()

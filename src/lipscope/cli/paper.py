@@ -51,8 +51,8 @@ def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
         Run it again to go on where it stopped.
         """
         with clear_errors(debug), gentle_end():
+            from lipscope.studies.paper.plan import MODES
             from lipscope.studies.paper.run import STORE, reproduce
-            from lipscope.studies.paper.settings import MODES
 
             for name, count in (("workers", workers), ("threads", threads)):
                 if count is not None and count < 1:

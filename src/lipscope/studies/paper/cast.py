@@ -1,16 +1,25 @@
 """Who plays whom: the paper's models where they can be had, and what stands in for them where they cannot.
 
-A stand-in keeps its own name everywhere. Random models are drawn here and always there.
+A stand-in keeps its own name everywhere. Randomly initialised models are built locally and are always available. Models of
+BERT's kind also appear under a causal mask: the same weights, and no token sees its future.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+
+from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, load_named
+from lipscope.models.model import Model
 from lipscope.runs.plan import ModelChoice
-from lipscope.studies.paper.causal_bert import LOADER, SUFFIX
+
+# Named in plans, so that a worker finds the loader by itself.
+LOADER = "lipscope.studies.paper.cast:causal_bert"
+SUFFIX = "-causal"
 
 BERT, GPT2 = "bert-base-uncased", "gpt2"
 _STANDS_FOR_BERT = ("minilm-l6",)
@@ -102,3 +111,38 @@ def _pretrained(asked: str | None, wanted: str, stand_ins: tuple[str, ...]) -> l
     except (FileNotFoundError, ValueError, OSError):
         there = [name for name in stand_ins if name in ZOO and ZOO[name].missing is None]
         return [(name, name, wanted) for name in there]
+
+
+def causal_bert(name: str, dtype: torch.dtype | None = None) -> Model:
+    """A model of BERT's kind under a causal mask, what ``transformers`` calls a BERT decoder.
+
+    Args:
+        name: what ``lipscope.load`` takes; its configuration must know ``is_decoder``.
+        dtype: float32 or float64; that of the weights by default.
+
+    Returns:
+        The model. Loading runs the self-tests, one of which asks that nothing leaks from later tokens, exactly.
+
+    Raises:
+        ValueError: when the model has no causal form.
+    """
+    found = masked(load_named(name))
+    return Model(found.model, found.tokenizer, name=found.name, notes=found.notes, dtype=dtype)
+
+
+def masked(found: Loaded) -> Loaded:
+    """The same weights in a model that masks the future."""
+    config: Any = getattr(found.model, "config", None)
+    if getattr(config, "is_decoder", None) is not False:
+        raise ValueError(f"{found.name} is no bidirectional model of BERT's kind, so it has no causal form")
+    from transformers.initialization import no_init_weights
+
+    causal = copy.deepcopy(config)
+    causal.is_decoder = True
+    # No weights are drawn: they would be replaced at once. What draws all the same leaves the generator as it was.
+    with torch.random.fork_rng(devices=[]), no_init_weights():
+        # In the dtype of the weights before they are copied: half of their digits would be lost otherwise.
+        model = type(found.model)(causal).to(next(found.model.parameters()).dtype)
+    model.load_state_dict(found.model.state_dict())
+    notes = (*found.notes, "a causal mask that the model was not trained with")
+    return Loaded(model.eval(), found.tokenizer, found.name + SUFFIX, notes)

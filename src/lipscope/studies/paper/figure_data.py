@@ -14,8 +14,7 @@ from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, Row
 from lipscope.studies.paper.cast import Cast, Member
 from lipscope.studies.paper.findings import PUBLISHED_LAYER, PUBLISHED_MODEL
-from lipscope.studies.paper.plan import NORM_SCOPES
-from lipscope.studies.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_CASE_EXPONENT
+from lipscope.studies.paper.plan import NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_CASE_EXPONENT
 
 # The colours of Okabe and Ito, which everyone can tell apart.
 BLUE, ORANGE, GREEN, PINK, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#777777"

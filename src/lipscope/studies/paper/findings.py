@@ -13,8 +13,13 @@ from lipscope.rounding import span
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.studies.paper.cast import Cast
-from lipscope.studies.paper.plan import ADVERSARIAL
-from lipscope.studies.paper.settings import PUBLISHED_EXPONENT, PUBLISHED_FACTOR, REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT
+from lipscope.studies.paper.plan import (
+    ADVERSARIAL,
+    PUBLISHED_EXPONENT,
+    PUBLISHED_FACTOR,
+    REAL_TEXT_EXPONENT,
+    WORST_CASE_EXPONENT,
+)
 
 # The public repository draws its curve for this model and layer.
 PUBLISHED_MODEL, PUBLISHED_LAYER = "gpt2-random", 6

@@ -1,7 +1,12 @@
-"""The experiments as a sweep: one plan of five blocks, whose rows tell by ``experiment`` where they belong."""
+"""The experiments of the paper as data, and as a sweep: one plan of five blocks, whose rows name their ``experiment``.
+
+What the paper fixes (lengths, layers, radii) is said in ``FULL``, and so is what we chose (how long an ascent is, how many
+certificates); ``QUICK`` is a sample of it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from lipscope.models.corpora import CORPORA
@@ -9,10 +14,103 @@ from lipscope.runs.plan import Block, Plan
 from lipscope.studies.paper import adversarial_points, differences, real_text
 from lipscope.studies.paper.cast import Cast, Member
 from lipscope.studies.paper.layers import FIRST_AND_MIDDLE
-from lipscope.studies.paper.settings import TEXT, TEXT_WITHOUT_PACKAGES, Settings
 
+# What the paper's public repository draws: σ ≈ 0.445·n^0.25 on random GPT-2, layer 6.
+PUBLISHED_FACTOR, PUBLISHED_EXPONENT = 0.445, 0.25
+# What the theorems speak of: n^{1/4} was read off real text, √n is the worst case.
+REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT = 0.25, 0.5
+
+TEXT, TEXT_WITHOUT_PACKAGES = "alice", "python-docs"
 GROWTH, LONG, ADVERSARIAL, LAYERNORM, DIFFERENCES = "growth", "long range", "adversarial", "layernorm", "differences"
 NORM_SCOPES = ("attention", "norm+attention", "attention+residual")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of every experiment.
+
+    Attributes:
+        name: ``"quick"`` or ``"full"``.
+        lengths: numbers of tokens on real text.
+        long_lengths: further ones for models of BERT's kind.
+        inputs: inputs per length, disjoint in the text.
+        long_inputs: those of the further lengths.
+        certificates: how many of them also get the certified upper bound.
+        radii: norms of the adversarial tokens.
+        adversarial_lengths: numbers of adversarial tokens.
+        ascent_lengths: those among them from which gradient ascent starts.
+        ascent_restarts: starts per ascent.
+        ascent_steps: steps per start.
+        norm_layers: layers of the LayerNorm study, evenly spread.
+        norm_lengths: its numbers of tokens.
+        norm_inputs: its inputs per length.
+        difference_length: number of tokens at which differences from the published scripts are measured.
+        difference_inputs: inputs for that.
+        rtol: relative accuracy of σ.
+        interval: widest relative interval around σ to stop with.
+        threads: torch threads; part of every row's identity.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    long_lengths: tuple[int, ...]
+    inputs: int
+    long_inputs: int
+    certificates: int
+    radii: tuple[float, ...]
+    adversarial_lengths: tuple[int, ...]
+    ascent_lengths: tuple[int, ...]
+    ascent_restarts: int
+    ascent_steps: int
+    norm_layers: int
+    norm_lengths: tuple[int, ...]
+    norm_inputs: int
+    difference_length: int
+    difference_inputs: int
+    rtol: float = 1e-3
+    interval: float = 0.2
+    threads: int = 1
+
+
+FULL = Settings(
+    name="full",
+    lengths=tuple(range(2, 99, 2)),
+    long_lengths=(102, 202, 302, 402, 502),
+    inputs=10,
+    long_inputs=3,
+    certificates=1,
+    radii=(15.5, 21.5, 100.0, 10.0),
+    adversarial_lengths=tuple(range(2, 98, 5)),
+    ascent_lengths=(2, 17, 47, 97),
+    ascent_restarts=4,
+    ascent_steps=20,
+    norm_layers=6,
+    norm_lengths=(8, 16, 32, 64),
+    norm_inputs=2,
+    difference_length=48,
+    difference_inputs=10,
+)
+
+QUICK = Settings(
+    name="quick",
+    lengths=(2, 4, 8, 16, 32),
+    long_lengths=(64,),
+    inputs=2,
+    long_inputs=1,
+    certificates=1,
+    radii=(15.5, 100.0),
+    adversarial_lengths=(7, 32),
+    ascent_lengths=(7,),
+    ascent_restarts=4,
+    ascent_steps=10,
+    norm_layers=3,
+    norm_lengths=(8, 24),
+    norm_inputs=1,
+    difference_length=16,
+    difference_inputs=4,
+)
+
+MODES = {"quick": QUICK, "full": FULL}
 
 
 def paper_text() -> str:

@@ -32,8 +32,7 @@ from lipscope.studies.paper.figure_files import write_figure
 from lipscope.studies.paper.layers import chosen_layers, weights_of
 from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
 from lipscope.studies.paper.plain_torch import textbook_seconds
-from lipscope.studies.paper.plan import GROWTH, LONG, paper_plan, paper_text
-from lipscope.studies.paper.settings import FULL, Settings
+from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
 
 STORE = "RUN.db"
 _SAMPLES = 2

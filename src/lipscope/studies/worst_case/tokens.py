@@ -82,6 +82,8 @@ class TokenAttack:
         substitutions: in the order in which they were made; empty when nothing raised σ.
         before_text: the text as given.
         after_text: the worst text.
+        before_ids: token ids of the text as given (n,).
+        after_ids: those of the worst text, which reading it anew need not give back.
         retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
         tried: every measured candidate.
     """
@@ -91,6 +93,8 @@ class TokenAttack:
     substitutions: tuple[Substitution, ...]
     before_text: str
     after_text: str
+    before_ids: Tensor
+    after_ids: Tensor
     retokenises: bool | None
     tried: tuple[Trial, ...]
 
@@ -184,7 +188,9 @@ def attack_tokens(
             break
     after = before if best.ids.equal(start[0]) else _measure(handle, best.ids[None], layer, head, Auto())
     old, new = words.write(start[0]), words.write(best.ids)
-    return TokenAttack(before, after, best.made, old, new, words.reads_back(new, best.ids), tuple(tried))
+    return TokenAttack(
+        before, after, best.made, old, new, start[0].cpu(), best.ids.cpu(), words.reads_back(new, best.ids), tuple(tried)
+    )
 
 
 def _successors(
