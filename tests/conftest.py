@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-# Two pytest workers share two cores; one thread each is faster than two each, and keeps sums reproducible.
+# Two pytest workers share two cores; one thread each is faster than two each, and keeps sums reproducible. Programs that
+# tests start do the same.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

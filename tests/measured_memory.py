@@ -1,22 +1,27 @@
 """A program of its own: peak memory of σ of one layer above what the process held before, and what was planned.
 
-    python measured_memory.py '{"heads": 8, "mask": "causal"}' width tokens inputs ['{"k": 2}' share]
+    echo '[{"layer": {"heads": 8, "mask": "causal"}, "width": 64, "tokens": 512}]' | python measured_memory.py
 
-The solver's options may follow, and what share of the memory planned for it there is.
+Further keys of a case: ``inputs``, the ``solver``'s options, the ``tiling``, and the ``share`` of its planned memory that it
+gets. Prints a list of [peak, plan] in bytes.
 
-It has a process for itself because memory that other work has left to the C library would hide what this one takes.
+Every case has a process for itself, forked from this one: memory that other work has left to the C library would hide what
+it takes. This program is none of pytest's, whose threads must not be forked.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import lipscope
+from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.measure.memory import plan_memory
 from lipscope.spectral.solvers import triplets
 
@@ -30,13 +35,13 @@ def resident(name: str) -> int:
     raise OSError(f"no {name} here")
 
 
-def main() -> None:
-    options, (d, n, inputs) = json.loads(sys.argv[1]), map(int, sys.argv[2:5])
-    extra, share = (json.loads(sys.argv[5]), float(sys.argv[6])) if len(sys.argv) > 5 else ({}, None)
+def measure(case: dict[str, Any]) -> list[int]:
+    options, d, n, inputs, share = case["layer"], case["width"], case["tokens"], case.get("inputs", 1), case.get("share")
     shared = options.get("kv_heads", options["heads"]) / options["heads"]
+    torch.manual_seed(0)
     weights = [torch.randn(int(d * (shared if role in "kv" else 1)), d) / d**0.5 for role in "qkvo"]
-    solver = lipscope.GolubKahan(rtol=1e-30, max_steps=STEPS, **extra)
-    # Threads and kernels take memory once.
+    solver = lipscope.GolubKahan(rtol=1e-30, max_steps=STEPS, **case.get("solver", {}))
+    # Kernels take memory once.
     lipscope.local_lipschitz(lipscope.Attention(*weights[:1] * 4, heads=1), torch.randn(1, 16, d), solver=solver)
     layer = lipscope.Attention(*weights, **options)
     plan = plan_memory(layer, n, inputs=inputs, triplets=triplets(solver))
@@ -47,8 +52,25 @@ def main() -> None:
     before = resident("VmRSS")
     memory = None if share is None else plan.total
     lipscope.local_lipschitz(layer, torch.randn(inputs, n, d), certificate=False, solver=solver, memory=memory)
-    print(json.dumps([resident("VmHWM") - before, plan.total]))
+    return [resident("VmHWM") - before, plan.total]
+
+
+def in_a_process(case: dict[str, Any]) -> list[int]:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        with using_tiling(Tiling(**case.get("tiling", {}))):
+            os.write(writer, json.dumps(measure(case)).encode())
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise SystemExit(f"the process that measured {case} ended with status {status}")
+    with os.fdopen(reader) as pipe:
+        found: list[int] = json.load(pipe)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    print(json.dumps([in_a_process(case) for case in json.load(sys.stdin)]))

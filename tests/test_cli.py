@@ -1,9 +1,8 @@
-"""The command line as a user runs it: a real process, real files."""
+"""The command line as a user runs it, with real files, and for each way of ending once in a process of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -13,13 +12,7 @@ from safetensors.torch import save_file
 
 import cases
 import lipscope
-
-ENVIRONMENT = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from lipscope.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+from command import run, run_alone
 
 
 def assert_same_rows(ours, theirs):
@@ -57,7 +50,7 @@ def test_no_arguments_show_the_help():
 
 
 def test_unknown_command_is_one_line():
-    out = run("mesure")
+    out = run_alone("mesure")
     assert out.returncode == 2
     assert out.stderr.strip().splitlines()[0].startswith("lipscope: No such command 'mesure'")
 
@@ -69,7 +62,7 @@ def test_help_does_not_load_torch():
 
 def test_measure_json_equals_the_library(files):
     folder, layer, X = files
-    out = run(
+    out = run_alone(
         "measure", folder / "layer.safetensors", "--tokens", folder / "tokens.safetensors", "--mask", "causal", "--json"
     )
     assert out.returncode == 0, out.stderr
@@ -130,6 +123,6 @@ def test_bad_input_is_one_clear_line_and_exit_code_two(files, arguments, message
 
 def test_debug_shows_the_traceback(files):
     folder, _, _ = files
-    out = run("measure", "nowhere", "--tokens", folder / "tokens.safetensors", "--debug")
+    out = run_alone("measure", "nowhere", "--tokens", folder / "tokens.safetensors", "--debug")
     assert out.returncode != 0
     assert "Traceback" in out.stderr

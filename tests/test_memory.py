@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 import cases
 import lipscope
+from command import run
 from largest_tensor import LargestTensor
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
@@ -24,7 +26,6 @@ from lipscope.measure.sigma import make_operator
 from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
-from test_cli import run
 
 N, D, H = 700, 24, 4
 
@@ -214,39 +215,51 @@ def test_scans_are_planned_before_they_start():
         lipscope.scan(handle, "python-docs", memory=1000, **options)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize(
-    ("options", "width", "tokens", "inputs"),
-    [
-        ({"heads": 8, "mask": "causal"}, 64, 1536, 1),
-        ({"heads": 8, "mask": "causal"}, 32, 1536, 4),
-        ({"heads": 8, "mask": "causal&pad-left:0,700"}, 32, 1536, 2),
-        ({"heads": 8, "mask": "causal", "softcap": 5.0}, 64, 1536, 1),
-        ({"heads": 8, "mask": "causal", "kv_heads": 1}, 128, 3072, 1),
-        ({"heads": 8, "mask": "full"}, 64, 1024, 1),
-        ({"heads": 8, "mask": "full", "softcap": 5.0}, 64, 1024, 1),
-    ],
-)
-def test_measured_peaks_stay_within_the_plan_and_near_it(options, width, tokens, inputs):
-    """Kept exponentials of one input, of several and of padded ones, with a soft-cap, rebuilt ones, and n×n matrices."""
-    peak, planned = measured(json.dumps(options), width, tokens, inputs)
-    assert 0.4 * planned < peak < planned, (peak >> 20, planned >> 20)
+# Small tiles, so that little of what is planned is their scratch.
+TILES = {"tile": (128, 256), "tile_bytes": 1 << 20}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize("share", [0.7, 0.9, 1.0])
-@pytest.mark.parametrize("solver", [{"k": 1, "vectors": True}, {"k": 2}, {"k": 6, "vectors": True}])
-def test_several_values_and_vectors_keep_to_the_memory(solver, share):
-    peak, planned = measured('{"heads": 8, "mask": "causal"}', 128, 1024, 1, json.dumps(solver), share)
-    assert 0.4 * planned < peak < planned, (peak >> 20, planned >> 20)
+def test_measured_peaks_stay_within_the_plan_and_near_it():
+    """Kept exponentials of one input, of several and of padded ones, with a soft-cap, rebuilt ones, and n×n matrices; then
+    several values and vectors, under a limit that leaves as much as is planned or less."""
+    causal, full = {"heads": 8, "mask": "causal"}, {"heads": 8, "mask": "full"}
+    problems = [
+        {"layer": causal, "width": 64, "tiling": TILES},
+        {"layer": causal, "width": 32, "inputs": 4, "tiling": TILES},
+        {"layer": causal | {"mask": "causal&pad-left:0,200"}, "width": 32, "inputs": 2, "tiling": TILES},
+        {"layer": causal | {"softcap": 5.0}, "width": 64, "tiling": TILES},
+        {"layer": causal | {"kv_heads": 1}, "width": 128, "tiling": TILES},
+        {"layer": causal | {"kv_heads": 1}, "width": 128, "tiling": TILES | {"keep": 0}},
+        {"layer": full, "width": 64},
+        {"layer": full | {"softcap": 5.0}, "width": 64},
+    ]
+    values = [({"k": 1, "vectors": True}, (0.7, 1.0)), ({"k": 2}, (0.9,)), ({"k": 6, "vectors": True}, (0.7, 1.0))]
+    limited = [
+        {"layer": causal, "width": 128, "tokens": 384, "solver": solver, "share": share}
+        for solver, shares in values
+        for share in shares
+    ]
+    cases = [{"tokens": 512} | problem for problem in problems] + limited
+    strange = [
+        (peak >> 10, planned >> 10, case)
+        for case, (peak, planned) in zip(cases, measured(cases), strict=True)
+        if not 0.5 * planned < peak < planned
+    ]
+    assert not strange
 
 
-def measured(*arguments: object) -> list[int]:
-    """Peak and plan, in bytes, of a process of its own."""
-    command = [sys.executable, Path(__file__).with_name("measured_memory.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def measured(cases: list[dict[str, object]]) -> list[list[int]]:
+    """Peak and plan of each case, in bytes, measured by a program of its own.
+
+    Larger tensors are given back to the system when they are freed; holes in the C library's heap, which come from where it
+    happens to put them, are not planned.
+    """
+    command = [sys.executable, Path(__file__).with_name("measured_memory.py")]
+    surroundings = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=False, env=surroundings)
     assert not done.returncode, done.stderr
-    found: list[int] = json.loads(done.stdout)
+    found: list[list[int]] = json.loads(done.stdout)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -29,16 +31,14 @@ def build(kind, mask, extras, group, dtype) -> cases.Case:
 
 
 def combinations():
-    """Every mask on every kind, then every optional part and grouping on two masks, in both dtypes."""
-    seen = set()
-    for dtype in (torch.float64, torch.float32):
-        for kind in KINDS:
-            for mask in MASKS:
-                seen.add((kind, mask, "everything", "grouped", dtype))
-            for extras in cases.EXTRAS:
-                for group in GROUPS:
-                    for mask in ("causal", "boolean-per-head"):
-                        seen.add((kind, mask, extras, group, dtype))
+    """Every mask on every kind; every optional part and grouping on every kind, with two masks in turn.
+
+    Single precision changes the rounding and not the products: it has every optional part on every kind.
+    """
+    seen = {(kind, mask, "everything", "grouped", torch.float64) for kind in KINDS for mask in MASKS}
+    for turn, (kind, extras, group) in enumerate(product(KINDS, cases.EXTRAS, GROUPS)):
+        seen.add((kind, ("causal", "boolean-per-head")[turn % 2], extras, group, torch.float64))
+    seen |= {(kind, "causal", extras, "grouped", torch.float32) for kind in KINDS for extras in cases.EXTRAS}
     return sorted(seen, key=str)
 
 
@@ -94,8 +94,10 @@ def test_to_dense_and_to_scipy(kind, mask):
     np.testing.assert_allclose(scipy_operator.rmatvec(np.ones(M)), case.dense[last].numpy().T @ np.ones(M), atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["attention", "head", "autodiff"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [*(("attention", mask) for mask in MASKS), ("head", "causal"), ("head", "packed-both"), ("autodiff", "causal")],
+)
 def test_every_solver_agrees_with_scipy(kind, mask):
     """SciPy's svds on the operator is the independent oracle; a dense SVD of the oracle's Jacobian is the second."""
     case = build(kind, mask, "everything", "grouped", torch.float64)
