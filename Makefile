@@ -26,7 +26,7 @@ $(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
 
 demo: $(VENV)/.installed $(VENV)/.installed-offline
 	$(BIN)/python examples/gpt2_shaped_layer.py --out demo-output
-	$(BIN)/lipscope scan minilm-l6 --text alice --lengths 8,16,32,64 --inputs 2 --heads --top 12 --out demo-output/minilm-l6
+	$(BIN)/lipscope scan minilm-l6 --text alice --lengths 8,16,32,64 --inputs 2 --per-head --top 12 --out demo-output/minilm-l6
 	$(BIN)/lipscope scan smollm2-135m --text alice --lengths 16,24,32 --inputs 1 --top 12 --out demo-output/smollm2-135m
 	$(BIN)/lipscope report demo-output/minilm-l6 demo-output/smollm2-135m --out demo-output/report.html
 

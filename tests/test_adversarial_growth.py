@@ -185,7 +185,7 @@ def test_attack_on_a_model():
 
 @pytest.mark.usefixtures("_tiny")
 def test_attack_on_tokens(tmp_path):
-    arguments = ["attack", "tiny", "--method", "tokens", "--text", "hello", "--k", "2", "--candidates", "10", "--layer", "1"]
+    arguments = ["attack", "tiny", "--method", "tokens", "--say", "hello", "--k", "2", "--candidates", "10", "--layer", "1"]
     result = runner.invoke(app, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "before: hello" in result.output
@@ -193,9 +193,9 @@ def test_attack_on_tokens(tmp_path):
     content = json.loads((tmp_path / "substitutions.json").read_text(encoding="utf-8"))
     assert content["after"]["estimate"] > content["before"]["estimate"]
     # A text longer than any file name: the model, not the file system, says that it is too long.
-    long = runner.invoke(app, [*arguments[:4], "--text", "hello " * 100])
+    long = runner.invoke(app, [*arguments[:4], "--say", "hello " * 100])
     assert "n = 600 tokens are more than the 32 positions" in long.output
-    corpus = runner.invoke(app, [*arguments[:4], "--text", "python-docs", "--lengths", "6", "--candidates", "4", "--json"])
+    corpus = runner.invoke(app, [*arguments[:4], "--text", "python-docs", "--n", "6", "--candidates", "4", "--json"])
     assert len(json.loads(corpus.stdout)["before_text"]) == 6
 
 
@@ -205,14 +205,14 @@ def test_attack_on_tokens(tmp_path):
     [
         (["W", "--radius", "0"], "radius must be positive and finite, got 0"),
         (["W"], "needs --radius"),
-        (["W", "--radius", "1", "--layer", "7"], "--layer 7 belongs to a model"),
+        (["W", "--radius", "1", "--layer", "7"], "--layer belongs to a model"),
         (["W", "--radius", "1", "--lengths", "1,2"], "n must be an integer of at least 2"),
         (["W", "--radius", "1", "--lengths", "a"], "lengths must look like"),
-        (["W", "--method", "tokens"], "a weights file has no vocabulary"),
+        (["W", "--method", "tokens"], "layer.safetensors has no vocabulary"),
         (["W", "--radius", "1", "--head", "3"], "head must lie between 0 and 0"),
         (["missing.safetensors", "--radius", "1"], "no such file"),
         (["tiny", "--layer", "9"], "layer must lie between 0 and 1"),
-        (["tiny", "--method", "tokens", "--text", "hello", "--radius", "1"], "--radius does not apply"),
+        (["tiny", "--method", "tokens", "--say", "hello", "--radius", "1"], "--radius does not apply"),
         (["tiny", "--lengths", "1,4"], "lengths must be at least 2"),
     ],
 )

@@ -67,11 +67,11 @@ def test_table_json_and_figures(weights: str, tmp_path: Path) -> None:
 def test_layers_of_models(family: str, mask: str) -> None:
     arguments = ["meanfield", f"tiny-{family}", "--layer", "-1", "--lengths", "4,40", "--repeats", "1", "--json"]
     # These models know 32 positions; the study may be longer, since the layer itself does not count.
-    found = json.loads(runner.invoke(app, [*arguments, "--text-tokens", "24"]).stdout)
+    found = json.loads(runner.invoke(app, [*arguments, "--n", "24"]).stdout)
     assert found["mask"] == mask
     assert found["layer"] == f"tiny-{family}, layer 1"
     assert "real tokens" in found["law"]
-    gaussian = json.loads(runner.invoke(app, [*arguments, "--text-tokens", "24", "--law", "gaussian"]).stdout)
+    gaussian = json.loads(runner.invoke(app, [*arguments, "--n", "24", "--law", "gaussian"]).stdout)
     assert gaussian["law"].startswith("gaussian:")
     assert gaussian["law_radius"] is None
 
@@ -87,10 +87,10 @@ def test_layers_of_models(family: str, mask: str) -> None:
         (["WEIGHTS", "--mask", "window:2"], "no mean-field meaning"),
         (["WEIGHTS", "--head", "7"], "head must lie between"),
         (["WEIGHTS", "--sink-length", "7"], "sink_length belongs to layers with sinks"),
-        (["WEIGHTS", "--layer", "7"], "--layer 7 belongs to a model"),
+        (["WEIGHTS", "--layer", "7"], "--layer belongs to a model"),
         (["nowhere.safetensors"], "no such file"),
         (["./nowhere"], "no directory"),
-        (["tiny-llama", "--text-tokens", "16"], "has no mean-field form"),
+        (["tiny-llama", "--n", "16"], "has no mean-field form"),
         (["tiny-gpt2", "--layer", "9"], "layer must lie between 0 and 1"),
     ],
 )

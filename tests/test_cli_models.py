@@ -66,7 +66,7 @@ def test_scan_prints_writes_and_agrees(tmp_path: Path) -> None:
         (["scan", "tiny", "--text", "nowhere.txt", "--lengths", "8"], "neither a corpus"),
         (["scan", "tiny", "--scope", "mlp", "--lengths", "8"], "unknown scope"),
         (["scan", "./nowhere"], "no directory"),
-        (["tokens", "tiny", "--text", " "], "text is empty"),
+        (["tokens", "tiny", "--say", " "], "text is empty"),
     ],
 )
 def test_one_clear_line(arguments: list[str], message: str) -> None:
@@ -91,4 +91,4 @@ def test_token_view_is_the_block_norms(family: str) -> None:
     i, j, value = view.strongest_pairs(1)[0]
     assert i != j
     assert value == float(view.influence[i, j])
-    assert "h" in runner.invoke(app, ["tokens", "tiny", "--text", "hi", "--layer", "-1"]).output
+    assert "h" in runner.invoke(app, ["tokens", "tiny", "--say", "hi", "--layer", "-1"]).output

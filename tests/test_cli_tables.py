@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lipscope.cli.tables import print_table
+from lipscope.cli.terminal import print_table
 
 NAMES = ["layer", "head", "n", "median σ", "lower", "upper", "|x|", "entropy", "on first", "α (σ ~ n^α)"]
 ROWS = [

@@ -118,15 +118,16 @@ def test_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny"], "say which layer, --layer L"),
+        (["tiny", "--tokens", "x.safetensors"], "--tokens belongs to a weights file"),
+        (["tiny", "--say", "hello", "--n", "5"], "--n belongs to a text, but --say gives the words themselves"),
         (["tiny", "--layer", "5"], "layer must lie between 0 and 1, got 5"),
         (["tiny", "--layer", "0", "--head", "9"], "head must lie between 0 and 3"),
-        (["tiny", "--layer", "0", "--mask", "causal"], "--mask belongs to files with weights"),
+        (["tiny", "--layer", "0", "--mask", "causal"], "--mask belongs to a weights file"),
         (["tiny", "--layer", "0", "--n", "500"], "32 positions"),
         (["tiny", "--layer", "0", "--n", "0"], "n must be at least 1"),
         (["tiny", "--layer", "0", "--radius", "-1"], "radius must be positive"),
         (["tiny", "--layer", "0", "--text", "nowhere"], "neither a corpus"),
-        (["x.safetensors", "--layer", "0", "--head", "1"], "--layer, --head belong to models"),
+        (["x.safetensors", "--layer", "0", "--head", "1"], "--layer belongs to a model"),
         (["x.safetensors"], "no such file"),
     ],
 )

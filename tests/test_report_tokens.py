@@ -92,7 +92,7 @@ def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
         "tiny",
         "--text",
         str(tmp_path / "text.txt"),
-        "--heads",
+        "--per-head",
         "--lengths",
         "6,8,10",
         "--inputs",
@@ -100,7 +100,7 @@ def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
         "--seed",
         "5",
     ]
-    done = runner.invoke(app, [*scan, "--tokens", "2", "--out", str(out)])
+    done = runner.invoke(app, [*scan, "--views", "2", "--out", str(out)])
     assert done.exit_code == 0, done.output
     run = load_run(out)
     assert run.story.seeds == (5,)
@@ -191,4 +191,4 @@ def test_the_report_of_a_store(store: Path, tmp_path: Path) -> None:
     assert page.count('class="panel view"') == 3 - 1  # two layers at scope attention
     assert "lipscope sweep plan.toml --store run.db" in page
     assert "scopes = [&#34;attention&#34;, &#34;block&#34;]" in page
-    assert runner.invoke(app, ["report", str(store), "--tokens", "-1"]).exit_code == 2
+    assert runner.invoke(app, ["report", str(store), "--views", "-1"]).exit_code == 2

@@ -318,7 +318,7 @@ def test_command(tmp_path, monkeypatch):
     monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
     run = CliRunner().invoke
     command = ["smooth", "tiny", "--target", "0.5", "--text", "python-docs", "--n", "16", "--inputs", "2"]
-    shown = run(app, [*command, "--layer", "1", "--head", "2", "--out", str(tmp_path / "new")])
+    shown = run(app, [*command, "--layers", "1", "--head", "2", "--out", str(tmp_path / "new")])
     assert shown.exit_code == 0, shown.output
     assert "heads rescaled" in shown.output
     assert "no loss" in shown.output
@@ -328,7 +328,7 @@ def test_command(tmp_path, monkeypatch):
     assert "never overwritten" in twice.output
     as_json = run(app, [*command, "--json"])
     assert json.loads(as_json.stdout)["by"] == "max-logit"
-    assert "--head needs --layer" in run(app, [*command, "--head", "1"]).output
+    assert "--head needs --layers" in run(app, [*command, "--head", "1"]).output
     unreachable = run(app, ["smooth", "tiny", "--target", "1e-6", "--by", "sigma", "--n", "16"])
     assert unreachable.exit_code == 2
     assert "gets as low as" in unreachable.output

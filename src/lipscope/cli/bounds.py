@@ -1,161 +1,271 @@
-"""``lipscope bounds``: every bound that holds for an attention layer, given by its weights or as a layer of a model."""
+"""Commands for how large σ can be: ``bounds``, never more than this, and ``attack``, the worst input that was found."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli.options import (
-    TOKENS,
-    AllowPickle,
-    AsJson,
-    Debug,
-    Dtype,
-    Heads,
-    KvHeads,
-    MaskText,
-    Part,
-    Scale,
-    Softcap,
-    Transposed,
-    TrustCode,
-)
-from lipscope.cli.tables import print_table
-from lipscope.rounding import interval
+from lipscope.cli import options as opt
+from lipscope.cli.options import Target, option
+from lipscope.cli.source import DEFAULT_TEXT, find, read_ids, refuse
+from lipscope.cli.terminal import notice, print_table, progress_bar
+from lipscope.rounding import interval, round_down, round_up
 
 if TYPE_CHECKING:
     from lipscope.bounds.table import BoundTable
     from lipscope.models.layer_bounds import LayerBounds
-
-_DEFAULT_TEXT, _DEFAULT_N = "python-docs", 32
-
-
-def register(app: typer.Typer, one_clear_line: Callable[[bool], AbstractContextManager[None]]) -> None:
-    """Add the command to the application.
-
-    Args:
-        app: the application.
-        one_clear_line: turns an error into one line on standard error.
-    """
-
-    @app.command()
-    def bounds(
-        source: Annotated[
-            str,
-            typer.Argument(
-                help="A model (see `lipscope models`), or a safetensors file with tensors q, k, v, out, as for measure.",
-                show_default=False,
-            ),
-        ],
-        layer: Annotated[int | None, typer.Option(help="Model: which layer; negative ones count from the end.")] = None,
-        head: Annotated[int | None, typer.Option(help="Model: which head, before W_O; the whole layer by default.")] = None,
-        text: Annotated[
-            str | None,
-            typer.Option(
-                help="Model: where to measure σ, a name from `lipscope corpora`, a file or a directory; python-docs when "
-                "neither text nor n is given.",
-                show_default=False,
-            ),
-        ] = None,
-        n: Annotated[
-            int | None,
-            typer.Option("--n", help="Number of tokens; without tokens or text: set bounds only.", show_default=False),
-        ] = None,
-        radius: Annotated[
-            float | None,
-            typer.Option(
-                help="Largest norm R of a token; by default that of the model's normalisation, or of the tokens.",
-                show_default=False,
-            ),
-        ] = None,
-        seed: Annotated[int, typer.Option(help="Model: where in the text the tokens lie.")] = 0,
-        tokens: Annotated[Path | None, TOKENS] = None,
-        heads: Heads = None,
-        kv_heads: KvHeads = None,
-        transposed: Transposed = False,
-        mask: MaskText = None,
-        scale: Scale = None,
-        softcap: Softcap = None,
-        dtype: Dtype = None,
-        part: Part = None,
-        allow_pickle: AllowPickle = False,
-        trust_remote_code: TrustCode = False,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """List how large σ could be: for all tokens of norm at most R, and provably at given ones."""
-        with one_clear_line(debug):
-            weights = {
-                "tokens": tokens, "heads": heads, "kv-heads": kv_heads, "transposed": transposed or None, "mask": mask,
-                "scale": scale, "softcap": softcap,
-            }  # fmt: skip
-            model = {
-                "layer": layer, "head": head, "text": text, "part": part, "dtype": dtype,
-                "allow-pickle": allow_pickle or None, "trust-remote-code": trust_remote_code or None,
-            }  # fmt: skip
-            if source.endswith(".safetensors") or Path(source).is_file():
-                _refuse(model, "models", f"{source} is a file with the weights of one layer")
-                _of_weights(source, weights, radius, n, as_json)
-            else:
-                _refuse(weights, "files with weights", f"{source} is a model")
-                _of_model(source, model, radius, n, seed, as_json)
+    from lipscope.models.model import Model
+    from lipscope.studies.worst_case.growth_in_n import Growth
+    from lipscope.studies.worst_case.tokens import TokenAttack
 
 
-def _refuse(options: dict[str, Any], kind: str, reason: str) -> None:
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to {kind}, but {reason}")
+def bounds(
+    source: opt.Source,
+    head: opt.Head = None,
+    text: opt.TextOrNone = None,
+    say: opt.Say = None,
+    n: Annotated[
+        int | None, option("Number of tokens; without a text or tokens, bounds for all inputs of that length.", "--n")
+    ] = None,
+    radius: opt.Radius = None,
+    seed: opt.Seed = 0,
+    tokens: opt.Tokens = None,
+    target: Target = Target(),
+    as_json: opt.AsJson = False,
+) -> None:
+    """List how large σ could be: for all tokens of norm at most R, and provably at given ones."""
+    found = find(source, target, seed=seed, text=text, say=say)
+    if found.model is None:
+        from lipscope.attention.io import load_tokens
+        from lipscope.bounds.table import table
 
-
-def _of_weights(source: str, given: dict[str, Any], radius: float | None, n: int | None, as_json: bool) -> None:
-    from lipscope.attention.io import load_layer, load_tokens
-    from lipscope.bounds.table import table
-
-    attention = load_layer(
-        Path(source), heads=given["heads"], kv_heads=given["kv-heads"], transposed=bool(given["transposed"]),
-        mask=given["mask"], scale=given["scale"], softcap=given["softcap"],
-    )  # fmt: skip
-    found = table(attention, None if given["tokens"] is None else load_tokens(given["tokens"]), radius, n)
-    title = f"Bounds for tokens of norm ≤ {found.radius:.6g}, n = {found.n}"
-    if found.sigma is not None:
-        title += f"\nmeasured σ ∈ {interval(found.sigma.lower, found.sigma.upper, 6)}"
-    _print(found, found, title, as_json)
-
-
-def _of_model(source: str, given: dict[str, Any], radius: float | None, n: int | None, seed: int, as_json: bool) -> None:
-    if given["layer"] is None:
-        raise ValueError(f"{source} is a model: say which layer, --layer L")
-    from lipscope.cli.models import as_dtype
-    from lipscope.models.corpora import read_text
+        X = None if tokens is None else load_tokens(tokens)
+        listed = table(found.part(head), X, radius, n)
+        title = f"Bounds for {found.title(head)}, tokens of norm ≤ {listed.radius:.6g}, n = {listed.n}"
+        if listed.sigma is not None:
+            title += f"\nmeasured σ ∈ {interval(listed.sigma.lower, listed.sigma.upper, 6)}"
+        _print_bounds(listed, listed, title, as_json)
+        return
+    refuse(["--tokens"] if tokens is not None else [], "a weights file", f"{source} is a model")
     from lipscope.models.layer_bounds import layer_bounds
-    from lipscope.models.load import load
-    from lipscope.models.text import chunk_of
 
-    handle = load(
-        source, part=given["part"], dtype=as_dtype(given["dtype"]), allow_pickle=bool(given["allow-pickle"]),
-        trust_remote_code=bool(given["trust-remote-code"]),
-    )  # fmt: skip
-    where = handle.layer(given["layer"]).index
-    text = given["text"]
-    if text is None and n is not None:
-        found = layer_bounds(handle, where, head=given["head"], n=n, radius=radius)
-        title = found.title()
+    if text is None and say is None and n is not None:
+        of_model = layer_bounds(found.model, found.layer, head=head, n=n, radius=radius)
+        title = of_model.title()
     else:
-        text, n = text or _DEFAULT_TEXT, _DEFAULT_N if n is None else n
-        ids = chunk_of(handle, read_text(text), n, seed)
-        found = layer_bounds(handle, where, head=given["head"], input_ids=ids, radius=radius)
-        title = f"{found.title()}, from {text}"
-    if handle.notes:
-        title += f"\n{'; '.join(handle.notes)}"
-    _print(found, found.table, title, as_json)
+        ids = read_ids(found.model, text, say, n, seed)
+        of_model = layer_bounds(found.model, found.layer, head=head, input_ids=ids, radius=radius)
+        title = of_model.title() + ("" if say is not None else f", from {text or DEFAULT_TEXT}")
+    if found.model.notes:
+        title += f"\n{'; '.join(found.model.notes)}"
+    _print_bounds(of_model, of_model.table, title, as_json)
 
 
-def _print(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_json: bool) -> None:
+class Method(StrEnum):
+    """How the worst input is looked for."""
+
+    construct = "construct"
+    ascend = "ascend"
+    tokens = "tokens"
+
+
+_TOKENS, _ASCEND = "For method tokens", "For method ascend"
+
+
+def attack(
+    source: opt.Source,
+    method: Annotated[
+        Method, option("Inputs with closed forms, gradient ascent from them, or words of a text.", default=True)
+    ] = Method.construct,
+    head: opt.Head = None,
+    radius: opt.Radius = None,
+    lengths: opt.Lengths = "2:97:log",
+    text: opt.TextOrNone = None,
+    say: Annotated[str | None, option("The words themselves, instead of a text.", panel=_TOKENS)] = None,
+    n: Annotated[int | None, option("Number of tokens taken from the text, 32 by default.", "--n", panel=_TOKENS)] = None,
+    k: Annotated[int, option("Most tokens to replace.", "--k", panel=_TOKENS, default=True)] = 1,
+    candidates: Annotated[int, option("Substitutions measured per round.", panel=_TOKENS, default=True)] = 64,
+    beam: Annotated[int, option("Paths kept from round to round.", panel=_TOKENS, default=True)] = 1,
+    restarts: Annotated[int, option("Number of starts.", panel=_ASCEND, default=True)] = 16,
+    steps: Annotated[int, option("Most steps per start.", panel=_ASCEND, default=True)] = 200,
+    seed: opt.Seed = 0,
+    target: Target = Target(),
+    out: Annotated[
+        Path | None, option("Directory for the rows, the worst inputs, and figures (PNG and HTML).", panel=opt.OUTPUT)
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Look for the input at which a layer is least smooth, and follow its σ over the number of tokens."""
+    from lipscope.models.text import parse_lengths
+
+    found = find(source, target, seed=seed, text=text, say=say, n=n)
+    title = found.title(head)
+    if method is Method.tokens:
+        from lipscope.studies.worst_case.tokens import attack_tokens
+
+        if found.model is None:
+            raise ValueError(f"method tokens needs a model: {found.name} has no vocabulary")
+        if radius is not None:
+            raise ValueError("--radius does not apply to method tokens: words have the norms they have")
+        ids = read_ids(found.model, text, say, n, seed)
+        with progress_bar() as progress:
+            worst = attack_tokens(
+                found.model,
+                input_ids=ids,
+                layer=found.layer,
+                head=head,
+                k=k,
+                candidates=candidates,
+                beam=beam,
+                progress=progress,
+            )
+        _report_tokens(worst, title, found.identity(head), out, as_json)
+        return
+    of_tokens = [f"--{name}" for name, value in (("say", say), ("n", n)) if value is not None]
+    refuse(of_tokens, "method tokens", f"this is {method.value}")
+    search: dict[str, Any] = {"method": method.value, "restarts": restarts, "steps": steps, "seed": seed}
+    with progress_bar() as search["progress"]:
+        if found.model is None:
+            from lipscope.studies.worst_case.growth_in_n import growth
+
+            if radius is None:
+                raise ValueError(f"{found.name} needs --radius: the largest norm of a token")
+            study = growth(found.part(head), parse_lengths(lengths), radius=radius, **search)
+        else:
+            study = _model_growth(
+                found.model, parse_lengths(lengths), radius, found.layer, head, text or DEFAULT_TEXT, search
+            )
+    _report_growth(study, title, found.identity(head, text or DEFAULT_TEXT), out, as_json)
+
+
+def _model_growth(
+    handle: Model, lengths: list[int], radius: float | None, layer: int, head: int | None, text: str,
+    search: dict[str, Any],
+) -> Growth:  # fmt: skip
+    import torch
+
+    from lipscope.models.corpora import read_text
+    from lipscope.models.text import Chunker
+    from lipscope.studies.worst_case.growth_in_n import growth
+    from lipscope.studies.worst_case.model_layer import LayerAtText, layer_at_text
+
+    if min(lengths) < 2:
+        raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
+    if handle.tokenizer is None:
+        raise ValueError(f"{handle.name} has no tokenizer, so there is no text to take activations and masks from")
+    chunker = Chunker(read_text(text), handle.tokenizer)
+    extra = len(chunker.prefix) + len(chunker.suffix)
+    if skipped := [n for n in lengths if n <= extra]:
+        lengths = [n for n in lengths if n > extra]
+        if not lengths:
+            raise ValueError(f"lengths must be more than the {extra} special tokens of {handle.name}, got {skipped}")
+        notice(f"lengths {skipped} leave no room for text beside {extra} special tokens: left out")
+    chunks = chunker.chunks(lengths, 1, search["seed"])
+    known: dict[int, LayerAtText] = {}
+
+    def at(n: int) -> LayerAtText:
+        if n not in known:
+            known[n] = layer_at_text(handle, layer, torch.tensor(chunks[n][0]), head)
+        return known[n]
+
+    where: dict[str, Any] = {"radius": radius}
+    if radius is None:
+        norm = at(lengths[-1]).norm
+        where = {"norm": norm}
+        said = f"tokens lie in the image of the layer's own {type(norm).__name__}"
+        if norm is None:
+            where = {"radius": max(at(n).radius for n in lengths)}
+            said = f"no normalisation comes before this layer: the radius is the largest token norm on {text}"
+        notice(said)
+    return growth(lambda n: at(n).attention, lengths, **where, starts=lambda n: at(n).activations, **search)
+
+
+def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    from lipscope.studies.rows import identified
+
+    rows = identified(study.to_rows(), **who)
+    if out is not None:
+        _write_growth(study, rows, title, out)
+    if as_json:
+        fits = {name: vars(fit) for name, fit in study.fits.items()}
+        typer.echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2))
+        return
+    cells = []
+    for w in study.worst:
+        built = max((c.predicted for c in w.built if c.predicted is not None), default=None)
+        cells.append([
+            str(w.n), w.source, round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5),
+            "–" if built is None else round_down(built, 5), "–" if w.given is None else f"{w.given:.5g}",
+            round_up(min(w.bounds.values())),
+        ])  # fmt: skip
+    names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
+    least = min(study.worst[-1].bounds, key=lambda name: study.worst[-1].bounds[name])
+    caption = f"{study.domain}; σ of the worst input lies between σ ≥ and σ ≤; {least} bounds all of them"
+    title = f"Worst inputs of {title}"
+    print_table(names, cells, text=["worst input"], whole=["worst input"], title=title, caption=caption)
+    for note in dict.fromkeys(c.note for w in study.worst for c in w.built if c.note):
+        typer.echo(note)
+    for name in ("worst", "pair", "groups"):
+        if name in study.fits:
+            typer.echo(f"{name}: {study.fits[name]}")
+
+
+def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Path) -> None:
+    from safetensors.torch import save_file
+
+    from lipscope.studies.rows import write_rows
+    from lipscope.studies.worst_case.figures import growth_figure, history_figure
+
+    write_rows(rows, out)
+    save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
+    growth_figure(study, f"Worst inputs of {title}\n{study.domain}").save(out / "growth")
+    last = study.worst[-1]
+    if last.ascent is not None:
+        history_figure(last.ascent, f"Ascent on σ of {title}, n = {last.n}").save(out / "ascent")
+    notice(f"rows, worst inputs and figures are in {out}")
+
+
+def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    before, after = found.before.to_rows()[0], found.after.to_rows()[0]
+    content = {
+        "before_text": found.before_text, "after_text": found.after_text, "retokenises": found.retokenises,
+        "before": before, "after": after, "substitutions": found.steps(),
+    }  # fmt: skip
+    if out is not None:
+        from lipscope.studies.rows import identified, write_rows
+        from lipscope.studies.worst_case.figures import tokens_figure
+
+        write_rows(identified(found.to_rows(), **who), out)
+        (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        tokens_figure(found, f"Substitutions in {title}").save(out / "tokens")
+        notice(f"the result and figures are in {out}")
+    if as_json:
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        return
+    rows = [
+        [str(row["round"]), str(row["position"]), repr(row["before"]), repr(row["after"]), f"{row['predicted']:+.4g}",
+         f"{row['sigma']:.5g}"]
+        for row in found.steps()
+    ]  # fmt: skip
+    print_table(
+        ["round", "position", "token", "replaced by", "first-order change", "σ"], rows, text=["token", "replaced by"],
+        title=f"Token substitutions in {title}",
+        caption=f"σ before ∈ {interval(before['lower'], before['upper'], 5)}, after ∈ "
+        f"{interval(after['lower'], after['upper'], 5)}; {len(found.tried)} candidates measured",
+    )  # fmt: skip
+    if not rows:
+        typer.echo("No candidate raised σ.")
+    typer.echo(f"before: {found.before_text}")
+    typer.echo(f"after:  {found.after_text}")
+    if found.retokenises is False:
+        typer.echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
+
+
+def _print_bounds(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows.to_rows(), indent=2))
         return
@@ -164,7 +274,7 @@ def _print(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_jso
         ratio = found.ratio(bound)
         shown = "" if ratio is None else f"{ratio:.4g}"
         cells.append([bound.name, bound.kind, bound.sign, bound.shown(), shown, bound.norm])
-    caption = "set: for all tokens of that norm · local: at these tokens · limit: for ever longer tokens\n"
+    caption = "set: for all tokens of that norm · local: at these tokens · limit: as token norms grow without bound\n"
     caption += "≥: tokens of that norm reach it" + ("" if found.sigma is None else " · × σ: bound over measured σ")
     names = ["bound", "kind", "", "value", "× σ", "norm"]
     print_table(names, cells, text=["bound", "kind", "norm"], title=title, caption=caption)

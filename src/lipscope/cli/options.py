@@ -1,11 +1,19 @@
-"""Options and arguments that several commands share, so that they are called and explained the same everywhere."""
+"""Options and arguments of the commands, each written once: an option means the same in every command that has it.
+
+A command takes a group of options (a frozen dataclass) as one parameter; ``lipscope.cli.main.as_command`` spreads it out for
+the parser.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+
+FOR_A_MODEL, FOR_WEIGHTS, OUTPUT = "For a model", "For weights (a file, or random)", "Output"
 
 
 class Precision(StrEnum):
@@ -15,30 +23,140 @@ class Precision(StrEnum):
     float64 = "float64"
 
 
-# Attention layers given by their weights.
-TOKENS = typer.Option(help="safetensors file with one tensor of shape (n, d) or (B, n, d).", show_default=False)
-Heads = Annotated[int | None, typer.Option(help="Number of query heads; else the file's metadata 'heads', else 1.")]
-KvHeads = Annotated[int | None, typer.Option(help="Number of key/value heads (grouped queries).")]
-Transposed = Annotated[bool, typer.Option(help="Weights are stored (in, out), as in GPT-2's Conv1D.")]
-MaskText = Annotated[
-    str | None, typer.Option(help="full (the default), causal, window:W, prefix:P, packed:L1,L2, pad-left:K, …")
-]
-Scale = Annotated[float | None, typer.Option(help="Score scale τ; 1/√dk by default.")]
-Softcap = Annotated[float | None, typer.Option(help="c in c·tanh(s/c).")]
+def option(help: str, *names: str, panel: str | None = None, default: bool | str = False) -> Any:
+    """An option; its default is shown when ``default`` is True, or is described by it."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=default)
 
-# Models.
+
+# What is measured.
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|WEIGHTS|random",
+        help="A model as for scan; a safetensors file with the weights of one layer as for measure; or random weights.",
+        show_default=False,
+    ),
+]
 ModelName = Annotated[
-    str, typer.Argument(help="A name from `lipscope models`, a directory, or a hub name.", show_default=False)
+    str,
+    typer.Argument(metavar="MODEL", help="A name from `lipscope models`, a directory, or a hub name.", show_default=False),
 ]
-AllowPickle = Annotated[bool, typer.Option(help="Accept pickled weights, which can run code when opened.")]
-TrustCode = Annotated[bool, typer.Option(help="Run model code from the hub.")]
-Part = Annotated[str | None, typer.Option(help="'encoder' of an encoder–decoder model.")]
+Tokens = Annotated[Path | None, option("safetensors file with one tensor of shape (n, d) or (B, n, d).", panel=FOR_WEIGHTS)]
+Layer = Annotated[int | None, option("Which layer, 0 by default; negative ones count from the end.", panel=FOR_A_MODEL)]
+Layers = Annotated[str, option("'all', or indices such as 0,6,-1.", default=True)]
+Head = Annotated[int | None, option("One head, before W_O; the whole layer by default.")]
+HeadChoice = Annotated[str | None, option("Which heads of the layers, I[,J]; all by default.")]
+PerHead = Annotated[bool, option("Measure every head on its own (scope head).", "--per-head")]
+Scope = Annotated[str | None, option("head, attention, norm+attention, attention+residual, block or model.")]
+Radius = Annotated[
+    float | None,
+    option(
+        "Largest norm R of a token. By default what the model's own normalisation allows, or else the largest norm among "
+        "the tokens."
+    ),
+]
 
-# Everything.
-Memory = Annotated[
-    str | None,
-    typer.Option(help="Most memory above the weights, such as 4GiB: re-plans or refuses, and says so.", show_default=False),
-]
-Dtype = Annotated[Precision | None, typer.Option(help="Compute in this precision.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print rows as JSON instead of a table.")]
-Debug = Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")]
+# What is read.
+CORPUS = "A name from `lipscope corpora`, a file, or a directory."
+Text = Annotated[str, option(CORPUS, default=True)]
+TextOrNone = Annotated[str | None, option(f"{CORPUS[:-1]}; python-docs by default.")]
+Say = Annotated[str | None, option("The words themselves, instead of a text.")]
+N = Annotated[int, option("Number of tokens.", "--n", default=True)]
+NOrNone = Annotated[int | None, option("Number of tokens taken from the text, 32 by default.", "--n")]
+Lengths = Annotated[str, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8.", default=True)]
+Inputs = Annotated[int, option("Inputs per length, disjoint in the text.", default=True)]
+Pack = Annotated[bool, option("Fill each input with documents that do not see each other.", "--pack")]
+Seed = Annotated[int, option("Seed of everything drawn: where in a text the inputs lie, and starts.", default=True)]
+
+# How.
+Rtol = Annotated[float, option("Relative accuracy of the estimates.", default=True)]
+Dtype = Annotated[Precision | None, option("Compute in this precision.")]
+Memory = Annotated[str | None, option("Most memory above the weights, such as 4GiB: re-plans or refuses, and says so.")]
+Certificate = Annotated[bool | None, option("Also compute certified upper ends; by default where they are cheap.")]
+Threads = Annotated[int | None, option("torch threads of every task, 1 by default.")]
+Workers = Annotated[int | None, option("So many worker processes on this machine.")]
+Scheduler = Annotated[str | None, option("An existing Dask cluster, tcp://host:8786.")]
+RetryFailed = Annotated[bool, option("Also measure tasks that failed before.", "--retry-failed")]
+
+# What comes out.
+Top = Annotated[int, option("Lines of the table.", panel=OUTPUT, default=True)]
+AsJson = Annotated[bool, option("Print rows as JSON instead of a table.", "--json", panel=OUTPUT)]
+AsCsv = Annotated[bool, option("Print rows as CSV instead of a table.", "--csv", panel=OUTPUT)]
+AllPlans = Annotated[bool, option("Of a store: rows of every plan, not only of the last.", "--all")]
+VIEWS = "How many of the worst layers or heads to look at token by token"
+Debug = Annotated[bool, option("Show the traceback when something goes wrong.", "--debug", panel=OUTPUT)]
+
+
+class Group:
+    """Options that belong together; its subclasses are frozen dataclasses."""
+
+    def settings(self, group: type[Group] | None = None) -> dict[str, Any]:
+        """The options by name: all, or those that come from one group."""
+        return {f.name: getattr(self, f.name) for f in fields(group or self)}  # type: ignore[arg-type]
+
+    def given(self, group: type[Group] | None = None) -> list[str]:
+        """Those that differ from their defaults, as they are spelled."""
+        changed = [f.name for f in fields(group or self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return [f"--{name.replace('_', '-')}" for name in changed]
+
+
+@dataclass(frozen=True)
+class Loading(Group):
+    """How a model is loaded."""
+
+    part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
+    dtype: Annotated[Precision | None, option("Compute in this precision.", panel=FOR_A_MODEL)] = None
+    allow_pickle: Annotated[
+        bool, option("Accept pickled weights, which can run code when opened.", "--allow-pickle", panel=FOR_A_MODEL)
+    ] = False
+    trust_remote_code: Annotated[bool, option("Run model code from the hub.", "--trust-remote-code", panel=FOR_A_MODEL)] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class Weights(Group):
+    """How the tensors of a weights file make a layer."""
+
+    heads: Annotated[
+        int | None, option("Number of query heads; else the file's metadata 'heads', else 1.", panel=FOR_WEIGHTS)
+    ] = None
+    kv_heads: Annotated[int | None, option("Number of key/value heads (grouped queries).", panel=FOR_WEIGHTS)] = None
+    transposed: Annotated[
+        bool, option("Weights are stored (in, out), as in GPT-2's Conv1D.", "--transposed", panel=FOR_WEIGHTS)
+    ] = False
+    mask: Annotated[
+        str | None,
+        option("full (the default), causal, window:W, prefix:P, packed:L1,L2, pad-left:K, …", panel=FOR_WEIGHTS),
+    ] = None
+    scale: Annotated[float | None, option("Score scale τ; 1/√dk by default.", panel=FOR_WEIGHTS)] = None
+    softcap: Annotated[float | None, option("c in c·tanh(s/c).", panel=FOR_WEIGHTS)] = None
+
+
+@dataclass(frozen=True)
+class _Place(Group):
+    layer: Layer = None
+
+
+@dataclass(frozen=True)
+class Target(Loading, Weights, _Place):
+    """What belongs to a ``Source``: the options of a model, of a weights file, and of random weights."""
+
+    width: Annotated[int | None, option("Token width d of random weights, 16 by default.", panel=FOR_WEIGHTS)] = None
+
+
+def indices(name: str, text: str | None) -> list[int] | None:
+    """``"0,6,-1"`` as numbers; ``"all"`` and None as None."""
+    if text in (None, "all"):
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{name} must be 'all' or indices such as 0,6, got {text!r}") from None
+
+
+def as_dtype(precision: Precision | None) -> Any:
+    """The torch dtype of a precision."""
+    import torch
+
+    return None if precision is None else getattr(torch, precision.value)

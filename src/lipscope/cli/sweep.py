@@ -1,31 +1,25 @@
-"""Commands for sweeps: ``sweep`` and ``export``. Heavy imports happen inside them."""
+"""Commands for sweeps: ``sweep`` measures many things and loses nothing, ``export`` writes its table for other tools."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli.tables import print_table
+from lipscope.cli import options as opt
+from lipscope.cli.options import indices, option
+from lipscope.cli.terminal import duration, notice, print_table, progress_bar, waiting
 
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
     from lipscope.runs.plan import Plan
     from lipscope.runs.sweep import Step, Summary
     from lipscope.runs.tasks import Expansion
-
-ClearErrors = Callable[[bool], AbstractContextManager[None]]
-Debug = Annotated[bool, typer.Option(help="Show the traceback when something goes wrong.")]
-
-
-def _given(help: str) -> Any:
-    """An option that a plan has a default for."""
-    return typer.Option(help=help, show_default=False)
 
 
 class Format(StrEnum):
@@ -36,90 +30,88 @@ class Format(StrEnum):
     json = "json"
 
 
-def register(app: typer.Typer, clear_errors: ClearErrors) -> None:
-    """Add the commands to the application."""
+def sweep(
+    plan: Annotated[
+        Path | None,
+        typer.Argument(help="A plan in TOML; without it, the options are the plan.", show_default=False),
+    ] = None,
+    store: Annotated[Path | None, option("Where rows are kept; PLAN.db or sweep.db by default.")] = None,
+    model: Annotated[list[str] | None, option("A model; may be repeated.")] = None,
+    text: Annotated[list[str] | None, option(f"{opt.CORPUS} May be repeated.")] = None,
+    layers: Annotated[str | None, option("'all' (the default), or indices such as 0,6,-1.")] = None,
+    per_head: opt.PerHead = False,
+    head: opt.HeadChoice = None,
+    scope: Annotated[list[str] | None, option("A scope as for scan, attention by default; may be repeated.")] = None,
+    lengths: Annotated[
+        str | None, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8; 16,32,64,128 by default.")
+    ] = None,
+    inputs: Annotated[int | None, option("Inputs per length, 4 by default, disjoint in the text.")] = None,
+    pack: opt.Pack = False,
+    rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None,
+    seed: Annotated[int | None, option("Seed of everything drawn, 0 by default.")] = None,
+    dtype: opt.Dtype = None,
+    threads: opt.Threads = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    retry_failed: opt.RetryFailed = False,
+    dry_run: Annotated[bool, option("Print counts, time and memory, and stop.", "--dry-run")] = False,
+) -> None:
+    """Measure many models, texts, layers and lengths, and never lose a row. Run it again to go on where it stopped."""
+    flags = {
+        "models": model,
+        "texts": text,
+        "layers": layers,
+        "per_head": per_head or None,
+        "heads": head,
+        "scopes": scope,
+        "lengths": lengths,
+        "inputs": inputs,
+        "kind": "packed" if pack else None,
+        "rtol": rtol,
+        "seed": seed,
+        "dtype": None if dtype is None else dtype.value,
+        "threads": threads,
+    }
+    with gentle_end():
+        chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None})
+        ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
+        if workers is not None and workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {workers}")
+        if dry_run:
+            from lipscope.runs.sweep import dry_run as preview
 
-    @app.command()
-    def sweep(
-        plan: Annotated[
-            Path | None,
-            typer.Argument(help="A plan in TOML; without it, the options are the plan.", show_default=False),
-        ] = None,
-        store: Annotated[Path | None, _given("Where rows are kept; PLAN.db or sweep.db by default.")] = None,
-        model: Annotated[list[str] | None, _given("A model; may be repeated.")] = None,
-        text: Annotated[list[str] | None, _given("A text; may be repeated.")] = None,
-        layers: Annotated[str | None, _given("'all', or indices such as 0,6,-1.")] = None,
-        heads: Annotated[str | None, _given("'all', or indices, for scope head.")] = None,
-        scope: Annotated[list[str] | None, _given("A scope; may be repeated.")] = None,
-        lengths: Annotated[str | None, _given("8,16,32 or 8:512:log or 8:64:8.")] = None,
-        inputs: Annotated[int | None, _given("Inputs per length, disjoint in the text.")] = None,
-        pack: Annotated[
-            bool, typer.Option("--pack", help="Fill each input with documents that do not see each other.")
-        ] = False,
-        rtol: Annotated[float | None, _given("Relative accuracy of the estimates.")] = None,
-        seed: Annotated[int | None, _given("Where inputs lie, and the solver's start.")] = None,
-        dtype: Annotated[str | None, _given("float32 or float64.")] = None,
-        threads: Annotated[int | None, _given("torch threads of every task.")] = None,
-        workers: Annotated[int | None, _given("So many worker processes on this machine.")] = None,
-        scheduler: Annotated[str | None, _given("An existing Dask cluster, tcp://host:8786.")] = None,
-        retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also measure tasks that failed before.")] = False,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print counts, time and memory, and stop.")] = False,
-        debug: Debug = False,
-    ) -> None:
-        """Measure many models, texts, layers and lengths, and never lose a row. Run it again to go on where it stopped."""
-        flags = {
-            "models": model, "texts": text, "layers": layers, "heads": heads, "scopes": scope, "lengths": lengths,
-            "inputs": inputs, "kind": "packed" if pack else None, "rtol": rtol, "seed": seed, "dtype": dtype,
-            "threads": threads,
-        }  # fmt: skip
-        with clear_errors(debug), gentle_end():
-            chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None})
-            ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
-            if workers is not None and workers < 1:
-                raise ValueError(f"--workers must be at least 1, got {workers}")
-            if dry_run:
-                from lipscope.runs.sweep import dry_run as preview
+            with waiting("looking at models and texts, and measuring a sample"):
+                expansion, left = preview(chosen, ledger, workers=workers or 1, retry_failed=retry_failed)
+            _print_estimate(expansion, left, workers or 1, ledger)
+            return
+        from lipscope.runs.engines import make_engine
+        from lipscope.runs.sweep import run_plan
+        from lipscope.runs.tasks import expand
 
-                with _waiting("looking at models and texts, and measuring a sample"):
-                    expansion, left = preview(chosen, ledger, workers=workers or 1, retry_failed=retry_failed)
-                _print_estimate(expansion, left, workers or 1, ledger)
-                return
-            from lipscope.runs.engines import make_engine
-            from lipscope.runs.sweep import run_plan
-            from lipscope.runs.tasks import expand
+        engine = make_engine(scheduler, workers)
+        with waiting("looking at models and texts"):
+            expansion = expand(chosen)
+        with task_bar() as progress, kept_in(ledger):
+            summary = run_plan(expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice)
+        _print_summary(summary, ledger)
+        if summary.failed:
+            raise typer.Exit(1)
 
-            engine = make_engine(scheduler, workers)
-            with _waiting("looking at models and texts"):
-                expansion = expand(chosen)
-            with progress_bar() as progress:
-                try:
-                    summary = run_plan(
-                        expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=say
-                    )
-                except KeyboardInterrupt:
-                    say(f"stopped; every finished task is kept in {ledger}. Run the same command again to go on")
-                    raise
-            _print_summary(summary, ledger)
-            if summary.failed:
-                raise typer.Exit(1)
 
-    @app.command()
-    def export(
-        store: Annotated[Path, typer.Argument(help="What `lipscope sweep` wrote; may be in use.", show_default=False)],
-        format: Annotated[Format, typer.Option(help="parquet, csv or json.")] = Format.csv,
-        out: Annotated[Path | None, typer.Option(help="The file to write; CSV and JSON are printed without it.")] = None,
-        all_plans: Annotated[bool, typer.Option("--all", help="Rows of every plan, not only of the last.")] = False,
-        debug: Debug = False,
-    ) -> None:
-        """Write the table of a sweep for other tools, one column per quantity."""
-        with clear_errors(debug):
-            from lipscope.runs.export import export_table
+def export(
+    store: Annotated[Path, typer.Argument(help="What `lipscope sweep` wrote; may be in use.", show_default=False)],
+    format: Annotated[Format, option("parquet, csv or json.", default=True)] = Format.csv,
+    out: Annotated[Path | None, option("The file to write; CSV and JSON are printed without it.")] = None,
+    all_plans: opt.AllPlans = False,
+) -> None:
+    """Write the table of a sweep for other tools, one column per quantity."""
+    from lipscope.runs.export import export_table
 
-            content, count = export_table(store, format.value, out, all_plans=all_plans)
-            if content is not None:
-                typer.echo(content, nl=False)
-            else:
-                say(f"{count} rows are in {out}")
+    content, count = export_table(store, format.value, out, all_plans=all_plans)
+    if content is not None:
+        typer.echo(content, nl=False)
+    else:
+        notice(f"{count} rows are in {out}")
 
 
 def _plan(file: Path | None, flags: dict[str, Any]) -> Plan:
@@ -132,23 +124,17 @@ def _plan(file: Path | None, flags: dict[str, Any]) -> Plan:
     if not {"models", "texts"} <= flags.keys():
         raise ValueError("give a plan file, or at least one --model and one --text")
     for name in ("layers", "heads"):
-        if flags.get(name, "all") != "all":
-            try:
-                flags[name] = [int(part) for part in flags[name].split(",")]
-            except ValueError:
-                raise ValueError(f"--{name} must be 'all' or indices such as 0,6, got {flags[name]!r}") from None
-    if "heads" in flags and "scopes" not in flags:
-        flags["scopes"] = ["head"]
+        if name in flags:
+            flags[name] = indices(_flag(name)[2:], flags[name]) or "all"
+    if flags.pop("per_head", False) or "heads" in flags:
+        flags["scopes"] = list(dict.fromkeys([*flags.get("scopes", []), "head"]))
     return Plan.of(**flags)
 
 
 def _flag(name: str) -> str:
-    return "--pack" if name == "kind" else f"--{name.rstrip('s') if name in ('models', 'texts', 'scopes') else name}"
-
-
-def say(message: str) -> None:
-    """A line on standard error."""
-    typer.echo(message, err=True)
+    """How a setting of a plan is spelled as an option."""
+    once = {"kind": "pack", "models": "model", "texts": "text", "scopes": "scope", "heads": "head", "per_head": "per-head"}
+    return f"--{once.get(name, name)}"
 
 
 @contextmanager
@@ -170,31 +156,27 @@ def gentle_end() -> Iterator[None]:
 
 
 @contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
+def kept_in(store: Path) -> Iterator[None]:
+    """Say on an interruption that nothing is lost."""
+    try:
         yield
+    except KeyboardInterrupt:
+        notice(f"stopped; every finished task is kept in {store}. Run the same command again to go on")
+        raise
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[Step], None]]:
-    """A bar on standard error: tasks, failures, and the time left by work and not by count."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def task_bar() -> Iterator[Callable[[Step], None]]:
+    """The progress bar, for the steps of a run."""
+    with progress_bar() as show:
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"),
-               TimeRemainingColumn(elapsed_when_finished=False))  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600) as bar:
-        line = bar.add_task("starting", total=None)
-
-        def show(step: Step) -> None:
+        def of(step: Step) -> None:
             what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
             if step.task is not None:
                 what += f" · {step.task.labels['model']} layer {step.task.identity['layer']} n = {step.task.identity['n']}"
-            bar.update(line, completed=step.done, total=step.total, description=what)
+            show(step.done, step.total, what)
 
-        yield show
+        yield of
 
 
 def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: Path) -> None:
@@ -237,11 +219,3 @@ def _print_summary(summary: Summary, store: Path) -> None:
     if summary.failed:
         typer.echo("Run again with --retry-failed to measure them again.")
     typer.echo(f"lipscope export {store} --format parquet --out rows.parquet writes the table.")
-
-
-def duration(seconds: float) -> str:
-    """A time in words."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

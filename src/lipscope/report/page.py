@@ -218,14 +218,14 @@ def _tokens_command(setting: Setting, cell: Cell) -> str | None:
         return None
     place = ["--layer", str(cell.layer)]
     place += ["--head", str(cell.head)] if cell.head is not None else ["--scope", str(setting.scope)]
-    return shlex.join(["lipscope", "tokens", setting.model, *place, "--text", "…"])
+    return shlex.join(["lipscope", "tokens", setting.model, *place, "--say", "…"])
 
 
 def _views_command(run: Run) -> str:
     """What measures the token views of the six worst places."""
     if run.path is not None and run.tasks is not None:
-        return f"lipscope report {shlex.quote(run.path.name)} --tokens 6"
-    return f"{run.story.command or 'lipscope scan … --out DIR'} --tokens 6"
+        return f"lipscope report {shlex.quote(run.path.name)} --views 6"
+    return f"{run.story.command or 'lipscope scan … --out DIR'} --views 6"
 
 
 def _scopes_command(setting: Setting) -> str:

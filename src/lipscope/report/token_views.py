@@ -45,7 +45,7 @@ def measure_views(
             say(f"{where} are left out: they exist for text, layer by layer")
             continue
         if setting.scope not in QUICK_SCOPES and not every_scope:
-            say(f"{where} are left out, as they take long; --tokens {count} measures them all the same")
+            say(f"{where} are left out, as they take long; --views {count} measures them all the same")
             continue
         try:
             views += _views(blocks, worst_inputs(setting.rows, count))

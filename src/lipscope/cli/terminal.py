@@ -1,9 +1,19 @@
-"""Tables for the terminal in which no number is ever cut: headers wrap first, then the text columns."""
+"""What commands print: tables in which no number is ever cut, the one progress bar, and lines on standard error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from textwrap import wrap
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from lipscope.measure.memory import MemoryPlan
+
+# Tokens from which a run is long enough to say beforehand what it takes.
+_LONG = 2048
 
 # Words are folded down to so many letters before a table becomes wider than the terminal.
 _FOLDED = 8
@@ -55,3 +65,50 @@ def print_table(
     Console(width=max(console.width, needed)).print(table)
     if caption:
         console.print(Text(caption, style="dim italic"))
+
+
+def notice(message: str) -> None:
+    """A line on standard error."""
+    typer.echo(message, err=True)
+
+
+def announce(n: int, memory: str | None, plan: Callable[[], MemoryPlan]) -> None:
+    """Say what memory the longest inputs are expected to take, when that was limited or they are long.
+
+    Raises:
+        MemoryError: when that is more than there may be.
+    """
+    if memory is not None or n >= _LONG:
+        notice(f"n = {n}: {plan()}")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[float, float, str], None]]:
+    """A function of (done, total, what) that moves a bar on standard error; the time left is by work and not by count."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    left = TimeRemainingColumn(elapsed_when_finished=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"))
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with Progress(*columns, left, console=console, transient=True, disable=quiet, speed_estimate_period=600) as bar:
+        line = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(line, completed=done, total=total, description=what)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Words with a moving sign on standard error."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def duration(seconds: float) -> str:
+    """A time in words."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,271 @@
+"""Commands that measure: ``scan`` a model on a text, ``measure`` a weights file at tokens, ``tokens`` one by one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipscope.cli import options as opt
+from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
+from lipscope.cli.source import load_model, read_ids
+from lipscope.cli.terminal import announce, notice, print_table, progress_bar
+from lipscope.rounding import interval, round_down, round_up, span
+
+if TYPE_CHECKING:
+    from lipscope.models.tokens import TokenView
+    from lipscope.runs.scan import Scan
+    from lipscope.spectral.result import SpectralNorm
+
+
+class LayerScope(StrEnum):
+    """What is measured of a weights file."""
+
+    attention = "attention"
+    head = "head"
+
+
+def scan(
+    model: opt.ModelName,
+    text: opt.Text = "python-docs",
+    layers: opt.Layers = "all",
+    per_head: opt.PerHead = False,
+    lengths: opt.Lengths = "16:128:log",
+    inputs: opt.Inputs = 4,
+    scope: opt.Scope = None,
+    pack: opt.Pack = False,
+    rtol: opt.Rtol = 1e-3,
+    seed: opt.Seed = 0,
+    certificate: opt.Certificate = None,
+    memory: opt.Memory = None,
+    loading: Loading = Loading(),
+    out: Annotated[
+        Path | None, option("Directory for rows.csv, rows.json, fits.csv, run.json and tokens.json.", panel=opt.OUTPUT)
+    ] = None,
+    views: Annotated[int | None, option(f"{opt.VIEWS}; 3 with --out, else 0.", panel=opt.OUTPUT)] = None,
+    as_json: opt.AsJson = False,
+    as_csv: opt.AsCsv = False,
+    top: opt.Top = 20,
+) -> None:
+    """Measure σ of a model's layers, or heads, on a text."""
+    from lipscope.models.memory import batch_size, plan_layers
+    from lipscope.models.text import parse_lengths
+    from lipscope.runs.scan import scan as run
+    from lipscope.spectral.solvers import Auto
+
+    chosen = indices("layers", layers)
+    what = scope or ("head" if per_head else "attention")
+    # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
+    cheap = out is not None and not pack and what in ("head", "attention")
+    looks = (3 if cheap else 0) if views is None else views
+    handle = load_model(model, loading)
+    longest = max(parse_lengths(lengths))
+    batch = batch_size(longest, inputs, pack=pack)
+    places = handle.check_layers(chosen, what)
+    announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
+    with progress_bar() as progress:
+        result = run(
+            handle,
+            text,
+            layers=chosen,
+            heads=per_head,
+            lengths=lengths,
+            inputs=inputs,
+            scope=scope,
+            solver=Auto(rtol=rtol, seed=seed),
+            seed=seed,
+            pack=pack,
+            certificate=certificate,
+            tokens=looks,
+            memory=memory,
+            progress=progress,
+        )
+    if out is not None:
+        asked = {"text": text, "layers": layers, "per_head": per_head, "lengths": lengths, "inputs": inputs, "scope": scope}
+        asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
+        _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
+    if as_json:
+        typer.echo(result.to_json())
+    elif as_csv:
+        typer.echo(result.csv_text(), nl=False)
+    else:
+        _print_scan(result, text, top)
+
+
+def measure(
+    weights_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="WEIGHTS",
+            help="safetensors file with tensors q, k, v, out (as in nn.Linear) or a fused qkv; optional q_bias, k_bias, "
+            "v_bias, qkv_bias, out_bias, bias, sinks.",
+            show_default=False,
+        ),
+    ],
+    tokens: Annotated[Path, option("safetensors file with one tensor of shape (n, d) or (B, n, d).")],
+    scope: Annotated[LayerScope, option("The whole layer, or each head before W_O.", default=True)] = LayerScope.attention,
+    rtol: opt.Rtol = 1e-4,
+    delta: Annotated[float, option("Allowed failure probability of the upper end.", default=True)] = 1e-6,
+    interval: Annotated[float, option("Go on until upper/lower − 1 is at most this.", default=True)] = 0.1,
+    max_steps: Annotated[int, option("Most operator pairs (J, Jᵀ) per input.", default=True)] = 300,
+    seed: opt.Seed = 0,
+    certificate: opt.Certificate = None,
+    dtype: opt.Dtype = None,
+    memory: opt.Memory = None,
+    weights: Weights = Weights(),
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure σ of an attention layer given by its weights, at given tokens."""
+    from lipscope.attention.io import load_layer, load_tokens
+    from lipscope.measure.memory import plan_memory, read_bytes
+    from lipscope.measure.sigma import local_lipschitz, working_dtype
+    from lipscope.spectral.solvers import Auto
+
+    layer = load_layer(weights_file, **weights.settings())
+    X, precision = load_tokens(tokens), as_dtype(dtype)
+    inputs, limit = 1 if X.ndim == 2 else X.shape[0], None if memory is None else read_bytes(memory)
+    computed = precision or working_dtype(layer, X)
+    announce(
+        X.shape[-2],
+        memory,
+        lambda: plan_memory(layer, X.shape[-2], dtype=computed, inputs=inputs, limit=limit, scope=scope.value),
+    )
+    solver = Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed)
+    result = local_lipschitz(
+        layer, X, scope=scope.value, solver=solver, certificate=certificate, dtype=precision, memory=memory
+    )
+    if as_json:
+        typer.echo(json.dumps(result.to_rows(), indent=2))
+    else:
+        _print_result(result)
+
+
+def tokens(
+    model: opt.ModelName,
+    say: opt.Say = None,
+    text: opt.TextOrNone = None,
+    n: opt.NOrNone = None,
+    seed: opt.Seed = 0,
+    layer: opt.Layer = None,
+    head: opt.Head = None,
+    scope: Annotated[str, option("attention, norm+attention, attention+residual, block.", default=True)] = "attention",
+    pairs: Annotated[int, option("How many pairs of tokens to list.", default=True)] = 8,
+    loading: Loading = Loading(),
+) -> None:
+    """Show which tokens carry the worst direction of a layer, and which pairs influence each other most."""
+    from lipscope.models.tokens import token_view
+
+    handle = load_model(model, loading)
+    ids = read_ids(handle, text, say, n, seed)
+    _print_tokens(token_view(handle, ids.tolist(), layer or 0, scope=scope, head=head), handle.name, pairs)
+
+
+def command_line(words: list[str], options: dict[str, Any]) -> str:
+    """The command that does the same again: every option that has a value."""
+    line = ["lipscope", *words]
+    for name, value in options.items():
+        spelled = name.replace("_", "-")
+        if value is True:
+            line.append(f"--{spelled}")
+        elif value is False and name == "certificate":
+            line.append("--no-certificate")
+        elif value not in (None, False):
+            line += [f"--{spelled}", str(value)]
+    return shlex.join(line)
+
+
+def _write(result: Scan, directory: Path, command: str) -> None:
+    import torch
+
+    from lipscope.runs.scan_files import write_scan
+    from lipscope.runs.work import environment
+
+    write_scan(result, directory, command=command, environment=environment(torch.get_num_threads()))
+    notice(f"rows are in {directory}")
+
+
+def _print_result(result: SpectralNorm) -> None:
+    rows = result.to_rows()
+    about = f"scope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
+    if result.dtype != result.input_dtype:
+        about += f" (from {result.input_dtype})"
+    index = [name for name in ("input", "head") if name in rows[0]]
+    cells = [
+        [
+            *(str(row[name]) for name in index),
+            round_down(row["lower"], 6),
+            f"{row['estimate']:.6g}",
+            round_up(row["upper"], 6),
+            str(row["iterations"]),
+            row["status"],
+        ]
+        for row in rows
+    ]
+    title = f"Local Lipschitz constant σ\n{about}"
+    names = [*index, "lower", "estimate", "upper", "steps", "status"]
+    print_table(names, cells, text=["status"], title=title, caption=_caption(result))
+    if not all(row["converged"] for row in rows):
+        typer.echo(result.message)
+
+
+def _caption(result: SpectralNorm) -> str:
+    kinds = " or ".join(dict.fromkeys(row["upper_kind"] for row in result.to_rows()))
+    if "probabilistic" in kinds:
+        return f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
+    return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
+
+
+def _print_scan(result: Scan, text: str, top: int) -> None:
+    first = result.rows[0]
+    summaries = result.worst()
+    fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
+    by_head = summaries[0]["head"] is not None
+    title = f"σ of {first['model']} on {text}, largest first\nscope {first['scope']} · mask {first['mask']} · "
+    title += first["dtype"] + (f"\n{first['notes']}" if first["notes"] else "")
+    caption = "σ of every input at this n lies between lower and upper"
+    chances = [row["delta"] for row in result.rows if row["delta"] is not None]
+    caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
+    names = ["layer", *(["head"] if by_head else []), "n", "median σ", "lower", "upper", "|x|", "entropy", "on first"]
+    rows = []
+    for s in summaries[:top]:
+        cells = [str(s["layer"]), *([str(s["head"])] if by_head else []), str(s["n"])]
+        cells += [f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"]), f"{s['radius_rms']:.3g}"]
+        cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
+        if fits:
+            fit = fits[(s["layer"], s["head"])]
+            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2))
+        rows.append(cells)
+    print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, title=title, caption=caption)
+    ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
+    if ever:
+        typer.echo(
+            f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius."
+        )
+    if len(summaries) > top:
+        typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
+    if not all(row["converged"] for row in result.rows):
+        typer.echo("Some estimates did not converge; their intervals are valid but wide.")
+
+
+def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    r = view.result
+    where = f"layer {view.layer}" + ("" if view.head is None else f", head {view.head}")
+    console.print(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
+    console.print("Share of each token in the worst direction (the redder, the more):")
+    line, peak = Text(), float(view.energy.max()) or 1.0
+    for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
+        cold = int(255 * (1 - share / peak))
+        line.append(f"{token}", style=f"black on rgb(255,{cold},{cold})")
+        line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
+    console.print(line)
+    console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")
+    for i, j, value in view.strongest_pairs(pairs):
+        console.print(Text(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})"))

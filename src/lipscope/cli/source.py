@@ -1,0 +1,121 @@
+"""What a command is about: MODEL, WEIGHTS or ``random``, told apart by one rule, and the tokens that a model reads.
+
+    random                              a layer with random weights
+    a file, or NAME.safetensors         the weights of one layer
+    anything else                       a model: a known name, a directory, a hub name
+
+Options that belong to another kind of source are refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipscope.cli.options import Loading, Target, Weights, as_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipscope.attention.layer import Attention
+    from lipscope.models.model import Model
+
+DEFAULT_TEXT, DEFAULT_N = "python-docs", 32
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A source: either the layer itself, or a model and the index of a layer.
+
+    Attributes:
+        name: in words, for titles.
+        attention: the layer of a weights file, or with random weights.
+        model: the model.
+        layer: index of the layer in it.
+    """
+
+    name: str
+    attention: Attention | None = None
+    model: Model | None = None
+    layer: int = 0
+
+    def identity(self, head: int | None = None, text: str | None = None) -> dict[str, Any]:
+        """Who it is in rows."""
+        if self.model is None:
+            return {"model": self.name, "head": head}
+        return {"model": self.model.name, "layer": self.layer, "head": head, "text": text}
+
+    def part(self, head: int | None) -> Attention:
+        """The layer that is no model's, or one of its heads."""
+        assert self.attention is not None
+        return self.attention if head is None else self.attention.head(head)
+
+    def title(self, head: int | None) -> str:
+        """The name, with the head."""
+        return self.name if head is None else f"{self.name}, head {head}"
+
+
+def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, **model: Any) -> Found:
+    """The source that a command was given.
+
+    Args:
+        source: the argument.
+        target: the options that say more about it; ``heads`` and ``mask`` also apply to random weights.
+        seed: of random weights.
+        any_mask: ``mask`` may also be given for a model.
+        **model: further options that belong to a model, None when not given.
+
+    Raises:
+        ValueError: when an option belongs to another kind of source.
+    """
+    of_model = [*(["--layer"] if target.layer is not None else []), *target.given(Loading)]
+    of_model += [f"--{name}" for name, value in model.items() if value is not None]
+    if source == "random":
+        from lipscope.studies.variants import random_layer
+
+        refuse(of_model, "a model", "random weights are those of one layer")
+        refuse(replace(target, heads=None, mask=None).given(Weights), "a weights file", "random weights have no file")
+        drawn = random_layer(target.width or 16, heads=target.heads or 2, mask=target.mask, seed=seed)
+        return Found(f"random weights, d = {drawn.width}", drawn)
+    refuse([] if target.width is None else ["--width"], "random weights", f"{source} has a width of its own")
+    if source.endswith(".safetensors") or Path(source).is_file():
+        from lipscope.attention.io import load_layer
+
+        refuse(of_model, "a model", f"{source} is a file with the weights of one layer")
+        return Found(Path(source).name, load_layer(Path(source), **target.settings(Weights)))
+    of_file = replace(target, mask=None) if any_mask else target
+    refuse(of_file.given(Weights), "a weights file", f"{source} is a model")
+    handle = load_model(source, target)
+    index = handle.layer(target.layer or 0).index
+    return Found(f"{handle.name}, layer {index}", model=handle, layer=index)
+
+
+def refuse(given: list[str], owner: str, reason: str) -> None:
+    """Raise when options were given that belong to something else."""
+    if given:
+        raise ValueError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to {owner}, but {reason}")
+
+
+def load_model(name: str, loading: Loading) -> Model:
+    """The model, loaded as the options say."""
+    from lipscope.models.load import load
+
+    return load(name, **loading.settings(Loading) | {"dtype": as_dtype(loading.dtype)})
+
+
+def read_ids(model: Model, text: str | None, say: str | None, n: int | None, seed: int) -> Tensor:
+    """Token ids (n,) of the words themselves, or of a stretch of n tokens of a text.
+
+    Raises:
+        ValueError: when both are given, or words and a number of tokens.
+    """
+    if say is not None:
+        both = [f"--{name}" for name, value in (("text", text), ("n", n)) if value is not None]
+        refuse(both, "a text", "--say gives the words themselves")
+        ids: Tensor = model.token_inputs(text=say)["input_ids"][0]
+        return ids
+    from lipscope.models.corpora import read_text
+    from lipscope.models.text import chunk_of
+
+    return chunk_of(model, read_text(text or DEFAULT_TEXT), DEFAULT_N if n is None else n, seed)

@@ -1,0 +1,352 @@
+"""Commands for studies: ``compare-attention`` (variants), ``meanfield`` (growing n), ``paper`` (its experiments again)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipscope.cli import options as opt
+from lipscope.cli.options import Target, option
+from lipscope.cli.source import DEFAULT_TEXT, find
+from lipscope.cli.sweep import gentle_end, kept_in, task_bar
+from lipscope.cli.terminal import duration, notice, print_table, progress_bar
+from lipscope.rounding import interval, round_down, round_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipscope.attention.layer import Attention
+    from lipscope.cli.source import Found
+    from lipscope.runs.engines import Engine
+    from lipscope.studies.mean_field.study import PlateauStudy
+    from lipscope.studies.paper.run import Reproduction
+    from lipscope.studies.variants import Comparison
+
+
+def compare_attention(
+    source: opt.Source = "random",
+    text: opt.TextOrNone = None,
+    n: opt.N = 32,
+    lengths: opt.Lengths = "8,16,32,64,128",
+    radius: Annotated[float | None, option("Norm R of the tokens; √d for random tokens, their own for a model.")] = None,
+    inputs: opt.Inputs = 4,
+    search: Annotated[int, option("Ascent steps for the worst σ on the ball; 0 for none.", default=True)] = 60,
+    kinds: Annotated[
+        str | None,
+        option(
+            "Comma-separated kinds, all by default: dot-product, 1/d-scaled, soft-capped, qk-norm, cosine, l2, sigmoid, "
+            "sinkhorn."
+        ),
+    ] = None,
+    cap: Annotated[float, option("c of the soft-capped kind.", default=True)] = 50.0,
+    eps: Annotated[float, option("ε of the normalisation in qk-norm and cosine.", default=True)] = 1e-2,
+    tau: Annotated[float, option("τ of cosine attention.", default=True)] = 12.0,
+    seed: opt.Seed = 0,
+    target: Target = Target(),
+    out: Annotated[Path | None, option("Directory for the rows, comparison.json and its figure.", panel=opt.OUTPUT)] = None,
+    as_csv: opt.AsCsv = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Compare the smoothness of attention variants: σ, growth in n and R, the worst found, and bounds.
+
+    All have the same weights and see the same tokens. For a model, --mask replaces its own.
+    """
+    from lipscope.attention.family import VARIANTS
+    from lipscope.models.text import parse_lengths
+    from lipscope.studies.variants import compare
+
+    chosen = parse_lengths(lengths)
+    found = find(source, target, seed=seed, any_mask=True, text=text)
+    attention, tokens = _on_text(found, text or DEFAULT_TEXT, max([n, *chosen]), inputs, seed)
+    if target.mask is not None:
+        attention = attention.with_mask(target.mask)
+    options: dict[str, dict[str, Any]] = {
+        "soft-capped": {"softcap": cap},
+        "qk-norm": {"eps": eps},
+        "cosine": {"eps": eps, "tau": tau},
+    }
+    names = VARIANTS if kinds is None else tuple(part.strip() for part in kinds.split(","))
+    with progress_bar() as progress:
+        study = compare(
+            attention,
+            n=n,
+            radius=radius,
+            tokens=tokens,
+            lengths=chosen,
+            inputs=inputs,
+            search=search,
+            names=names,
+            options=options,
+            seed=seed,
+            progress=progress,
+        )
+    if out is not None:
+        _write_comparison(study, out, found.name, found.identity(text=text or DEFAULT_TEXT))
+    if as_json:
+        typer.echo(json.dumps({"weights": found.name} | study.to_dict(), indent=2))
+    elif as_csv:
+        typer.echo(_csv(study), nl=False)
+    else:
+        _print_comparison(study, found.name)
+
+
+def _on_text(found: Found, text: str, n: int, inputs: int, seed: int) -> tuple[Attention, Tensor | None]:
+    """The layer; of a model, also the tokens (inputs, n, d) that reach it on a text."""
+    if found.model is None:
+        return found.part(None), None
+    import torch
+
+    from lipscope.models.corpora import read_text
+    from lipscope.models.text import Chunker
+    from lipscope.studies.worst_case.model_layer import layer_at_text
+
+    found.model.check_lengths([n])
+    pieces = Chunker(read_text(text), found.model.tokenizer).chunks([n], inputs, seed)[n]
+    seen = [layer_at_text(found.model, found.layer, torch.tensor(piece)) for piece in pieces]
+    return seen[0].attention, torch.stack([s.activations for s in seen])
+
+
+def meanfield(
+    source: opt.Source,
+    head: opt.Head = None,
+    law: Annotated[
+        str | None,
+        option(
+            "ball[:R], sphere[:R], gaussian[:S], mixture[:K:R:S], or tokens (those of the text). By default tokens for a "
+            "model and sphere for weights; R is the typical norm of the model's tokens, or √d."
+        ),
+    ] = None,
+    lengths: opt.Lengths = "16:256:log",
+    repeats: Annotated[int, option("Independent draws per length.", default=True)] = 5,
+    transport_up_to: Annotated[int, option("Longest n with transport distances (about n³ steps).", default=True)] = 256,
+    rtol: opt.Rtol = 1e-4,
+    text: opt.TextOrNone = None,
+    n: Annotated[
+        int | None, option("Tokens per input that a model reads, 64 by default; four inputs.", "--n", panel=opt.FOR_A_MODEL)
+    ] = None,
+    seed: opt.Seed = 0,
+    sink_length: Annotated[int | None, option("Number of tokens against which an attention sink counts as one.")] = None,
+    target: Target = Target(),
+    out: Annotated[Path | None, option("Directory for the rows, study.json and figures.", panel=opt.OUTPUT)] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Study the mean-field limit of one layer: σ and W_2 ratios as n grows, tokens drawn from a fixed law."""
+    from lipscope.models.text import parse_lengths
+    from lipscope.spectral.solvers import Auto
+    from lipscope.studies.mean_field.attention import MeanFieldAttention
+    from lipscope.studies.mean_field.study import convergence_study
+
+    chosen, tokens = parse_lengths(lengths), None
+    found = find(source, target, seed=seed, text=text, n=n)
+    if found.model is None:
+        whole = found.part(None)
+    else:
+        from lipscope.studies.mean_field.model_layer import model_layer
+
+        whole, tokens = model_layer(found.model, found.layer, text or DEFAULT_TEXT, n=64 if n is None else n, seed=seed)
+    attention = MeanFieldAttention(whole, sink_length)
+    if head is not None:
+        attention = attention.head(head)
+    with progress_bar() as progress:
+        study = convergence_study(
+            attention,
+            _law(law, whole.width, tokens),
+            chosen,
+            repeats=repeats,
+            seed=seed,
+            transport_up_to=transport_up_to,
+            solver=Auto(rtol=rtol, seed=seed),
+            progress=progress,
+        )
+    name = found.title(head)
+    if out is not None:
+        _write_meanfield(study, out, name, found.identity(head, text or DEFAULT_TEXT))
+    if as_json:
+        typer.echo(json.dumps({"layer": name} | study.to_dict(), indent=2))
+    else:
+        _print_meanfield(study, name)
+
+
+def paper(
+    out: Annotated[Path, option("Where rows, figures and pages go.")],
+    full: Annotated[bool, option("All lengths and inputs of the paper, or a sample of them.", "--full/--quick")] = False,
+    bert: Annotated[
+        str | None, option("Directory or hub name of the pretrained BERT; bert-base-uncased by default.")
+    ] = None,
+    gpt2: Annotated[str | None, option("Directory or hub name of the pretrained GPT-2; gpt2 by default.")] = None,
+    threads: opt.Threads = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    retry_failed: opt.RetryFailed = False,
+) -> None:
+    """Measure the experiments of “How Smooth Is Attention?” again: σ beside the estimator of the public scripts.
+
+    Run it again to go on where it stopped. It uses two worker processes where Dask is installed.
+    """
+    with gentle_end():
+        from lipscope.studies.paper.plan import MODES
+        from lipscope.studies.paper.run import STORE, reproduce
+
+        for name, count in (("workers", workers), ("threads", threads)):
+            if count is not None and count < 1:
+                raise ValueError(f"--{name} must be at least 1, got {count}")
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out must be a directory, but {out} is a file")
+        settings = MODES["full" if full else "quick"]
+        if threads is not None:
+            settings = dataclasses.replace(settings, threads=threads)
+        with task_bar() as progress, kept_in(out / STORE):
+            done = reproduce(
+                out,
+                settings,
+                bert=bert,
+                gpt2=gpt2,
+                engine=_engine(scheduler, workers),
+                retry_failed=retry_failed,
+                progress=progress,
+                notice=notice,
+            )
+        _print_paper(done)
+        if done.summary.failed:
+            raise typer.Exit(1)
+
+
+def _csv(found: Comparison) -> str:
+    import csv
+    import io
+
+    rows = found.summary()
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _write_comparison(found: Comparison, directory: Path, name: str, who: dict[str, Any]) -> None:
+    from lipscope.studies.rows import identified, write_rows
+    from lipscope.studies.variants_figures import draw
+
+    write_rows(identified(found.to_rows(), **who), directory)
+    (directory / "comparison.json").write_text(json.dumps({"weights": name} | found.to_dict(), indent=2), encoding="utf-8")
+    draw(found, directory / "comparison.png", f"{name}, mask {found.mask}")
+    notice(f"rows and figure are in {directory}")
+
+
+def _print_comparison(found: Comparison, name: str) -> None:
+    def exponent(row: dict[str, Any], label: str) -> str:
+        if row[f"growth_{label}"] is None:
+            return "–"
+        ends = interval(row[f"growth_{label}_low"], row[f"growth_{label}_high"], decimals=2)
+        return f"{row[f'growth_{label}']:.2f} {ends}"
+
+    rows = [
+        [row["attention"], f"{row['sigma']:.4g}", interval(row["lower"], row["upper"]), exponent(row, "n"),
+         exponent(row, "radius"), "–" if row["worst_found"] is None else round_down(row["worst_found"]),
+         "–" if row["bound"] is None else round_up(row["bound"]), row["bound_name"] or "none known"]
+        for row in found.summary()
+    ]  # fmt: skip
+    left_out = f"; left out for mask {found.mask}: {', '.join(found.left_out)}" if found.left_out else ""
+    without = f", without {', '.join(found.without)}" if found.without else ""
+    print_table(
+        ["attention", "σ", "interval", "exponent in n", "exponent in R", "worst found", "bound", "by"],
+        rows,
+        text=["attention", "by"],
+        whole=["by"],
+        title=f"{name}{without}: {found.tokens}, n = {found.n}, R = {found.radius:.4g}, mask {found.mask}",
+        caption="σ is the median over the inputs, and all of them lie in the interval; exponents of power laws with 95 % "
+        f"intervals over inputs; worst found and bound are for all tokens of norm ≤ R{left_out}",
+    )
+
+
+def _law(text: str | None, dimension: int, tokens: Any) -> Any:
+    from lipscope.studies.mean_field.laws import Empirical, parse_law
+
+    if text == "tokens" or (text is None and tokens is not None):
+        if tokens is None:
+            raise ValueError(
+                "--law tokens needs a model that reads a text; for weights use ball, sphere, gaussian or mixture"
+            )
+        return Empirical(tokens)
+    typical = dimension**0.5 if tokens is None else float(tokens.square().sum(-1).mean().sqrt())
+    return parse_law(text or "sphere", dimension, default_size=typical)
+
+
+def _write_meanfield(study: PlateauStudy, directory: Path, name: str, who: dict[str, Any]) -> None:
+    from lipscope.studies.mean_field.figures import draw_html, draw_png
+    from lipscope.studies.rows import identified, write_rows
+
+    write_rows(identified(study.to_rows(), **who), directory)
+    (directory / "study.json").write_text(json.dumps({"layer": name} | study.to_dict(), indent=2), encoding="utf-8")
+    title = f"{name}: tokens from {study.law}, mask {study.mask}"
+    draw_png(study, directory / "plateau.png", title)
+    draw_html(study, directory / "plateau.html", title)
+    notice(f"rows and figures are in {directory}")
+
+
+def _print_meanfield(study: PlateauStudy, name: str) -> None:
+    nearest, cell = "{:.4g}".format, {"lower": round_down, "upper": round_up, "refined": round_up}
+    columns = {"σ": "sigma", "lower": "lower", "upper": "upper", "two samples": "ratio", "insertion": "insertion",
+               "largest |x|": "radius", "refined": "bound"}  # fmt: skip
+    shown = {title: study.medians(column) for title, column in columns.items()}
+    # The interval at a length is the one that holds for all of its draws.
+    for title, worst in (("lower", min), ("upper", max)):
+        shown[title] = [worst(getattr(row, title) for row in study.rows if row.n == n) for n in study.lengths]
+    rows = [
+        [str(n), *("–" if (value := shown[title][k]) is None else cell.get(title, nearest)(value) for title in columns)]
+        for k, n in enumerate(study.lengths)
+    ]
+    chances = [row.delta for row in study.rows if row.delta is not None]
+    chance = f" (an upper end fails with probability ≤ {max(chances):g})" if chances else ""
+    distance = "d_2" if study.mask == "causal" else "W_2"
+    print_table(
+        ["n", *columns],
+        rows,
+        title=f"{name}: tokens from {study.law}, mask {study.mask}\nmedians over the draws of each length",
+        caption=f"σ of every draw at this n lies between lower and upper{chance}; two samples and insertion are ratios of "
+        f"{distance} distances, output over input; refined bounds all of them for every n, at the largest norm drawn",
+    )
+    for fit in (study.plateau(), study.growth()):
+        if fit is not None:
+            typer.echo(str(fit))
+    typer.echo(study.verdict())
+
+
+def _engine(scheduler: str | None, workers: int | None) -> Engine:
+    """Two processes of one thread each use two cores better than one process of two threads."""
+    from lipscope.runs.engines import make_engine
+
+    if scheduler is None and workers is None and find_spec("distributed") is not None:
+        workers = min(2, os.cpu_count() or 1)
+    return make_engine(scheduler, None if workers == 1 else workers)
+
+
+def _print_paper(done: Reproduction) -> None:
+    from lipscope.studies.paper.analysis import fit_table
+    from lipscope.studies.paper.pages import exponent_table
+    from lipscope.studies.paper.plan import ADVERSARIAL
+
+    table = exponent_table([row for row in fit_table(done.rows) if row.curve.experiment != ADVERSARIAL])
+    if table.rows:
+        # Two columns for each estimator: the fit, and the interval of its exponent.
+        cells = [[row[0], row[1], row[3], row[5], row[7]] for row in table.rows]
+        names = ["model", "layer", "inputs", "α of σ", "α of companion"]
+        print_table(
+            names, cells, text=["model", "inputs"], title="σ ~ n^α, 95 % intervals; the companion estimator is not σ"
+        )
+    s = done.summary
+    typer.echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
+    for failure in s.failures[:3]:
+        typer.echo(f"failed: {failure['model']}, layer {failure['layer']}, n = {failure['n']}: {failure['error']}")
+    if done.textbook:
+        typer.echo(
+            f"The textbook loop would need about {duration(done.textbook['seconds'])} for the {done.textbook['points']} "
+            f"values of σ on real text (scaled up from {done.textbook['samples']} inputs measured now)."
+        )
+    typer.echo(f"Read {done.directory / 'FINDINGS.md'} (or findings.html) and {done.directory / 'reproduction.md'}.")
