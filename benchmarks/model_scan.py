@@ -18,7 +18,6 @@ import torch
 
 import lipscope
 from lipscope.models.corpora import read_text
-from lipscope.models.measure import measure_recording
 from lipscope.models.memory import plan_layers
 from lipscope.models.text import chunk_of
 from sections import Goal, machine, timed, write_goals, write_section
@@ -58,11 +57,11 @@ def main() -> None:
         forward, _ = timed(lambda: handle.model(**inputs, use_cache=False), 3)
     recorded, recording = timed(lambda: handle.record(inputs))
     # Reading off the projections happens once per model, whatever the number of texts.
-    probed, _ = timed(lambda: [handle.attention(layer, handle.probe_recording) for layer in layers])
+    probed, _ = timed(lambda: [handle.probe_recording[layer].attention for layer in layers])
     solver, rows, spent = lipscope.Auto(rtol=RTOL), [], []
     for layer in layers:
         begin = time.perf_counter()
-        rows += measure_recording(handle, recording, layer=layer, solver=solver, certificate=False)
+        rows += recording[layer].rows(solver=solver, certificate=False)
         spent.append(time.perf_counter() - begin)
     solving = sum(row["seconds"] for row in rows)
     pairs = statistics.fmean(row["iterations"] for row in rows)

@@ -62,7 +62,7 @@ def main() -> None:
 
     def solve(scope: str) -> tuple[float, list[lipscope.SpectralNorm]]:
         begin = time.perf_counter()
-        found = [handle.solve(i, recording, scope, solver=solver, certificate=False) for i in layers]
+        found = [recording[i].sigma(scope, solver=solver, certificate=False) for i in layers]
         return time.perf_counter() - begin, found
 
     attention_time, results = solve("attention")

@@ -122,7 +122,7 @@ def train(settings: Settings, data: Data, kind: str, strength: float) -> dict[st
 def measure(model: nn.Module, data: Data) -> list[dict[str, Any]]:
     """Per layer: σ by length (median, interval over the inputs) and the exponent of its growth."""
     handle = lipscope.load(model)
-    rows = [row for ids in data.chunks.values() for row in handle.measure(input_ids=ids).rows]
+    rows = [row for ids in data.chunks.values() for row in handle.record(input_ids=ids).rows()]
     layers = []
     for layer in range(len(handle.layers)):
         mine = [row for row in rows if row["layer"] == layer]

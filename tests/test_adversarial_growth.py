@@ -117,7 +117,7 @@ def test_layers_of_models_and_their_normalisation(name, kind, mask):
         image = NormImage(found.norm)
         assert float((image.tokens(image.coordinates(found.activations)) - found.activations).abs().max()) < 1e-9
         recording = handle.record(handle.token_inputs(input_ids=ids))
-        sigma = float(handle.solve(layer, recording, solver=lipscope.Dense()).estimate[0])
+        sigma = float(recording[layer].sigma(solver=lipscope.Dense()).estimate[0])
         ours = lipscope.local_lipschitz(found.attention, found.activations, solver=lipscope.Dense())
         assert ours.estimate == pytest.approx(sigma, rel=1e-8)
         one = layer_at_text(handle, layer, ids, head=2).attention
@@ -126,7 +126,7 @@ def test_layers_of_models_and_their_normalisation(name, kind, mask):
 
 def test_layers_without_weights_to_work_on_are_refused():
     handle = lipscope.load(FAMILIES["qwen3"]())  # QK-norm
-    with pytest.raises(ValueError, match="use method tokens"):
+    with pytest.raises(ValueError, match="--method tokens"):
         layer_at_text(handle, 0, torch.tensor([7, 21, 33]))
 
 

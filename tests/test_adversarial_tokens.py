@@ -10,7 +10,6 @@ import lipscope
 from lipscope.attention.operators import AttentionOperator
 from lipscope.measure.gradient import SigmaGradient
 from lipscope.models.load import ByteTokenizer
-from lipscope.models.scopes import scope_tokens
 from lipscope.studies.worst_case import attack_tokens
 from lipscope.studies.worst_case.model_gradient import embedding_gradient
 from lipscope.studies.worst_case.tokens import Vocabulary
@@ -23,7 +22,7 @@ def sigma(handle, layer, head=None, **tokens):
     """σ by a dense SVD of the layer's Jacobian at these tokens."""
     recording = handle.record(handle.token_inputs(**tokens))
     scope, heads = ("attention", None) if head is None else ("head", [head])
-    return handle.solve(layer, recording, scope, heads=heads, solver=lipscope.Dense()).estimate.flatten()
+    return recording[layer].sigma(scope, heads=heads, solver=lipscope.Dense()).estimate.flatten()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def test_two_ways_to_the_gradient_of_a_plain_layer(models):
     handle = models["gpt2"]
     recording = handle.record(handle.token_inputs(input_ids=IDS))
     found = embedding_gradient(handle, recording, 1)
-    plain, X = handle.attention(1, recording), scope_tokens(handle.layer(1), recording, "attention")
+    plain, X = recording[1].attention, recording[1].tokens("attention")
     operator = AttentionOperator(plain, X)
     U, _, Vh = torch.linalg.svd(operator.to_dense())
     by_hand = SigmaGradient(plain)(operator, U[:, :, 0], Vh[:, 0])

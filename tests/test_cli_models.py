@@ -83,7 +83,7 @@ def test_token_view_is_the_block_norms(family: str) -> None:
     handle = lipscope.load(model, ByteTokenizer())
     view = token_view(handle, "hello", 1)
     recording = handle.record(handle.token_inputs(text="hello"))
-    J = handle.operator(1, recording, "attention", analytic=False).to_dense()[0]
+    J = recording[1].operator("attention", analytic=False).to_dense()[0]
     blocks = J.reshape(5, 16, 5, 16).transpose(1, 2)
     torch.testing.assert_close(view.influence, torch.linalg.svdvals(blocks)[..., 0], rtol=1e-3, atol=1e-9)
     assert view.tokens == list("hello")

@@ -41,9 +41,9 @@ def test_attention_jacobian_is_the_dense_one(family: str, layer: int) -> None:
     expected = Oracle(family, handle.model, layer, inputs).jacobian("attention")
     recording = handle.record(inputs)
     for analytic in (False, True):
-        operator = handle.operator(layer, recording, "attention", analytic=analytic)
+        operator = recording[layer].operator("attention", analytic=analytic)
         torch.testing.assert_close(operator.to_dense(), expected, **TIGHT)
-        result = handle.solve(layer, recording, "attention", analytic=analytic, solver=GolubKahan(rtol=1e-10))
+        result = recording[layer].sigma("attention", analytic=analytic, solver=GolubKahan(rtol=1e-10))
         torch.testing.assert_close(result.estimate, sigma(expected), **TIGHT)
         assert bool((result.lower <= sigma(expected)).all() & (sigma(expected) <= result.upper).all())
 
@@ -58,7 +58,7 @@ def test_heads_are_the_dense_ones_and_sum_to_the_layer(family: str) -> None:
     per_head = J.reshape(B, n, layer.heads, -1, N).movedim(2, 1).flatten(2, 3)
     expected = torch.stack([sigma(per_head[:, h]) for h in range(layer.heads)], dim=1)
     for analytic in (False, True):
-        result = handle.solve(1, recording, "head", analytic=analytic, solver=GolubKahan(rtol=1e-10))
+        result = recording[1].sigma("head", analytic=analytic, solver=GolubKahan(rtol=1e-10))
         torch.testing.assert_close(result.estimate, expected, **TIGHT)
 
     weight = layer.out.weight.mT if type(layer.out).__name__ == "Conv1D" else layer.out.weight
@@ -76,17 +76,17 @@ def test_scopes_around_attention(family: str, scope: str) -> None:
     recording = handle.record(inputs)
     if scope == "norm+attention" and family not in NORM_BEFORE_ATTENTION:
         with pytest.raises(ValueError, match="no normalisation before attention"):
-            handle.operator(1, recording, scope)
+            recording[1].operator(scope)
         return
     expected = Oracle(family, handle.model, 1, inputs).jacobian(scope)
-    torch.testing.assert_close(handle.operator(1, recording, scope).to_dense(), expected, **TIGHT)
+    torch.testing.assert_close(recording[1].operator(scope).to_dense(), expected, **TIGHT)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gemma2", "gpt_oss", "t5_encoder", "vit", "wav2vec2", "bloom"])
 def test_whole_model_is_the_product_of_its_blocks(family: str) -> None:
     handle, inputs = loaded(family)
     recording = handle.record(inputs)
-    J = handle.operator(0, recording, "model").to_dense()
+    J = recording[0].operator("model").to_dense()
     chain = Oracle(family, handle.model, 1, inputs).jacobian("block") @ Oracle(family, handle.model, 0, inputs).jacobian(
         "block"
     )
@@ -111,7 +111,7 @@ def test_causal_families_leak_exactly_nothing(family: str) -> None:
     recording = handle.record(inputs)
     assert {layer.causal for layer in handle.layers} == {family in CAUSAL}
     n = recording.hosts[1].tokens.shape[1]
-    J = handle.operator(1, recording, "attention", analytic=False).to_dense()
+    J = recording[1].operator("attention", analytic=False).to_dense()
     blocks = J.reshape(J.shape[0], n, -1, n, J.shape[2] // n).abs().amax((2, 4))
     if family in CAUSAL:
         assert float(blocks.triu(1).max()) == 0
@@ -127,7 +127,7 @@ def test_sliding_windows_hide_distant_tokens(family: str) -> None:
     far = (torch.arange(n)[:, None] - torch.arange(n)[None]).abs() >= 3
     reached = []
     for layer in (0, 1):
-        J = handle.operator(layer, recording, "attention", analytic=False).to_dense()
+        J = recording[layer].operator("attention", analytic=False).to_dense()
         blocks = J.reshape(J.shape[0], n, -1, n, J.shape[2] // n).abs().amax((0, 2, 4))
         reached.append(float(blocks[far].max()) > 0)
     both_windowed = family == "mistral"
@@ -162,9 +162,9 @@ def test_torch_encoder_layers(family: str) -> None:
 
     for scope, function, at in (("attention", attend, x), ("attention+residual", stream, tokens), ("block", block, tokens)):
         expected = jacobian(function, at)
-        torch.testing.assert_close(handle.operator(0, recording, scope).to_dense(), expected, **TIGHT)
-        torch.testing.assert_close(handle.operator(0, recording, scope, analytic=False).to_dense(), expected, **TIGHT)
-    heads = handle.solve(0, recording, "head")
+        torch.testing.assert_close(recording[0].operator(scope).to_dense(), expected, **TIGHT)
+        torch.testing.assert_close(recording[0].operator(scope, analytic=False).to_dense(), expected, **TIGHT)
+    heads = recording[0].sigma("head")
     assert heads.estimate.shape == (2, 4)
 
 
@@ -172,7 +172,7 @@ def test_shared_layers_are_told_apart() -> None:
     handle, inputs = loaded("albert")
     recording = handle.record(inputs)
     assert len(handle.layers) == 2
-    first, second = (handle.solve(i, recording, "attention").estimate for i in (0, 1))
+    first, second = (recording[i].sigma("attention").estimate for i in (0, 1))
     assert not torch.allclose(first, second)
 
 
@@ -187,16 +187,14 @@ def test_padding_changes_nothing(family: str) -> None:
         padded = handle.token_inputs(input_ids=torch.cat(order, dim=1), attention_mask=real)
         for scope in ("attention", "block"):
             for analytic in (False, True):
-                a = handle.solve(1, handle.record(alone), scope, analytic=analytic, solver=GolubKahan(rtol=1e-12)).estimate
-                b = handle.solve(1, handle.record(padded), scope, analytic=analytic, solver=GolubKahan(rtol=1e-12)).estimate
+                a = handle.record(alone)[1].sigma(scope, analytic=analytic, solver=GolubKahan(rtol=1e-12)).estimate
+                b = handle.record(padded)[1].sigma(scope, analytic=analytic, solver=GolubKahan(rtol=1e-12)).estimate
                 torch.testing.assert_close(a, b, rtol=1e-7, atol=0)
 
 
 def test_the_analytic_path_is_taken_exactly_where_projections_are_affine() -> None:
     plain = {
-        family
-        for family in HUGGING_FACE
-        if (pair := loaded(family)) and pair[0].attention(1, pair[0].record(pair[1])) is not None
+        family for family in HUGGING_FACE if (pair := loaded(family)) and pair[0].record(pair[1])[1].attention is not None
     }
     assert plain == {
         "bert", "roberta", "distilbert", "gpt2", "opt", "t5_encoder", "vit", "whisper_encoder", "wav2vec2",
@@ -210,7 +208,7 @@ def test_models_and_registries_are_left_as_they_were() -> None:
     model = FAMILIES["llama"]()
     before = (model.config._attn_implementation, model.config._experts_implementation_internal)
     handle = Model(model)
-    handle.solve(0, handle.record({"input_ids": torch.tensor([[1, 2, 3]])}))
+    handle.record({"input_ids": torch.tensor([[1, 2, 3]])})[0].sigma()
     assert (model.config._attn_implementation, model.config._experts_implementation_internal) == before
     assert NAME not in AttentionInterface()
     assert NAME not in AttentionMaskInterface()

@@ -141,7 +141,7 @@ def test_the_logged_sigma_starts_at_the_twin_and_ends_at_the_shipped_model(loade
     # The end is rounded to float16 when it is shipped, which moves σ a little.
     for name, step, closeness in (("gpt2-mini-random", 0, 1e-3), ("gpt2-mini", FACTS["steps"], 5e-3)):
         logged = [float(row["estimate"]) for row in log if int(row["step"]) == step]
-        assert [r["estimate"] for r in loaded[name].measure(input_ids=ids).rows] == pytest.approx(logged, rel=closeness)
+        assert [r["estimate"] for r in loaded[name].record(input_ids=ids).rows()] == pytest.approx(logged, rel=closeness)
 
 
 def test_what_the_page_says_is_what_the_log_shows():

@@ -14,7 +14,6 @@ from lipscope.attention.masks import Causal, MaskFunction, Window
 from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models import seam, symbolic_mask
-from lipscope.models.measure import attention_statistics, measure_recording
 from lipscope.models.model import Model
 from lipscope.models.symbolic_mask import SymbolicMask
 from lipscope.spectral.golub_kahan import GolubKahan
@@ -80,18 +79,18 @@ def products(handle: Model, given: dict[str, torch.Tensor]) -> tuple[dict[str, l
     for scope in MODEL_SCOPES:
         if scope == "norm+attention" and not handle.layers[1].normed:
             continue
-        operator = handle.operator(1, recording, scope)
+        operator = recording[1].operator(scope)
         M, N = operator.shape
         generator = torch.Generator().manual_seed(0)
         u, g = (torch.randn(operator.batch, size, generator=generator) for size in (N, M))
         found[scope] = [operator.matvec(u), operator.rmatvec(g)]
-    return found, attention_statistics(handle, 1, recording)
+    return found, recording[1].statistics
 
 
 def test_masks_are_called_by_name() -> None:
     handle = loaded("gemma2")
     recording = handle.record(inputs(handle, padded=False))
-    masks = [handle.attention(layer, recording).mask for layer in range(2)]
+    masks = [recording[layer].attention.mask for layer in range(2)]
     assert masks == [Window(70), Causal()]
     assert isinstance(recording.hosts[0].kwargs["attention_mask"], SymbolicMask)
 
@@ -101,7 +100,7 @@ def test_rows_of_a_long_input_need_no_matrix() -> None:
     handle = loaded("llama")
     with using_tiling(SMALL), LargestTensor(LONG) as seen:
         recording = handle.record(inputs(handle, padded=False))
-        (row,) = measure_recording(handle, recording, layer=1, certificate=False)
+        (row,) = recording[1].rows(certificate=False)
     assert not seen.matrices
     assert row["n"] == LONG
     assert row["mask"] == "causal"
@@ -215,9 +214,9 @@ def test_packed_documents_stay_apart_in_long_inputs() -> None:
     documents = [torch.randint(3, 50, (length,), generator=generator).tolist() for length in (350, 120, 50)]
     given, lengths = handle.packed_inputs(documents)
     solver = GolubKahan(rtol=1e-6)
-    together = handle.solve(0, handle.record(given, lengths), solver=solver, certificate=False).estimate
+    together = handle.record(given, documents=lengths)[0].sigma(solver=solver, certificate=False).estimate
     alone = [
-        handle.solve(0, handle.record(handle.token_inputs(input_ids=torch.tensor(d))), solver=solver, certificate=False)
+        handle.record(handle.token_inputs(input_ids=torch.tensor(d)))[0].sigma(solver=solver, certificate=False)
         for d in documents
     ]
     assert float(together) == pytest.approx(max(float(result.estimate) for result in alone), rel=1e-5)

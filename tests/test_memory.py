@@ -22,7 +22,6 @@ from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
 from lipscope.measure import sigma as facade
 from lipscope.measure.cost import TYPICAL_PAIRS
 from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory
-from lipscope.measure.sigma import make_operator
 from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
@@ -106,7 +105,7 @@ def test_bases_are_planned_as_the_solver_keeps_them(n, scope):
     """Both bases of small problems, the right one of large ones: compared with the bases of a solve of as many steps."""
     weights = [cases.random(D, D, seed=s).float() / D**0.5 for s in range(4)]
     subject = lipscope.Attention(*weights, heads=H, mask="causal")
-    operator = make_operator(subject, cases.random(2, n, D, seed=1).float(), scope)
+    operator = subject.operator(cases.random(2, n, D, seed=1).float(), scope)
     run = Bidiagonalisation(lipscope.GolubKahan(rtol=1e-30, interval=1e-30), operator)
     M, N_ = operator.shape
     kept = operator.batch * 4 * (N_ + (0 if run.one_sided else M))
@@ -172,7 +171,7 @@ def test_the_tiling_of_alternating_layers_is_that_of_the_larger(alternating):
     ids = torch.randint(3, 100, (1, 2048), generator=torch.Generator().manual_seed(1))
     with plan.in_force():
         recording = alternating.record(alternating.token_inputs(input_ids=ids))
-        kept = [alternating.operator(layer, recording).core.kept for layer in (0, 1)]
+        kept = [recording[layer].operator().core.kept for layer in (0, 1)]
     assert kept == [None, None]
 
 

@@ -135,7 +135,7 @@ def test_readings_agree_with_dense_jacobians(family):
         assert sigma <= reading.upper * (1 + 1e-9)
         assert reading.estimate == pytest.approx(sigma, rel=1e-6)
         assert reading.upper <= 1.3 * reading.lower
-    rows = lipscope.load(model).measure(input_ids=ids, scope="head").rows
+    rows = lipscope.load(model).record(input_ids=ids).rows(scope="head")
     for reading in (r for r in record.readings if r.head is not None):
         same = [row for row in rows if (row["layer"], row["head"]) == (reading.layer, reading.head)]
         assert reading.estimate == pytest.approx(max(row["estimate"] for row in same), rel=1e-4)
@@ -150,7 +150,7 @@ def test_readings_follow_the_weights_and_start_warm():
     train(model, monitor, steps=3)
     ids = monitor.probe_batch["input_ids"]
     record = monitor.measure()
-    expected = lipscope.load(model.eval()).measure(input_ids=ids).rows
+    expected = lipscope.load(model.eval()).record(input_ids=ids).rows()
     for reading in record.readings:
         sigma = max(row["estimate"] for row in expected if row["layer"] == reading.layer)
         assert reading.lower <= sigma * 1.0001
@@ -166,7 +166,7 @@ def test_half_precision_weights_are_followed_in_a_copy():
     assert first.backward
     wide = gpt2().bfloat16()
     wide.load_state_dict(model.state_dict())
-    exact = lipscope.load(wide.float().eval()).measure(input_ids=monitor.probe_batch["input_ids"]).rows
+    exact = lipscope.load(wide.float().eval()).record(input_ids=monitor.probe_batch["input_ids"]).rows()
     for reading in first.readings:
         assert reading.estimate == pytest.approx(max(r["estimate"] for r in exact if r["layer"] == reading.layer), rel=2e-2)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())

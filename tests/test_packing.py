@@ -21,15 +21,15 @@ DOCUMENTS = [[5, 9, 12, 31], [7, 8], [44, 3, 17, 20, 11, 6]]
 def test_the_chunk_is_its_worst_document(family: str) -> None:
     handle = Model(FAMILIES[family]())
     inputs, lengths = handle.packed_inputs(DOCUMENTS)
-    together = handle.record(inputs, lengths)
+    together = handle.record(inputs, documents=lengths)
     alone = [handle.record(handle.token_inputs(input_ids=torch.tensor(ids))) for ids in DOCUMENTS]
     solver = GolubKahan(rtol=1e-12)
     for scope in ("attention", "block"):
         for analytic in (True, False):
-            chunk = float(handle.solve(1, together, scope, solver=solver, analytic=analytic).estimate)
-            parts = [float(handle.solve(1, r, scope, solver=solver, analytic=analytic).estimate) for r in alone]
+            chunk = float(together[1].sigma(scope, solver=solver, analytic=analytic).estimate)
+            parts = [float(r[1].sigma(scope, solver=solver, analytic=analytic).estimate) for r in alone]
             assert chunk == pytest.approx(max(parts), rel=1e-9)
-    J = handle.operator(1, together, "attention", analytic=False).to_dense()[0]
+    J = together[1].operator("attention", analytic=False).to_dense()[0]
     blocks = J.reshape(12, 16, 12, 16).abs().amax((1, 3))
     document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     assert not blocks[document[:, None] != document[None]].any()
@@ -39,7 +39,7 @@ def test_models_with_their_own_attention_are_refused() -> None:
     handle = Model(FAMILIES["bloom"]())
     inputs, lengths = handle.packed_inputs(DOCUMENTS)
     with pytest.raises(ValueError, match="keeps its own attention"):
-        handle.record(inputs, lengths)
+        handle.record(inputs, documents=lengths)
 
 
 class Bracketed(ByteTokenizer):

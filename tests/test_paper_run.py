@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from lipscope.cli.main import app
-from lipscope.models.scopes import scope_map, scope_tokens
 from lipscope.models.selftest import check_causality
 from lipscope.runs import Store, expand
 from lipscope.runs.work import loaded_model
@@ -83,9 +82,9 @@ def test_causal_bert_leaks_nothing_and_keeps_its_weights() -> None:
     recording = causal.record(inputs)
     for layer in causal.layers:
         assert layer.mask == "causal"
-        x = scope_tokens(layer, recording, "attention")
-        check_causality(scope_map(causal.model, layer, recording, "attention", causal.layers), x, layer)
-        J = causal.operator(layer.index, recording).to_dense()[0].reshape(8, -1, 8, x.shape[-1])
+        x = recording[layer.index].tokens()
+        check_causality(recording[layer.index].map(), x, layer)
+        J = recording[layer.index].operator().to_dense()[0].reshape(8, -1, 8, x.shape[-1])
         for i in range(8):
             assert float(J[i, :, i + 1 :].abs().max() if i < 7 else 0.0) == 0.0
     from lipscope.models.load import load_named
@@ -169,9 +168,7 @@ def _check_rows(rows: list[dict[str, Any]]) -> None:
         handle = loaded_model(member.choice, None).handle
         (job,) = [j for j in jobs if j.tasks[0].labels["model"] == member.name and j.tasks[0].identity["n"] == 8]
         recording = handle.record(handle.token_inputs(input_ids=torch.tensor(job.payload["ids"])))
-        where = handle.layer(row["layer"])
-        function = scope_map(handle.model, where, recording, "attention", handle.layers)
-        X = scope_tokens(where, recording, "attention")
+        function, X = recording[row["layer"]].map(), recording[row["layer"]].tokens()
         J = torch.autograd.functional.jacobian(lambda x, f=function, X=X: f(torch.cat([x, X[1:]]))[0], X[:1])
         J = J.reshape(J[:, :, 0, 0, 0].numel() if J.ndim == 5 else -1, X[0].numel())
         assert row["estimate"] == pytest.approx(float(torch.linalg.matrix_norm(J, 2)), rel=2e-3)

@@ -57,5 +57,5 @@ def test_certificates_that_do_not_exist_are_not_promised() -> None:
     handle = lipscope.load(FAMILIES["mpnet"]())
     recording = handle.record({"input_ids": torch.tensor([[3, 9, 20, 7]])})
     with pytest.raises(ValueError, match="no certificate for scope 'attention'"):
-        handle.solve(0, recording, certificate=True)
-    assert handle.solve(0, recording).certified is None
+        recording[0].sigma(certificate=True)
+    assert recording[0].sigma().certified is None

@@ -150,7 +150,7 @@ def test_penalty_of_a_model_is_its_sigma(make):
     model = make().double()
     penalty = ModelPenalty(model, "spectral", solver=EXACT)
     value = penalty(input_ids=IDS)
-    rows = lipscope.load(make().double().eval()).measure(input_ids=IDS).rows
+    rows = lipscope.load(make().double().eval()).record(input_ids=IDS).rows()
     by_layer = [sum(r["estimate"] for r in rows if r["layer"] == i) / 2 for i in range(2)]
     assert penalty.values == pytest.approx(by_layer, rel=1e-4)
     assert float(value.detach()) == pytest.approx(sum(by_layer) / 2, rel=1e-4)
@@ -209,10 +209,10 @@ def test_the_penalty_leaves_training_as_it_was():
 )
 def test_training_a_model_lowers_sigma(kind, steps, rate):
     model = gpt2()
-    before = [r["estimate"] for r in lipscope.load(gpt2().eval()).measure(input_ids=IDS).rows]
+    before = [r["estimate"] for r in lipscope.load(gpt2().eval()).record(input_ids=IDS).rows()]
     penalty = ModelPenalty(model, kind)
     descend(list(model.parameters()), lambda: penalty(input_ids=IDS), steps=steps, rate=rate)
-    after = [r["estimate"] for r in lipscope.load(model.eval()).measure(input_ids=IDS).rows]
+    after = [r["estimate"] for r in lipscope.load(model.eval()).record(input_ids=IDS).rows()]
     assert sum(after) < 0.9 * sum(before)
 
 

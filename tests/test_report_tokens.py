@@ -47,7 +47,7 @@ def test_the_view_of_a_head_is_that_of_its_dense_jacobian(family: str) -> None:
     model.resize_token_embeddings(256)
     handle = lipscope.load(model, ByteTokenizer())
     recording = handle.record(handle.token_inputs(text="hello"))
-    whole = handle.operator(1, recording, "head", analytic=False).to_dense()[0]
+    whole = recording[1].operator("head", analytic=False).to_dense()[0]
     heads, n, d = handle.layer(1).heads, 5, 16
     for head in range(heads):
         view = token_view(handle, "hello", 1, head=head)

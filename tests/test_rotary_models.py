@@ -42,20 +42,20 @@ def loaded(name: str) -> Model:
 def test_the_analytic_operator_is_the_general_one(name):
     handle = loaded(name)
     recording = handle.record({"input_ids": IDS})
-    layer = handle.attention(1, recording)
+    layer = recording[1].attention
     assert layer is not None
     assert layer.rotary is not None
-    operator = handle.operator(1, recording, "attention")
+    operator = recording[1].operator("attention")
     assert isinstance(operator, AttentionOperator)
-    dense = handle.operator(1, recording, "attention", analytic=False).to_dense()
+    dense = recording[1].operator("attention", analytic=False).to_dense()
     torch.testing.assert_close(operator.to_dense(), dense, rtol=1e-9, atol=1e-10)
-    assert isinstance(handle.operator(1, recording, "head"), HeadOperator)
+    assert isinstance(recording[1].operator("head"), HeadOperator)
 
 
 def test_layouts_are_what_the_architectures_say():
     def rotary(name):
         handle = loaded(name)
-        return handle.attention(0, handle.record({"input_ids": IDS})).rotary
+        return handle.record({"input_ids": IDS})[0].attention.rotary
 
     assert rotary("cohere (neighbours)").interleaved
     glm = rotary("glm (half, neighbours)")
@@ -71,26 +71,27 @@ def test_recordings_with_other_positions_share_the_projections():
     """Left padding, packed documents and another length, after the projections were found once."""
     handle = Model(FAMILIES["llama"]())
     # One token has no other places to be compared with: what it says of positions must not be believed later.
-    assert handle.attention(1, handle.record({"input_ids": IDS[:1, :1]})) is not None
+    assert handle.record({"input_ids": IDS[:1, :1]})[1].attention is not None
     exact = GolubKahan(rtol=1e-11)
-    handle.attention(1, handle.record({"input_ids": IDS}))
-    known = handle._affine[1]
+    assert handle.record({"input_ids": IDS})[1].attention is not None
+    known = handle.projections(handle.layer(1))[1]
     padded = handle.token_inputs(input_ids=IDS, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]))
     packed, lengths = handle.packed_inputs([[5, 11, 7, 30], [2, 9, 41]])
-    for recording in (handle.record(padded), handle.record(packed, lengths), handle.record({"input_ids": IDS[:1, :5]}),
-                      handle.record({"input_ids": IDS, "position_ids": torch.arange(9, 16)[None]})):  # fmt: skip
-        assert handle.attention(1, recording) is not None
+    shifted = {"input_ids": IDS, "position_ids": torch.arange(9, 16)[None]}
+    short = {"input_ids": IDS[:1, :5]}
+    for recording in (handle.record(packed, documents=lengths), *map(handle.record, (padded, short, shifted))):
+        assert recording[1].attention is not None
         for scope in ("attention", "head"):
-            fast, slow = (handle.solve(1, recording, scope, analytic=a, solver=exact).estimate for a in (True, False))
+            fast, slow = (recording[1].sigma(scope, analytic=a, solver=exact).estimate for a in (True, False))
             torch.testing.assert_close(fast, slow, rtol=1e-8, atol=0)
-    assert handle._affine[1] is known
+    assert handle.projections(handle.layer(1))[1] is known
 
 
 def test_single_precision_is_recognised_too():
     handle = Model(FAMILIES["llama"]().float())
     recording = handle.record({"input_ids": IDS})
-    assert handle.attention(1, recording) is not None
-    fast, slow = (handle.solve(1, recording, analytic=a).estimate for a in (True, False))
+    assert recording[1].attention is not None
+    fast, slow = (recording[1].sigma(analytic=a).estimate for a in (True, False))
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=0)
 
 
@@ -113,8 +114,8 @@ def test_a_slightly_bent_projection_is_not_plain():
         setattr(attention, bend, _Bent(getattr(attention, bend)))
         handle = Model(model)
         recording = handle.record({"input_ids": IDS})
-        assert handle.attention(1, recording) is None
-        assert handle.attention(0, recording) is not None
+        assert recording[1].attention is None
+        assert recording[0].attention is not None
 
 
 def test_positions_that_do_more_than_turn_pairs_are_not_plain():
@@ -158,7 +159,7 @@ def test_bounds_beside_padded_rows_count_every_offset(real):
     padding[0] = 0
     padding[0, list(real)] = 1
     ids = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1))
-    for row in handle.measure(input_ids=ids, attention_mask=padding, certificate=True).rows:
+    for row in handle.record(input_ids=ids, attention_mask=padding).rows(certificate=True):
         for column in ("certified", "refined", "castin2024", "refined_global", "castin2024_global"):
             assert row[column] >= row["lower"], (column, row["n"])
 
@@ -171,8 +172,6 @@ def test_pairs_of_weights_that_are_zero():
             weight[[1, 5]] = 0
     handle = lipscope.load(model)
     recording = handle.record(handle.token_inputs(input_ids=torch.arange(1, 7)))
-    assert handle.attention(0, recording) is not None
-    analytic, general = (
-        handle.solve(0, recording, solver=lipscope.Dense(), analytic=choice).estimate for choice in (True, False)
-    )
+    assert recording[0].attention is not None
+    analytic, general = (recording[0].sigma(solver=lipscope.Dense(), analytic=choice).estimate for choice in (True, False))
     torch.testing.assert_close(analytic, general, rtol=1e-6, atol=0)

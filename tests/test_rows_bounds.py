@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lipscope
 from lipscope.attention.norms import LayerNorm, RMSNorm
 from lipscope.measure.columns import COLUMNS
-from lipscope.models.input_norm import describe
+from lipscope.models.affine import normalisation_of
 from lipscope.models.model import Model
 from lipscope.models.seam import plain_experts
 from model_families import FAMILIES
@@ -58,7 +58,7 @@ def test_bounds_of_heads_are_the_formulas(family: str) -> None:
     model = FAMILIES[family]()
     # Small weights, so that both members of every minimum matter.
     for scale, handle in ((1.0, Model(model)), (0.05, Model(_shrunk(FAMILIES[family](), 0.05)))):
-        rows = handle.measure(input_ids=IDS, scope="head", layers=[1]).rows
+        rows = handle.record(input_ids=IDS).rows(scope="head", layers=[1])
         assert len(rows) == 8
         w = projections(handle.model, family)
         for row in rows:
@@ -82,10 +82,8 @@ def test_upper_ends_and_bounds_hold_for_the_dense_jacobian(family: str) -> None:
     handle = Model(FAMILIES[family]())
     recording = handle.record(_inputs(handle, family))
     for scope in ("attention", "head"):
-        rows = handle.solve(
-            1 % len(handle.layers), recording, scope, certificate=True, solver=lipscope.GolubKahan()
-        ).to_rows()
-        J = handle.operator(1 % len(handle.layers), recording, "attention", analytic=False).to_dense()
+        rows = recording[1 % len(handle.layers)].sigma(scope, certificate=True, solver=lipscope.GolubKahan()).to_rows()
+        J = recording[1 % len(handle.layers)].operator("attention", analytic=False).to_dense()
         for row in rows:
             assert row["certified"] is not None
             if scope == "attention":
@@ -106,8 +104,8 @@ def _inputs(handle: Model, family: str) -> dict[str, Tensor]:
 def test_certificates_reach_through_the_normalisation(family: str) -> None:
     handle = Model(FAMILIES[family]())
     recording = handle.record(_inputs(handle, family))
-    result = handle.solve(1, recording, "norm+attention", certificate=True)
-    J = handle.operator(1, recording, "norm+attention").to_dense()
+    result = recording[1].sigma("norm+attention", certificate=True)
+    J = recording[1].operator("norm+attention").to_dense()
     exact = torch.linalg.svdvals(J)[:, 0]
     assert bool((exact <= result.certified).all())
     assert bool((result.certified <= 60 * exact).all())
@@ -126,7 +124,7 @@ def test_the_normalisation_before_attention_is_found(family: str) -> None:
     recording = handle.record(handle_inputs := _probe(handle))
     assert handle_inputs
     last = len(handle.layers) - 1
-    norm = handle.normalisation(last, recording)
+    norm = recording[last].norm
     if NORMS[family] is None:
         assert norm is None
         return
@@ -150,18 +148,18 @@ def test_a_module_that_only_looks_like_a_normalisation_is_not_believed() -> None
             return torch.tanh(super().forward(x))
 
     like = torch.randn(2, 3, 8, dtype=torch.float64)
-    assert describe(SoftNorm(8).double(), like) is None
-    assert describe(nn.LayerNorm(8, eps=0.1).double(), like).eps == 0.1
-    assert describe(nn.BatchNorm1d(3).double().eval(), like) is None
-    assert isinstance(describe(nn.RMSNorm(8, eps=1e-5).double(), like), RMSNorm)
+    assert normalisation_of(SoftNorm(8).double(), like) is None
+    assert normalisation_of(nn.LayerNorm(8, eps=0.1).double(), like).eps == 0.1
+    assert normalisation_of(nn.BatchNorm1d(3).double().eval(), like) is None
+    assert isinstance(normalisation_of(nn.RMSNorm(8, eps=1e-5).double(), like), RMSNorm)
 
 
 def test_columns_are_all_there_and_padding_changes_nothing() -> None:
     handle = Model(FAMILIES["bert"]())
     padded = torch.tensor([[5, 9, 2, 31, 0, 0], [3, 3, 12, 8, 40, 1]])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
-    together = handle.measure(input_ids=padded, attention_mask=mask, layers=[1]).rows
-    alone = handle.measure(input_ids=padded[:1, :4], layers=[1]).rows + handle.measure(input_ids=padded[1:], layers=[1]).rows
+    together = handle.record(input_ids=padded, attention_mask=mask).rows(layers=[1])
+    alone = handle.record(input_ids=padded[:1, :4]).rows(layers=[1]) + handle.record(input_ids=padded[1:]).rows(layers=[1])
     for a, b in zip(together, alone, strict=True):
         assert list(a) == list(COLUMNS)
         for name in ("n", "estimate", "refined", "refined_global", "radius_max", "radius_rms", "radius_norm", "entropy",
@@ -176,7 +174,7 @@ def test_statistics_are_those_of_the_models_own_probabilities(family: str) -> No
     """Against the probabilities and scores that transformers' eager attention computes."""
     model = FAMILIES[family]()
     handle = Model(model)
-    rows = handle.measure(input_ids=IDS, scope="head", layers=[1]).rows
+    rows = handle.record(input_ids=IDS).rows(scope="head", layers=[1])
     model.set_attn_implementation("eager")
     with torch.no_grad(), plain_experts(model):
         P = model(IDS, output_attentions=True, use_cache=False).attentions[1].double()
@@ -195,7 +193,7 @@ def test_the_largest_logit_is_that_of_the_visible_scores() -> None:
     w = projections(model, "gpt2")
     bias = model.h[1].attn.c_attn.bias
     X = recording.hosts[1].tokens
-    for row in handle.measure(input_ids=IDS, scope="head", layers=[1]).rows:
+    for row in handle.record(input_ids=IDS).rows(scope="head", layers=[1]):
         part, h = X[row["input"]], slice(4 * row["head"], 4 * row["head"] + 4)
         scores = (part @ w["q"][h].mT + bias[:16][h]) @ (part @ w["k"][h].mT + bias[16:32][h]).mT / 2
         seen = torch.ones(6, 6, dtype=torch.bool).tril()

@@ -95,12 +95,12 @@ def test_plots_and_data_frames(bert: Model) -> None:
 
 def test_measure_takes_ids_text_and_embeddings(bert: Model) -> None:
     ids = torch.tensor([Letters()("alice")["input_ids"]])
-    by_text = bert.measure(text="alice").rows
-    by_ids = bert.measure(input_ids=ids).rows
-    by_embedding = bert.measure(inputs_embeds=bert.model.embeddings.word_embeddings(ids).detach()).rows
+    by_text = bert.record(text="alice").rows()
+    by_ids = bert.record(input_ids=ids).rows()
+    by_embedding = bert.record(inputs_embeds=bert.model.embeddings.word_embeddings(ids).detach()).rows()
     for a, b, c in zip(by_text, by_ids, by_embedding, strict=True):
         assert a["estimate"] == b["estimate"] == pytest.approx(c["estimate"], rel=1e-9)
-    both = bert.measure(text=["alice", "was beginning"], layers=[1]).rows
+    both = bert.record(text=["alice", "was beginning"]).rows(layers=[1])
     assert both[0]["estimate"] == pytest.approx(by_text[1]["estimate"], rel=1e-6)
     assert [row["n"] for row in both] == [7, 15]
     assert both[0]["mask"] == "full&padding"
@@ -117,9 +117,9 @@ def test_measure_takes_ids_text_and_embeddings(bert: Model) -> None:
         (lambda m: lipscope.scan(m, TEXT, lengths=[8], heads=[9]), r"head must lie between 0 and 3"),
         (lambda m: lipscope.scan(m, TEXT, lengths=[8], scope="mlp"), r"unknown scope 'mlp'"),
         (lambda m: lipscope.scan(m, TEXT, lengths=[8], heads=True, scope="block"), r"heads are measured at scope 'head'"),
-        (lambda m: m.measure(), r"exactly one of"),
-        (lambda m: m.measure(input_ids=torch.tensor([[1, 99]])), r"between 0 and 49"),
-        (lambda m: m.measure(input_ids=torch.zeros(1, 0, dtype=torch.long)), r"at least one token"),
+        (lambda m: m.record().rows(), r"exactly one of"),
+        (lambda m: m.record(input_ids=torch.tensor([[1, 99]])).rows(), r"between 0 and 49"),
+        (lambda m: m.record(input_ids=torch.zeros(1, 0, dtype=torch.long)).rows(), r"at least one token"),
     ],
 )
 def test_bad_requests_are_refused(bert: Model, call: object, message: str) -> None:
@@ -243,8 +243,8 @@ def test_pretrained_minilm_on_alice() -> None:
     assert [layer.heads for layer in handle.layers] == [12] * 6
     ids = torch.tensor(Chunker(read_text(text), handle.tokenizer).chunks([5], 1)[5])
     recording = handle.record({"input_ids": ids})
-    general = handle.operator(2, recording, "attention", analytic=False).to_dense()
-    analytic = handle.operator(2, recording, "attention").to_dense()
+    general = recording[2].operator("attention", analytic=False).to_dense()
+    analytic = recording[2].operator("attention").to_dense()
     torch.testing.assert_close(general, analytic, rtol=1e-9, atol=1e-10)
 
 
@@ -253,8 +253,8 @@ def test_pretrained_minilm_on_alice() -> None:
 def test_pretrained_smollm2() -> None:
     handle = lipscope.load("smollm2-135m")
     assert [(layer.heads, layer.kv_heads) for layer in handle.layers] == [(9, 3)] * 30
-    scan = handle.measure(text="Alice was beginning to get very tired", layers=[3])
-    assert "de-quantised" in scan.rows[0]["notes"]
+    rows = handle.record(text="Alice was beginning to get very tired").rows(layers=[3])
+    assert "de-quantised" in rows[0]["notes"]
 
 
 def test_rows_do_not_depend_on_what_was_measured_before() -> None:
@@ -263,7 +263,7 @@ def test_rows_do_not_depend_on_what_was_measured_before() -> None:
 
     def estimates(orders: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         handle = Model(model)
-        return {ids.shape[1]: handle.solve(1, handle.record({"input_ids": ids}), solver=lipscope.GolubKahan()).upper
+        return {ids.shape[1]: handle.record({"input_ids": ids})[1].sigma(solver=lipscope.GolubKahan()).upper
                 for ids in orders}  # fmt: skip
 
     one, other = estimates([first, second]), estimates([second, first])

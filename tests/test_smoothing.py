@@ -115,7 +115,7 @@ def head_of(plain, h, visible, item, x):
 def test_sigma_of_heads_meets_the_target_and_the_dense_jacobian_agrees(family):
     model = FAMILIES[family]()
     handle = lipscope.load(model)
-    rows = handle.measure(input_ids=IDS, scope="head").rows
+    rows = handle.record(input_ids=IDS).rows(scope="head")
     spread = sorted(row["estimate"] for row in rows)
     target = 0.85 * spread[-1]
     report = lipscope.smooth(model, target=target, by="sigma", input_ids=IDS)
@@ -126,7 +126,7 @@ def test_sigma_of_heads_meets_the_target_and_the_dense_jacobian_agrees(family):
     if family != "bert":
         visible = visible.tril()
     for layer in (0, 1):
-        plain = after.attention(layer, recording)
+        plain = recording[layer].attention
         for h in range(4):
             change = next(c for c in report.heads if (c.layer, c.head) == (layer, h))
             exact = 0.0
@@ -185,7 +185,7 @@ def test_masked_language_models_have_a_loss_too():
 def test_in_place_and_given_back_when_it_fails():
     model = FAMILIES["gpt2"]()
     state = {name: p.clone() for name, p in model.state_dict().items()}
-    sigma = [row["estimate"] for row in lipscope.load(model).measure(input_ids=IDS, scope="head").rows if row["layer"] == 0]
+    sigma = [row["estimate"] for row in lipscope.load(model).record(input_ids=IDS).rows(scope="head") if row["layer"] == 0]
     # Layer 0 can be brought there, layer 1 cannot: its values alone are larger.
     with torch.no_grad():
         model.h[1].attn.c_attn.weight[:, 32:] *= 100
@@ -259,11 +259,11 @@ LAYOUTS = ["gpt_neox", "qwen2", "opt", "t5_encoder", "gemma2"]
 def test_other_layouts(family):
     model = FAMILIES[family]()
     handle = lipscope.load(model)
-    rows = handle.measure(input_ids=IDS).rows
+    rows = handle.record(input_ids=IDS).rows()
     target = 0.8 * max(row["max_logit"] for row in rows)
     report = lipscope.smooth(model, target=target, input_ids=IDS)
     assert report.changed
-    after = lipscope.load(report.model).measure(input_ids=IDS).rows
+    after = lipscope.load(report.model).record(input_ids=IDS).rows()
     assert max(row["max_logit"] for row in after) <= target * (1 + 1e-9)
 
 
@@ -296,7 +296,7 @@ def test_bad_arguments(options, message):
 def test_save_never_overwrites(tmp_path):
     report = lipscope.smooth(FAMILIES["gpt2"]().float(), target=0.5, input_ids=IDS)
     place = report.save(tmp_path / "deep" / "smooth")
-    again = lipscope.load(place).measure(input_ids=IDS).rows
+    again = lipscope.load(place).record(input_ids=IDS).rows()
     assert max(row["max_logit"] for row in again) <= 0.5 * (1 + 1e-6)
     said = json.loads((place / "smoothing.json").read_text())
     assert said["target"] == 0.5

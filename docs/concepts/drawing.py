@@ -9,7 +9,6 @@ from typing import Any
 
 import lipscope
 from lipscope.models.corpora import read_text
-from lipscope.models.scopes import scope_tokens
 from lipscope.models.text import chunk_of
 
 FOLDER = Path(__file__).parent
@@ -32,16 +31,16 @@ class RealLayer:
     def __init__(self, layer: int, n: int, model: Any = MODEL, seed: int = 0) -> None:
         self.handle = lipscope.load(model)
         self.ids = chunk_of(self.handle, read_text(TEXT), n, seed)[None]
-        self.recording = self.handle.record(self.handle.token_inputs(input_ids=self.ids))
+        self.recording = self.handle.record(input_ids=self.ids)
         self.layer = layer
-        attention = self.handle.attention(layer, self.recording)
+        attention = self.recording[layer].attention
         assert attention is not None
         self.attention: lipscope.Attention = attention
         self.X = self.tokens("attention")
 
     def tokens(self, scope: str) -> Any:
         """Tokens (n, d) that enter a scope."""
-        return scope_tokens(self.handle.layer(self.layer), self.recording, scope)[0]
+        return self.recording[self.layer].tokens(scope)[0]
 
 
 def pyplot() -> Any:

@@ -27,7 +27,7 @@ def main() -> None:
     lines = []
     for layer in range(len(handle.layers)):
         real = RealLayer(layer, N, handle)
-        (row,) = handle.measure(layers=[layer], input_ids=real.ids, certificate=True).rows
+        (row,) = handle.record(input_ids=real.ids).rows(layers=[layer], certificate=True)
         probable = lipscope.local_lipschitz(real.attention, real.X, certificate=False)
         left.plot([row["lower"], probable.upper], [layer, layer], color=ORANGE, linewidth=6, solid_capstyle="butt")
         values = [row["certified"], row["refined"], row["refined_global"], row["castin2024_global"]]

@@ -29,7 +29,7 @@ def main() -> None:
     rows = lipscope.scan(handle, TEXT, layers=[LAYER], lengths=LENGTHS, inputs=INPUTS).rows
     text = {n: [row["estimate"] for row in rows if row["n"] == n] for n in LENGTHS}
     real = RealLayer(LAYER, LENGTHS[-1], handle)
-    norm = handle.normalisation(LAYER, real.recording)
+    norm = real.recording[LAYER].norm
     assert norm is not None
     layer = real.attention
     size = float(real.X.norm(dim=-1).mean())

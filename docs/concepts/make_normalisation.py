@@ -22,7 +22,7 @@ def main() -> None:
     """Draw and write."""
     handle = lipscope.load(MODEL)
     real = RealLayer(LAYER, N, handle)
-    norm = handle.normalisation(LAYER, real.recording)
+    norm = real.recording[LAYER].norm
     assert norm is not None
     f, X, U = real.attention.to(torch.float64), real.X.double(), real.tokens("norm+attention").double()
     bare = [float(lipscope.local_lipschitz(f, r * X, certificate=False).estimate) for r in SCALES]

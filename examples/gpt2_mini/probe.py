@@ -29,7 +29,7 @@ def measure_sigma(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
     """σ of every layer on every input, scope attention, as intervals."""
     with torch.random.fork_rng(devices=[]):
         copied = copy.deepcopy(model).eval()
-        rows = lipscope.load(copied).measure(input_ids=ids).rows
+        rows = lipscope.load(copied).record(input_ids=ids).rows()
     return [{name: row[name] for name in KEPT} for row in rows]
 
 

@@ -9,12 +9,11 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.variants import Variant
-from lipscope.bounds.certificates import affordable, certified_upper
-from lipscope.bounds.strips import height_within
+from lipscope.measure.certificate import add_certificate
 from lipscope.measure.memory import MemoryPlan, plan_memory, read_bytes
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
+from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 ATTENTION_SCOPES = ("attention", "head")
@@ -104,13 +103,8 @@ def local_lipschitz(
     if certificate and not isinstance(map, Attention):
         raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
     if isinstance(map, Attention):
-        wanted = certificate
-        if wanted is None:
-            wanted = affordable(map, batched.shape[1], result, len(batched), scope or "attention")
-        if wanted:
-            limit = None if memory is None else read_bytes(memory)
-            certified = certificate_at(map.to(device=X.device), batched, scope or "attention", norm, limit)
-            result = with_certificate(result, certified)
+        limit = None if memory is None else read_bytes(memory)
+        result = add_certificate(result, map, batched, wanted=certificate, norm=norm, memory=limit)
     return reshape_batch(result, shape)
 
 
@@ -130,35 +124,6 @@ def _planned(
         triplets=triplets(solver),
     )  # fmt: skip
     return plan, within(solver, plan.room)
-
-
-def certificate_at(
-    layer: Attention,
-    X: Tensor,
-    scope: str = "attention",
-    norm: Normalisation | None = None,
-    memory: int | None = None,
-) -> Tensor:
-    """Certified upper bounds at tokens X (B, n, d), one per item of the scope's operator.
-
-    Args:
-        layer: the layer.
-        X: tokens (B, n, d); those before the normalisation for scope ``"norm+attention"``.
-        scope: ``"attention"``, ``"head"`` or ``"norm+attention"``.
-        norm: the normalisation of scope ``"norm+attention"``; it enters by its exact norm at every token.
-        memory: bytes that its matrices may take.
-
-    Returns:
-        Bounds of shape (B,), or (B·H,) for scope ``"head"``.
-    """
-    heads = 1 if scope == "head" else layer.heads
-    height = None if memory is None else height_within(X.shape[1], heads, memory)
-    if scope != "norm+attention" or norm is None:
-        return certified_upper(layer, X, scope, height=height).flatten()
-    at = norm.linearise(X.double())
-    # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
-    gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
-    return certified_upper(layer, norm(X.double()), gains=gains, height=height)
 
 
 def make_operator(

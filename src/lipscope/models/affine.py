@@ -16,7 +16,9 @@ output, the layer is plain. QK-norm fails that test and takes the general path.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike, RealTokens, as_mask
+from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.anatomy import Layer
@@ -112,7 +115,11 @@ class AffineParts:
 
 
 def plain_attention(
-    model: nn.Module, layer: Layer, recording: Recording, known: dict[int, AffineParts | None] | None = None
+    model: nn.Module,
+    layer: Layer,
+    recording: Recording,
+    known: dict[int, AffineParts | None] | None = None,
+    core: CoreCall | None = None,
 ) -> Attention | None:
     """The layer as an ``Attention`` that equals it at the recorded tokens, or None when it is not plain.
 
@@ -121,6 +128,7 @@ def plain_attention(
         layer: one of its layers.
         recording: a recorded forward pass.
         known: projections found before, by layer index; filled in. They are checked at the new tokens all the same.
+        core: what the core receives at the recorded tokens, where that is known already.
     """
     call = recording.hosts[layer.index]
     if isinstance(layer.out, nn.MultiheadAttention):
@@ -128,15 +136,15 @@ def plain_attention(
     if not layer.through_seam or not layer.batch_first:
         return None
     known = {} if known is None else known
-    at_tokens = core_call(model, call, call.tokens, recording.documents)
+    at_tokens = core or core_call(model, call, call.tokens, recording.documents)
     if layer.index not in known:
-        known[layer.index] = _probe(model, call)
+        known[layer.index] = find_projections(model, call)
     parts = known[layer.index]
     rotary = _rotations(model, call, parts)
     if not _reproduces(parts, rotary, at_tokens, call.tokens):
         if not _looked_unturned(model, call, parts):
             return None
-        known[layer.index] = parts = _probe(model, call)
+        known[layer.index] = parts = find_projections(model, call)
         rotary = _rotations(model, call, parts)
         if not _reproduces(parts, rotary, at_tokens, call.tokens):
             return None
@@ -187,8 +195,13 @@ def core_call(model: nn.Module, call: Call, tokens: Tensor, documents: tuple[int
     return seen[0]
 
 
-def _probe(model: nn.Module, call: Call) -> AffineParts | None:
+def find_projections(model: nn.Module, call: Call) -> AffineParts | None:
     """The projections from probes with unit tokens, affine or not; None when positions do more than turn pairs."""
+    with replaying(model):
+        return _find_projections(model, call)
+
+
+def _find_projections(model: nn.Module, call: Call) -> AffineParts | None:
     B, n, d = call.tokens.shape
     # Probes in the size of the activations, so that a normalisation in between cannot look affine.
     size = float(call.tokens.abs().max()) or 1.0
@@ -206,8 +219,7 @@ def _probe(model: nn.Module, call: Call) -> AffineParts | None:
             return None
         turn = layout.table(layout.fit(seen, reference)).rotation(n, B)
     images: list[list[Tensor]] = [[], [], []]
-    for tokens in padded:
-        core = core_call(model, call, tokens)
+    for core in _cores(model, call, padded):
         for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
             if turn is not None and turned:
                 t = turn.inverse(t)
@@ -217,6 +229,20 @@ def _probe(model: nn.Module, call: Call) -> AffineParts | None:
         rows = torch.cat(image)[: d + 1]
         parts.append((((rows[1:] - rows[0]) / size).mT.contiguous(), rows[0]))
     return AffineParts(parts[0], parts[1], parts[2], layout)
+
+
+def _cores(model: nn.Module, call: Call, padded: Tensor) -> Iterator[CoreCall]:
+    """What the core receives for every round of probes (rounds, B, n, d), all in one replay where the module allows it."""
+    rounds, B = padded.shape[:2]
+    try:
+        wide = core_call(model, call.repeated(rounds), padded.flatten(0, 1))
+        parts = [t.unflatten(0, (rounds, B)) for t in (wide.q, wide.k, wide.v)]
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # An argument whose first dimension only looked like that of the batch.
+        yield from (core_call(model, call, tokens) for tokens in padded)
+        return
+    for q, k, v in zip(*parts, strict=True):
+        yield replace(wide, q=q, k=k, v=v)
 
 
 def _looked_unturned(model: nn.Module, call: Call, parts: AffineParts | None) -> bool:
@@ -279,6 +305,51 @@ def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: Cor
         if projected.shape != t.shape or not _close(projected, t):
             return False
     return True
+
+
+def normalisation_of(module: nn.Module, like: Tensor) -> Normalisation | None:
+    """The module as a ``LayerNorm`` or ``RMSNorm``, or None when it is neither.
+
+    Args:
+        module: a normalisation of any library.
+        like: a tensor of tokens (…, d) of the right width, dtype and device.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    gain = weight.detach() if isinstance(weight, Tensor) else like.new_ones(like.shape[-1])
+    offset = bias.detach() if isinstance(bias, Tensor) else None
+    if gain.shape != like.shape[-1:]:
+        return None
+    eps = next((float(value) for name in _EPSILONS if isinstance(value := getattr(module, name, None), (int, float))), 0.0)
+    candidates: list[Normalisation] = [LayerNorm(gain, offset, eps)]
+    if offset is None:
+        # Gemma stores g − 1.
+        candidates += [RMSNorm(gain, eps), RMSNorm(1 + gain, eps)]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 4, like.shape[-1], generator=generator, dtype=torch.float64).to(like)
+    # Large, ordinary, off-centre and tiny tokens: the last ones show ε.
+    probes = torch.cat([100 * noise, noise, noise + 3, 1e-3 * noise], dim=1)
+    with torch.no_grad():
+        wanted = module(probes)
+        return next((norm for norm in candidates if _close(norm(probes), wanted)), None)
+
+
+def comes_from(norm: Normalisation, u: Tensor, tokens: Tensor) -> bool:
+    """Whether ``tokens`` are ``norm(u)``, up to rounding."""
+    return u.shape == tokens.shape and _close(norm(u), tokens)
+
+
+_EPSILONS = ("eps", "variance_epsilon", "epsilon")
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two descriptions hold the same numbers."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(same_value(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    return bool(a == b)
 
 
 def _token_rows(t: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class Layer:
         causal: the layer claims that no token sees its future.
         mask: the layer's mask in words.
         normed: a normalisation comes between the block's input and attention.
+        norm: the normalisation whose output attention sees, of this block or of what comes before it, or None.
         stream: where the residual stream leaves the attention sub-layer.
         stream_adds_input: the block's input is still to be added at ``stream``.
         batch_first: tokens are (B, n, d); otherwise (n, B, d).
@@ -63,6 +64,7 @@ class Layer:
     stream_adds_input: bool
     batch_first: bool = True
     occurrence: int = 0
+    norm: nn.Module | None = None
 
 
 @dataclass(eq=False)
@@ -197,7 +199,18 @@ def _describe(
         stream_adds_input=adds_input,
         batch_first=bool(getattr(event.module, "batch_first", True)),
         occurrence=sum(earlier.module is event.module for earlier, _ in attentions[:index]),
+        norm=_norm_before(host, survey),
     )
+
+
+def _norm_before(host: _Event, survey: _Survey) -> nn.Module | None:
+    """The last normalisation whose output *is* attention's tokens.
+
+    In a pre-norm block that is its own, in a post-norm block the one that closes the block before (or the embedding).
+    """
+    names = (e for e in survey.events if "norm" in type(e.module).__name__.lower())
+    found = [e for e in names if e.exit < host.enter and same(e.output, host.tokens)]
+    return max(found, key=lambda e: e.exit).module if found else None
 
 
 def _output_projection(event: _Event, core: tuple[int, CoreCall] | None, survey: _Survey) -> _Event:

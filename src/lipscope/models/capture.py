@@ -51,6 +51,22 @@ class Call:
         args = tuple(x if self._is_tokens(value) else value for value in self.args)
         return args, {name: x if self._is_tokens(value) else value for name, value in self.kwargs.items()}
 
+    def repeated(self, times: int) -> Call:
+        """The same call for a batch of ``times`` as many inputs: tensors whose first dimension is the batch are repeated."""
+        batch = self.tokens.shape[0]
+
+        def grown(value: Any) -> Any:
+            if self._is_tokens(value):
+                return tokens
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch > 1:
+                return value.repeat(times, *(1 for _ in value.shape[1:]))
+            if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+                return type(value)(grown(entry) for entry in value)
+            return value
+
+        tokens = self.tokens.repeat(times, *(1 for _ in self.tokens.shape[1:]))
+        return Call(self.module, tuple(map(grown, self.args)), {k: grown(v) for k, v in self.kwargs.items()}, tokens)
+
     def _is_tokens(self, value: Any) -> bool:
         # Self-attention in torch's own words is module(x, x, x): every argument that is this tensor moves with it.
         return isinstance(value, Tensor) and value.shape == self.tokens.shape and value.data_ptr() == self.tokens.data_ptr()
@@ -105,16 +121,27 @@ def record(
 
 @contextmanager
 def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Iterator[None]:
-    """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64."""
+    """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64.
+
+    Inside itself, for the same model and documents, it does nothing: several replays in a row put it up once.
+    """
+    if _replaying and _replaying[-1][0] is model and _replaying[-1][1] == documents:
+        yield
+        return
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.requires_grad_(False)
+    _replaying.append((model, documents))
     try:
         with using_seam(model), packed(documents), differentiable_attention(), double_throughout(model_dtype(model)):
             yield
     finally:
+        _replaying.pop()
         for p in parameters:
             p.requires_grad_(True)
+
+
+_replaying: list[tuple[nn.Module, tuple[int, ...] | None]] = []
 
 
 class _ReachedError(Exception):

@@ -17,8 +17,6 @@ from lipscope.bounds.table import BoundTable, table
 from lipscope.models.bound_columns import norm_radius
 from lipscope.models.inputs import check_length, probe_inputs
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_tokens
-from lipscope.models.solve import mask_words
 from lipscope.rounding import interval
 
 Origin = Literal["normalisation", "tokens", "given"]
@@ -121,27 +119,18 @@ def layer_bounds(
     if (input_ids is None) == (n is None):
         raise ValueError("give either input_ids or n")
     if input_ids is not None:
-        recording = handle.record(handle.token_inputs(input_ids=input_ids))
+        at = handle.record(input_ids=input_ids)[layer]
     else:
         # Any input of that length: masks and biases depend on the length only.
-        recording = handle.record(probe_inputs(handle.model, check_length(handle, n or 0)))
-    where = handle.layer(layer)
-    attention = handle.attention(layer, recording)
-    if attention is None:
-        raise ValueError(
-            f"no bounds for layer {where.index} of {handle.name}: its queries, keys and values are not known as affine maps "
-            "of the tokens (the model keeps its own attention, or normalises queries and keys). σ itself can be measured "
-            "with lipscope scan"
-        )
-    tokens = scope_tokens(where, recording, "attention")
+        at = handle.record(probe_inputs(handle.model, check_length(handle, n or 0)))[layer]
+    attention, tokens = at.weights(), at.tokens()
     X = tokens[0] if input_ids is not None else None
     longest = None if X is None else float(torch.linalg.vector_norm(X.double(), dim=-1).max())
-    by_norm = norm_radius(handle.normalisation(layer, recording))
-    value, origin = _radius(radius, by_norm, longest, handle.name, where.index)
+    by_norm = norm_radius(at.norm)
+    value, origin = _radius(radius, by_norm, longest, handle.name, at.index)
     single = attention.for_input(0)
     found = table(single if head is None else single.head(head), X, value, tokens.shape[1])
-    mask = mask_words(where, recording)
-    return LayerBounds(found, handle.name, where.index, head, mask, origin, by_norm, longest)
+    return LayerBounds(found, handle.name, at.index, head, at.mask, origin, by_norm, longest)
 
 
 def _radius(

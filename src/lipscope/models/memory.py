@@ -94,7 +94,7 @@ def _ways_of(
 ) -> list[MemoryPlan]:
     """What σ of one layer takes by every way of doing it; only by the usual one when memory is not limited."""
     where = handle.layer(layer)
-    attention = handle.attention(layer, handle.probe_recording) if scope in ("attention", "head") else None
+    attention = handle.probe_recording[layer].attention if scope in ("attention", "head") else None
     if attention is not None and not _named(where.mask):
         attention = None
     plans = []

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from lipscope.models.capture import Recording
-from lipscope.models.measure import measure_recording
 from lipscope.models.model import Model
+from lipscope.models.recorded import Recorded
 from lipscope.models.text import special_tokens
 from lipscope.spectral.solvers import Solver
 
@@ -94,17 +93,17 @@ def measure_packed(
     )
 
 
-def record_packed(handle: Model, chunk: Sequence[Sequence[int]]) -> list[tuple[int | None, Recording]]:
+def record_packed(handle: Model, chunk: Sequence[Sequence[int]]) -> list[tuple[int | None, Recorded]]:
     """The forward pass of a packed chunk (``None``) and those of its documents alone (0, 1, …)."""
     inputs, lengths = handle.packed_inputs(chunk)
-    together = handle.record(inputs, lengths)
-    alone = [handle.record(handle.token_inputs(input_ids=torch.tensor(list(document)))) for document in chunk]
+    together = handle.record(inputs, documents=lengths)
+    alone = [handle.record(input_ids=torch.tensor(list(document))) for document in chunk]
     return [(None, together), *enumerate(alone)]
 
 
 def measure_packed_recordings(
     handle: Model,
-    recordings: Sequence[tuple[int | None, Recording]],
+    recordings: Sequence[tuple[int | None, Recorded]],
     *,
     layers: Sequence[int],
     scope: str,
@@ -118,16 +117,8 @@ def measure_packed_recordings(
     rows: Rows = []
     for layer in layers:
         for document, recording in recordings:
-            for row in measure_recording(
-                handle,
-                recording,
-                layer=layer,
-                scope=scope,
-                heads=heads,
-                solver=solver,
-                certificate=certificate,
-                memory=memory,
-                first_input=which,
+            for row in recording[layer].rows(
+                scope, heads=heads, solver=solver, certificate=certificate, memory=memory, first_input=which
             ):
                 rows.append(row | {"document": document})
     return rows

@@ -10,46 +10,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Recording, last_hidden_state, model_dtype
+from lipscope.models.capture import Recording, last_hidden_state, model_dtype, replaying
 from lipscope.models.precision import double_throughout
-from lipscope.models.scopes import real_rows, scope_map, scope_tokens
+from lipscope.models.scopes import real_rows
 from lipscope.models.seam import plain_experts
+
+if TYPE_CHECKING:
+    from lipscope.models.recorded import Recorded, RecordedLayer
 
 
 class SelfTestError(RuntimeError):
     """A model does not behave as the measurement assumes."""
 
 
-def run_self_tests(model: nn.Module, layers: list[Layer], recording: Recording) -> None:
+def run_self_tests(recorded: Recorded) -> None:
     """Run the four self-tests on every layer, at the recorded tokens.
 
     Raises:
         SelfTestError: naming the layer and the test that failed.
     """
-    for layer in layers:
-        attention = scope_map(model, layer, recording, "attention", layers)
-        x = scope_tokens(layer, recording, "attention")
-        y = check_determinism(attention, x, layer)
-        check_replay(y, recording, layer)
-        if layer.causal:
-            check_causality(attention, x, layer)
-        check_head_sum(model, layer, recording, layers, y)
-    check_own_attention(model, recording)
+    model = recorded.model.model
+    with replaying(model, recorded.documents):
+        for layer in recorded:
+            attention, x = layer.map("attention"), layer.tokens()
+            y, point = check_determinism(attention, x, layer.layer)
+            check_replay(y.detach(), recorded, layer.layer)
+            if layer.layer.causal:
+                check_no_leak(y, point, layer.layer)
+            check_head_sum(layer, y.detach())
+    check_own_attention(model, recorded)
 
 
 def check_causality(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> None:
     """Jᵀ of a cotangent on token i must vanish, exactly, on every later token."""
-    n = x.shape[1]
     x = x.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         y = function(x)
+    check_no_leak(y, x, layer)
+
+
+def check_no_leak(y: Tensor, x: Tensor, layer: Layer) -> None:
+    """The same for outputs ``y`` that hold their graph down to the tokens ``x``."""
+    n = x.shape[1]
     for i in sorted({0, n // 2, n - 2} - {-1}):
         g = torch.zeros_like(y)
         g[:, i] = torch.linspace(-1, 2, y.shape[-1], dtype=y.dtype, device=y.device)
@@ -63,22 +72,23 @@ def check_causality(function: Callable[[Tensor], Tensor], x: Tensor, layer: Laye
             )
 
 
-def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> Tensor:
-    """The map and Jᵀg, twice, must agree to the last bit."""
+def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    """The map and Jᵀg, twice, must agree to the last bit; returns outputs with their graph, and the tokens it ends at."""
     results = []
     for _ in range(2):
         point = x.detach().clone().requires_grad_(True)
         with torch.enable_grad():
             y = function(point)
-        (gradient,) = torch.autograd.grad(y, point, torch.ones_like(y))
-        results.append((y.detach(), gradient))
+        (gradient,) = torch.autograd.grad(y, point, torch.ones_like(y), retain_graph=True)
+        results.append((y, gradient))
     (first, gradient), (second, again) = results
     if not torch.equal(first, second) or not torch.equal(gradient, again):
+        difference = float((first - second).detach().abs().max())
         raise SelfTestError(
-            f"{_name(layer)} gives another answer when repeated (difference {float((first - second).abs().max()):.3g}): "
+            f"{_name(layer)} gives another answer when repeated (difference {difference:.3g}): "
             "dropout or another random operation is on. Call .eval() on the model."
         )
-    return first
+    return second, point
 
 
 def check_replay(y: Tensor, recording: Recording, layer: Layer) -> None:
@@ -105,18 +115,18 @@ def check_own_attention(model: nn.Module, recording: Recording) -> None:
     )  # fmt: skip
 
 
-def check_head_sum(model: nn.Module, layer: Layer, recording: Recording, layers: list[Layer], y: Tensor) -> None:
+def check_head_sum(at: RecordedLayer, y: Tensor) -> None:
     """Σ_h W_O^h o^h + b_O = attention output: the heads are cut where they should be."""
+    layer, real = at.layer, at.recorded.real
     message = (
         f"{_name(layer)}: the sum over its {layer.heads} heads differs from the module's output by {{:.3g}}, so the heads "
         "are not consecutive slices of the output projection's input; per-head numbers would be wrong."
     )
-    real = recording.real
     if isinstance(layer.out, nn.MultiheadAttention):
-        total = torch_attention(layer, recording.hosts[layer.index])(scope_tokens(layer, recording, "attention"))
+        total = torch_attention(layer, at.call)(at.tokens())
     else:
         with torch.no_grad():
-            heads = scope_map(model, layer, recording, "head", layers)(scope_tokens(layer, recording, "head"))
+            heads = at.map("head")(at.tokens("head"))
             if heads.shape[-1] % layer.heads:
                 raise SelfTestError(f"{_name(layer)}: {layer.heads} heads do not divide the width {heads.shape[-1]} of W_O")
             project: Callable[[Tensor], Any] = layer.out

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator, HeadOperator
-from lipscope.bounds.certificates import affordable
+from lipscope.measure.certificate import head_items
 from lipscope.measure.scopes import check_scope
-from lipscope.measure.sigma import certificate_at
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Recording
 from lipscope.models.scopes import HeadOfOperator, scope_operator, scope_tokens
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SolverOutput, SpectralNorm, dtype_name, reshape_batch, summarise, with_certificate
+from lipscope.spectral.result import SolverOutput, SpectralNorm, dtype_name, reshape_batch, summarise
 from lipscope.spectral.solvers import Solver
 
 
@@ -53,55 +49,6 @@ def solve_heads(operator: Operator, where: Layer, recording: Recording, solver: 
         operator = HeadOfOperator(operator.select(items), 0, where.heads)
     mask = mask_words(where, recording)
     return summarise(output, operator, scope="head", mask=mask, input_dtype=_dtype(operator))
-
-
-def head_items(inputs: int, heads: int, chosen: Sequence[int]) -> Tensor:
-    """Where the chosen heads are in a flat batch (input, head)."""
-    return torch.tensor([b * heads + h for b in range(inputs) for h in chosen])
-
-
-def add_certificate(
-    result: SpectralNorm,
-    plain: Attention | None,
-    tokens: Tensor,
-    *,
-    heads: list[int] | None,
-    norm: Normalisation | None,
-    wanted: bool | None,
-    memory: int | None = None,
-) -> SpectralNorm:
-    """The same flat batch with certified upper ends, where there are some and they are wanted (None: where cheap).
-
-    Args:
-        result: σ of scope ``attention``, ``head`` or ``norm+attention``, a flat batch.
-        plain: the layer as an ``Attention``, or None.
-        tokens: the scope's tokens (B, n, d).
-        heads: the heads of scope ``head``.
-        norm: the normalisation of scope ``norm+attention``.
-        wanted: whether to compute the certificate.
-        memory: bytes that its matrices may take.
-
-    Raises:
-        ValueError: when a certificate is asked for that does not exist.
-    """
-    known = plain is not None and (
-        result.scope in ("attention", "head") or (result.scope == "norm+attention" and norm is not None)
-    )
-    if plain is None or not known:
-        if wanted:
-            raise ValueError(
-                f"no certificate for scope {result.scope!r} of this layer: it exists for attention and head (and "
-                "norm+attention behind LayerNorm or RMSNorm) of layers whose projections are known"
-            )
-        return result
-    if wanted is None:
-        wanted = affordable(plain, tokens.shape[1], result, tokens.shape[0], result.scope)
-    if not wanted:
-        return result
-    certified = certificate_at(plain, tokens, result.scope, norm, memory)
-    if heads is not None:
-        certified = certified[head_items(tokens.shape[0], plain.heads, heads).to(certified.device)]
-    return with_certificate(result, certified)
 
 
 def mask_words(where: Layer, recording: Recording) -> str:

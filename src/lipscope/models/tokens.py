@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope.measure.influence import influence
 from lipscope.models.inputs import TokenArguments
 from lipscope.models.model import Model
-from lipscope.models.scopes import HeadOfOperator, scope_tokens
+from lipscope.models.scopes import HeadOfOperator
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
@@ -87,21 +87,20 @@ def token_view(
         )
     given: TokenArguments = {"text": text} if isinstance(text, str) else {"input_ids": torch.tensor([list(text)])}
     inputs = handle.token_inputs(**given)
-    recording = handle.record(inputs)
-    where = handle.layer(layer)
-    heads = None if head is None else handle.check_heads(layer, [head])
-    result = _first(handle.solve(layer, recording, scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES)), heads is not None)
+    at = handle.record(inputs)[layer]
+    heads = None if head is None else [head]
+    result = _first(at.sigma(scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES)), heads is not None)
     assert result.token_energy is not None
-    plain = handle.attention(layer, recording) if scope in ("attention", "head") else None
+    plain = at.attention if scope in ("attention", "head") else None
     if plain is not None:
-        matrix = influence(plain if head is None else plain.head(head), scope_tokens(where, recording, scope)[0])
+        matrix = influence(plain if head is None else plain.head(head), at.tokens(scope)[0])
     else:
         # The same input many times over: as many columns of the Jacobian per product.
         copies = handle.record({name: value.repeat_interleave(_COPIES, dim=0) for name, value in inputs.items()})
-        operator = handle.operator(layer, copies, scope, analytic=False)
-        matrix = _influence_by_columns(operator if head is None else HeadOfOperator(operator, head, where.heads))
+        operator = copies[layer].operator(scope, analytic=False)
+        matrix = _influence_by_columns(operator if head is None else HeadOfOperator(operator, head, at.heads))
     names = handle.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-    return TokenView([_readable(name) for name in names], result.token_energy, matrix, result, where.index, head)
+    return TokenView([_readable(name) for name in names], result.token_energy, matrix, result, at.index, head)
 
 
 def _influence_by_columns(operator: Operator) -> Tensor:

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from lipscope.models.capture import Recording
 from lipscope.models.corpora import read_text
-from lipscope.models.measure import measure_recording
 from lipscope.models.model import Model
 from lipscope.models.packing import measure_packed_recordings, packed_chunks, record_packed
-from lipscope.models.scopes import scope_map
+from lipscope.models.recorded import Recorded
 from lipscope.models.text import Chunker, excerpt_for, input_batches
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row, load_object
@@ -38,16 +36,15 @@ class Text:
                 identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
                 yield Pass(identity, {"ids": ids, "first": first}, n, len(ids), name, settings)
 
-    def record(self, handle: Model, payload: dict[str, Any]) -> Recording:
+    def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
         """One forward pass."""
         return handle.record(handle.token_inputs(input_ids=torch.tensor(payload["ids"])))
 
-    def measure(self, handle: Model, recorded: Recording, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+    def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope, with the quantities asked for."""
-        rows = measure_recording(
-            handle, recorded, layer=task["layer"], scope=task["scope"], heads=task["heads"], solver=Auto(**task["solver"]),
-            first_input=payload["first"],
-        )  # fmt: skip
+        rows = recorded[task["layer"]].rows(
+            task["scope"], heads=task["heads"], solver=Auto(**task["solver"]), first_input=payload["first"]
+        )
         for row in rows:
             row["input_digest"] = digest(payload["ids"][row["input"] - payload["first"]])[:SHORT_DIGEST]
         return add_quantities(Measured(handle, recorded, task, rows))
@@ -71,7 +68,7 @@ class Packed:
                     identity = {"text": fingerprint, "n": n, "first": which, "batch": digest(chunk)}
                     yield Pass(identity, {"chunk": chunk, "which": which}, n, 1, name, settings)
 
-    def record(self, handle: Model, payload: dict[str, Any]) -> list[tuple[int | None, Recording]]:
+    def record(self, handle: Model, payload: dict[str, Any]) -> list[tuple[int | None, Recorded]]:
         """The chunk, and each document alone."""
         return record_packed(handle, payload["chunk"])
 
@@ -94,7 +91,7 @@ def layer_settings(block: Block, handle: Model) -> tuple[dict[str, Any], ...]:
                 heads = handle.check_heads(layer, None if isinstance(block.heads, str) else block.heads)
             else:
                 # Building the map says whether the layer has it; nothing is computed.
-                scope_map(handle.model, handle.layer(layer), handle.probe_recording, scope, handle.layers)
+                handle.probe_recording[layer].map(scope)
             settings.append({"layer": layer, "scope": scope, "heads": heads})
     return tuple(settings)
 

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from lipscope.models.capture import Recording
     from lipscope.models.model import Model
+    from lipscope.models.recorded import Recorded
     from lipscope.runs.plan import Block
 
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ class Measured:
     """
 
     handle: Model
-    recording: Recording
+    recording: Recorded
     settings: dict[str, Any]
     rows: Sequence[Row]
 

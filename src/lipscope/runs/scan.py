@@ -22,7 +22,6 @@ from lipscope.measure.memory import MemoryPlan, read_bytes
 from lipscope.models import load as model_loading
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
-from lipscope.models.measure import measure_recording
 from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.models.packing import measure_packed, packed_chunks
@@ -255,12 +254,10 @@ def scan(
         together = n if n in plans and plans[n].alone else batch_tokens
         for _, first, ids in input_batches({n: texts}, together):
             with _limited(plans.get(n), solver) as limited:
-                recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
+                recording = handle.record(input_ids=torch.tensor(ids))
                 left = _left(handle, n, len(ids), memory)
                 for layer in chosen:
-                    rows += measure_recording(
-                        handle, recording, layer=layer, solver=limited, memory=left, first_input=first, **how
-                    )
+                    rows += recording[layer].rows(solver=limited, memory=left, first_input=first, **how)
                     done += len(ids)
                     if progress is not None:
                         progress(done, total, f"n = {n}, layer {layer}")

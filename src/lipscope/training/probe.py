@@ -16,9 +16,8 @@ from torch import Tensor
 
 from lipscope.models.affine import plain_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Recording
-from lipscope.models.measure import attention_statistics
 from lipscope.models.model import Model
+from lipscope.models.recorded import Recorded
 from lipscope.models.solve import jacobian, solve_heads, solve_scope
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -81,9 +80,9 @@ class Probe:
             readings += self._layer(self.handle.layer(index), recording)
         return tuple(readings)
 
-    def _layer(self, layer: Layer, recording: Recording) -> list[Reading]:
+    def _layer(self, layer: Layer, recording: Recorded) -> list[Reading]:
         model, layers = self.handle.model, self.handle.layers
-        statistics = attention_statistics(self.handle, layer.index, recording)
+        statistics = recording[layer.index].statistics
         wanted = self.scope in ("attention", "head") or self.heads
         # Found anew every time: the weights have changed.
         plain = plain_attention(model, layer, recording) if wanted else None

@@ -10,7 +10,6 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.models.corpora import read_text
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_tokens
 from lipscope.models.text import Chunker
 
 
@@ -37,8 +36,8 @@ def model_layer(
         raise ValueError(f"{model.name} has no tokenizer, so it cannot read text {text!r}")
     where = model.layer(layer)
     chunks = Chunker(read_text(text), model.tokenizer).chunks([n], inputs, seed)[n]
-    recording = model.record(model.token_inputs(input_ids=torch.tensor(chunks)))
-    attention = model.attention(where.index, recording)
+    at = model.record(input_ids=torch.tensor(chunks))[where.index]
+    attention = at.attention
     if attention is None or attention.rotary is not None:
         raise ValueError(
             f"layer {where.index} ({where.name}) of {model.name} has no mean-field form: its queries, keys and values are "
@@ -49,5 +48,5 @@ def model_layer(
     if attention.bias is not None and not bool(attention.bias.any()):
         # An additive mask whose finite part is zero everywhere.
         attention = dataclasses.replace(attention, bias=None)
-    tokens = scope_tokens(where, recording, "attention").double().flatten(0, 1)
+    tokens = at.tokens().double().flatten(0, 1)
     return attention.with_mask(where.mask), tokens

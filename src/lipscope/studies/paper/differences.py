@@ -19,13 +19,11 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.models.anatomy import tokens_of
-from lipscope.models.capture import Recording
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_map, scope_tokens
+from lipscope.models.recorded import Recorded
 from lipscope.runs.kinds import COORDINATES, Text
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Pass, Row
-from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.paper.companion import companion_estimator
 from lipscope.studies.paper.layers import chosen_layers, weights_of
@@ -64,7 +62,7 @@ class Differences(Text):
         for one in super().expand(dataclasses.replace(block, layers=(layer,)), handle):
             yield dataclasses.replace(one, settings=settings)
 
-    def measure(self, handle: Model, recorded: Recording, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+    def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """A row per input: σ as it is, and as the difference makes it."""
         layer, variant, solver = task["layer"], task["variant"], Auto(**task["solver"])
         right, wrong = _MEASURES[variant](_Here(handle, recorded, layer, payload["ids"], solver))
@@ -99,19 +97,19 @@ class _Here:
     """What every variant starts from."""
 
     handle: Model
-    recorded: Recording
+    recorded: Recorded
     layer: int
     ids: list[list[int]]
     solver: Auto
 
-    def sigma(self, recording: Recording | None = None, scope: str = "attention") -> Tensor:
+    def sigma(self, recording: Recorded | None = None, scope: str = "attention") -> Tensor:
         """Estimates of σ, one per input."""
-        values: Tensor = self.handle.solve(self.layer, recording or self.recorded, scope, solver=self.solver).estimate
+        values: Tensor = (recording or self.recorded)[self.layer].sigma(scope, solver=self.solver).estimate
         return values
 
-    def tokens(self, recording: Recording | None = None) -> Tensor:
+    def tokens(self, recording: Recorded | None = None) -> Tensor:
         """What attention sees, (B, n, d)."""
-        return scope_tokens(self.handle.layer(self.layer), recording or self.recorded, "attention").contiguous()
+        return (recording or self.recorded)[self.layer].tokens().contiguous()
 
     def weights(self) -> Attention:
         """The layer's weights under its mask."""
@@ -124,10 +122,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _primal(here: _Here) -> Pair:
-    handle, where = here.handle, here.handle.layer(here.layer)
-    plain = handle.attention(here.layer, here.recorded)
-    map: Attention | TensorMap = plain or scope_map(handle.model, where, here.recorded, "attention", handle.layers)
-    values = companion_estimator(map, here.tokens())
+    at = here.recorded[here.layer]
+    values = companion_estimator(at.attention or at.map(), here.tokens())
     assert isinstance(values, Tensor)
     return here.sigma(), values
 

@@ -46,7 +46,7 @@ def weights_of(handle: Model, layer: int) -> Attention | None:
 
 def _weights(handle: Model, layer: int) -> Attention | None:
     where = handle.layer(layer)
-    found = handle.attention(layer, handle.probe_recording)
+    found = handle.probe_recording[layer].attention
     if found is None or where.mask not in ("full", "causal") or found.rotary is not None:
         return None
     if found.bias is not None:

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from lipscope.bounds.certificates import certified_upper
-from lipscope.models.capture import Recording
 from lipscope.models.inputs import position_limit
-from lipscope.models.measure import measure_recording
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_map, scope_tokens
+from lipscope.models.recorded import Recorded
 from lipscope.models.text import special_tokens
 from lipscope.runs.kinds import Text, add_quantities
 from lipscope.runs.plan import Block
@@ -39,15 +37,14 @@ class RealText(Text):
         fitting = dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths_with_room(block.sizes, handle))
         yield from super().expand(fitting, handle)
 
-    def measure(self, handle: Model, recorded: Recording, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+    def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope, with certificates for the first inputs."""
-        rows = measure_recording(
-            handle, recorded, layer=task["layer"], scope=task["scope"], solver=Auto(**task["solver"]),
-            certificate=False, first_input=payload["first"],
-        )  # fmt: skip
+        rows = recorded[task["layer"]].rows(
+            task["scope"], solver=Auto(**task["solver"]), certificate=False, first_input=payload["first"]
+        )
         rows = add_quantities(Measured(handle, recorded, task, rows))
         _certify(handle, recorded, rows, task)
-        width = scope_tokens(handle.layer(task["layer"]), recorded, task["scope"]).shape[-1]
+        width = recorded[task["layer"]].tokens(task["scope"]).shape[-1]
         return [row | {"experiment": task["options"]["experiment"], "width": width} for row in rows]
 
 
@@ -56,11 +53,9 @@ def companion(at: Measured) -> list[Row]:
     layer, scope = at.settings["layer"], at.settings["scope"]
     if scope == "head":
         raise ValueError("the companion estimator is computed for whole maps, not at scope 'head'")
-    where = at.handle.layer(layer)
-    X = scope_tokens(where, at.recording, scope).contiguous()
-    plain = at.handle.attention(layer, at.recording) if scope == "attention" else None
-    map = plain if plain is not None else scope_map(at.handle.model, where, at.recording, scope, at.handle.layers)
-    values = companion_estimator(map, X)
+    here = at.recording[layer]
+    plain = here.attention if scope == "attention" else None
+    values = companion_estimator(plain or here.map(scope), here.tokens(scope).contiguous())
     assert isinstance(values, torch.Tensor)
     return [{"companion": float(value)} for value in values]
 
@@ -75,15 +70,16 @@ def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...
     return fitting
 
 
-def _certify(handle: Model, recorded: Recording, rows: list[Row], task: dict[str, Any]) -> None:
+def _certify(handle: Model, recorded: Recorded, rows: list[Row], task: dict[str, Any]) -> None:
     """The certified upper bound of the first ``certificates`` inputs of a length, where the layer has one."""
     wanted = [row for row in rows if row["input"] < int(task["options"].get("certificates", 0)) and not row.get("certified")]
     if task["scope"] != "attention" or not wanted:
         return
-    X = scope_tokens(handle.layer(task["layer"]), recorded, "attention")
+    here = recorded[task["layer"]]
+    X = here.tokens()
     # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
     shared = weights_of(handle, task["layer"])
-    plain = shared or handle.attention(task["layer"], recorded)
+    plain = shared or here.attention
     if plain is None:
         return
     for row in wanted:

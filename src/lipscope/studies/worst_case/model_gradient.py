@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lipscope.attention.core import Linearisation, ungroup_queries
 from lipscope.models.anatomy import Layer, tokens_of
-from lipscope.models.capture import Recording, replaying
+from lipscope.models.capture import replaying
 from lipscope.models.model import Model
+from lipscope.models.recorded import Recorded
 from lipscope.models.scopes import scope_map, scope_tokens
 from lipscope.models.seam import CoreCall, observing_core
 from lipscope.spectral.result import SpectralNorm
@@ -49,7 +50,7 @@ class _ReachedError(Exception):
     """Stops a forward pass whose rest is not needed."""
 
 
-def embedding_gradient(handle: Model, recording: Recording, layer: int, head: int | None = None) -> EmbeddingGradient:
+def embedding_gradient(handle: Model, recording: Recorded, layer: int, head: int | None = None) -> EmbeddingGradient:
     """∂σ/∂e of a layer (scope ``attention``), or of one head before W_O, at recorded inputs.
 
     Args:
@@ -64,7 +65,7 @@ def embedding_gradient(handle: Model, recording: Recording, layer: int, head: in
     """
     where = handle.layer(layer)
     scope, heads = ("attention", None) if head is None else ("head", [head])
-    sigma = handle.solve(layer, recording, scope, heads=heads, solver=Auto(vectors=True))
+    sigma = recording[layer].sigma(scope, heads=heads, solver=Auto(vectors=True))
     assert sigma.left is not None
     assert sigma.right is not None
     B, n = recording.hosts[where.index].tokens.shape[:2]
@@ -78,7 +79,7 @@ def embedding_gradient(handle: Model, recording: Recording, layer: int, head: in
 
 
 def _hessian_product(
-    handle: Model, where: Layer, recording: Recording, left: Tensor, right: Tensor, values: Tensor, head: int | None
+    handle: Model, where: Layer, recording: Recorded, left: Tensor, right: Tensor, values: Tensor, head: int | None
 ) -> Tensor:
     with torch.enable_grad():
         x = scope_tokens(where, recording, "attention").detach().clone().requires_grad_()
@@ -101,7 +102,7 @@ def _hessian_product(
     return gradient
 
 
-def _core_outputs(handle: Model, where: Layer, recording: Recording, x: Tensor) -> Tensor:
+def _core_outputs(handle: Model, where: Layer, recording: Recorded, x: Tensor) -> Tensor:
     """Heads side by side (B, n, H·dv), by operations that can be differentiated twice."""
     seen: list[CoreCall] = []
 
@@ -152,7 +153,7 @@ def embedding_table(handle: Model) -> nn.Module:
     return table
 
 
-def _from_embeddings(handle: Model, where: Layer, recording: Recording) -> tuple[Tensor, Tensor]:
+def _from_embeddings(handle: Model, where: Layer, recording: Recorded) -> tuple[Tensor, Tensor]:
     """The tokens that the layer's attention sees, as a function of the embeddings: both tensors, in one graph."""
     embeddings: list[Tensor] = []
     reached: list[Tensor] = []

@@ -10,7 +10,6 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +38,9 @@ def layer_at_text(handle: Model, layer: int, ids: Tensor, head: int | None = Non
     Raises:
         ValueError: when the layer's projections are not one affine map for all tokens.
     """
-    where = handle.layer(layer)
-    recording = handle.record(handle.token_inputs(input_ids=ids))
-    attention = handle.attention(layer, recording)
-    if attention is None:
-        raise ValueError(
-            f"layer {where.index} of {handle.name} does not project all tokens by the same affine map (QK-norm, or code "
-            "of its own), so there are no weights to construct inputs from; use method tokens"
-        )
-    attention = attention.for_input(0).to(torch.float64)
+    at = handle.record(input_ids=ids)[layer]
+    attention = at.weights().for_input(0).to(torch.float64)
     if head is not None:
         handle.check_heads(layer, [head])
         attention = attention.head(head)
-    X = scope_tokens(where, recording, "attention")[0].detach().double()
-    return LayerAtText(attention, X, handle.normalisation(layer, recording))
+    return LayerAtText(attention, at.tokens()[0].detach().double(), at.norm)

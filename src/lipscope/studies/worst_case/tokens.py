@@ -244,9 +244,8 @@ def _distinct(paths: Sequence[_Path]) -> list[_Path]:
 
 
 def _measure(handle: Model, ids: Tensor, layer: int, head: int | None, solver: Auto) -> SpectralNorm:
-    recording = handle.record(handle.token_inputs(input_ids=ids))
     scope, heads = ("attention", None) if head is None else ("head", [head])
-    return handle.solve(layer, recording, scope, heads=heads, solver=solver)
+    return handle.record(input_ids=ids)[layer].sigma(scope, heads=heads, solver=solver)
 
 
 class Vocabulary:

@@ -1,0 +1,323 @@
+"""A model's layers at recorded tokens: each *is* a layer, with tokens, an operator, a σ, a certificate and rows.
+
+    recorded = model.record(text="to be or not to be")
+    recorded[3].sigma("head")
+
+What a layer turns out to be at these tokens (an ``Attention`` in closed form, the normalisation before it, what its
+attention looks like) is found once and kept as long as the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask, same_mask
+from lipscope.attention.norms import Normalisation
+from lipscope.attention.operators import HeadOperator
+from lipscope.attention.row_statistics import row_statistics
+from lipscope.measure.certificate import add_certificate, head_items
+from lipscope.measure.scopes import check_scope
+from lipscope.models.affine import comes_from, core_call, plain_attention
+from lipscope.models.anatomy import Layer
+from lipscope.models.capture import Call, Recording
+from lipscope.models.rows import layer_rows
+from lipscope.models.scopes import HeadOfOperator, scope_map, scope_operator, scope_tokens
+from lipscope.models.seam import CoreCall
+from lipscope.spectral.autodiff import TensorMap
+from lipscope.spectral.operator import Operator
+from lipscope.spectral.result import SolverOutput, SpectralNorm, reshape_batch, summarise
+from lipscope.spectral.solvers import Auto, Solver
+
+if TYPE_CHECKING:
+    from lipscope.models.model import Model
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Recorded(Recording):
+    """One forward pass of a model; ``recorded[i]`` is its i-th attention layer at these tokens.
+
+    Attributes:
+        model: the model.
+    """
+
+    model: Model
+    _layers: dict[int, RecordedLayer] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.model.layers)
+
+    def __getitem__(self, layer: int) -> RecordedLayer:
+        where = self.model.layer(layer)
+        if where.index not in self._layers:
+            self._layers[where.index] = RecordedLayer(self, where)
+        return self._layers[where.index]
+
+    def __iter__(self) -> Iterator[RecordedLayer]:
+        return (self[i] for i in range(len(self)))
+
+    def rows(
+        self,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        scope: str = "attention",
+        solver: Solver | None = None,
+        certificate: bool | None = None,
+    ) -> list[dict[str, Any]]:
+        """One row per layer, head and input; see ``RecordedLayer.rows``.
+
+        Args:
+            layers: layer indices, all by default.
+            heads: head indices for scope ``head``, all by default.
+            scope: see ``lipscope.measure.scopes``.
+            solver: ``Auto()`` by default.
+            certificate: see ``RecordedLayer.sigma``.
+        """
+        check_scope(scope)
+        chosen = self.model.check_layers(layers, scope)
+        how: dict[str, Any] = {"heads": heads, "solver": solver, "certificate": certificate}
+        return [row for layer in chosen for row in self[layer].rows(scope, **how)]
+
+
+class RecordedLayer:
+    """One attention layer of a model at recorded tokens.
+
+    Attributes:
+        recorded: the forward pass.
+        layer: where the layer is in the model.
+    """
+
+    def __init__(self, recorded: Recorded, layer: Layer) -> None:
+        self.recorded = recorded
+        self.layer = layer
+
+    @property
+    def model(self) -> Model:
+        """The model that the layer belongs to."""
+        return self.recorded.model
+
+    @property
+    def index(self) -> int:
+        """Position among the model's attention layers."""
+        return self.layer.index
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.layer.heads
+
+    @property
+    def call(self) -> Call:
+        """The recorded call of the attention module."""
+        return self.recorded.hosts[self.index]
+
+    @cached_property
+    def mask(self) -> str:
+        """Who sees whom, in words."""
+        mask, documents = self.layer.mask, self.recorded.documents
+        mask = mask if self.recorded.real is None else f"{mask}&padding"
+        return mask if documents is None else f"{mask}&packed:" + ",".join(map(str, documents))
+
+    def tokens(self, scope: str = "attention") -> Tensor:
+        """The recorded tokens (B, n, d) at which the map of a scope is measured."""
+        return scope_tokens(self.layer, self.recorded, scope)
+
+    def map(self, scope: str = "attention") -> TensorMap:
+        """The map of a scope, batch first, with everything else as recorded."""
+        return scope_map(self.model.model, self.layer, self.recorded, scope, self.model.layers)
+
+    def core(self) -> CoreCall:
+        """What the attention core receives at the recorded tokens: q, k, v and the score rule."""
+        return core_call(self.model.model, self.call, self.call.tokens, self.recorded.documents)
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        """The layer as an ``Attention`` in closed form when it provably is one at these tokens, else None."""
+        return self._describe()
+
+    def weights(self) -> Attention:
+        """The layer as an ``Attention``.
+
+        Raises:
+            ValueError: when it is not one: the model keeps its own attention, or normalises queries and keys.
+        """
+        if self.attention is None:
+            raise ValueError(
+                f"layer {self.index} of {self.model.name} has no weights in closed form: its queries, keys and values are "
+                "not known as affine maps of the tokens (the model keeps its own attention, or normalises queries and "
+                "keys). σ itself can be measured with lipscope scan, and worst words searched with lipscope attack "
+                "--method tokens"
+            )
+        return self.attention
+
+    @property
+    def norm(self) -> Normalisation | None:
+        """The LayerNorm or RMSNorm whose output attention sees, or None; it bounds every token's norm."""
+        return self.model.normalisation(self.layer, self.call.tokens)
+
+    @cached_property
+    def norm_before(self) -> Normalisation | None:
+        """The normalisation of scope ``norm+attention``, when nothing else lies between the block's input and attention."""
+        norm = self.norm
+        known = norm is not None and comes_from(norm, self.tokens("norm+attention"), self.tokens("attention"))
+        return norm if known else None
+
+    @cached_property
+    def statistics(self) -> dict[str, Tensor]:
+        """Per input and head: mean row entropy (nats), largest logit, mean attention to the first token and to sinks.
+
+        Empty when the model does not hand over its queries and keys.
+        """
+        return self._look(self.core() if self.layer.through_seam else None)
+
+    def observe(self) -> None:
+        """Find ``attention`` and ``statistics`` from one replay: its queries, keys and values are large, and not kept."""
+        if "statistics" not in vars(self):
+            core = self.core() if self.layer.through_seam else None
+            if "attention" not in vars(self):
+                self.attention = self._describe(core)
+            self.statistics = self._look(core)
+
+    def _describe(self, core: CoreCall | None = None) -> Attention | None:
+        known = self.model.projections(self.layer)
+        found = plain_attention(self.model.model, self.layer, self.recorded, known, core)
+        return None if found is None else self.model.remembered(self.index, self._with_named_mask(found))
+
+    def _look(self, core: CoreCall | None) -> dict[str, Tensor]:
+        real = self.recorded.real
+        if core is not None:
+            q, k, v, rule = core.q, core.k, core.v, core.rule
+        elif isinstance(self.layer.out, nn.MultiheadAttention):
+            attention, X = self.weights(), self.tokens()
+            q, k, v = attention.project(X)
+            rule = attention.score_rule(X.shape[1], X.shape[0], tiled=True)
+        else:
+            return {}
+        B, _, n, _ = q.shape
+        rows = torch.ones(B, n, dtype=torch.bool, device=q.device) if real is None else real
+        weight = (rows / rows.sum(-1, keepdim=True))[:, None].to(q)
+        found = row_statistics(q, k, v, rule, rows.int().argmax(-1))
+        return {
+            "entropy": (found.entropy * weight).sum(-1),
+            "max_logit": found.max_logit.masked_fill(~rows[:, None], float("-inf")).amax(-1),
+            "sink_mass": ((found.on_token + found.on_sink) * weight).sum(-1),
+        }
+
+    def operator(self, scope: str = "attention", *, analytic: bool = True) -> Operator:
+        """The Jacobian of a scope at the recorded tokens, one item per input (per input and head for ``head``).
+
+        Args:
+            scope: see ``lipscope.measure.scopes``.
+            analytic: use the closed form where the layer is known as an ``Attention``.
+        """
+        check_scope(scope)
+        hidden_heads = scope == "head" and isinstance(self.layer.out, nn.MultiheadAttention)
+        if scope in ("attention", "head") and (analytic or hidden_heads) and self.attention is not None:
+            return self.attention.operator(self.tokens(scope).contiguous(), scope)
+        return scope_operator(self.model.model, self.layer, self.recorded, scope, self.model.layers)
+
+    def sigma(
+        self,
+        scope: str = "attention",
+        *,
+        heads: Sequence[int] | None = None,
+        solver: Solver | None = None,
+        analytic: bool = True,
+        certificate: bool | None = None,
+        memory: int | None = None,
+    ) -> SpectralNorm:
+        """σ at the recorded tokens, of shape (B,), or (B, heads) for scope ``head``.
+
+        Args:
+            scope: see ``lipscope.measure.scopes``.
+            heads: head indices for scope ``head``, all by default.
+            solver: ``Auto()`` by default.
+            analytic: use the closed-form Jacobian of layers that are known as an ``Attention``.
+            certificate: also compute the certified upper end and report the least; None: when it costs no more than the
+                measurement, where the layer has one.
+            memory: bytes that the matrices of the certificate may take.
+        """
+        chosen = self.model.check_heads(self.index, heads) if check_scope(scope) == "head" else None
+        operator = self.operator(scope, analytic=analytic)
+        output, operator = _solve(operator, solver or Auto(), self.heads, chosen)
+        result = summarise(output, operator, scope=scope, mask=self.mask)
+        if certificate is not False:
+            has_one = scope in ("attention", "head", "norm+attention")
+            norm = self.norm_before if scope == "norm+attention" else None
+            result = add_certificate(
+                result,
+                self.attention if has_one else None,
+                self.tokens(scope),
+                wanted=certificate,
+                heads=chosen,
+                norm=norm,
+                memory=memory,
+            )
+        items = len(result.status)
+        return reshape_batch(result, (items,) if chosen is None else (items // len(chosen), len(chosen)))
+
+    def rows(
+        self,
+        scope: str = "attention",
+        *,
+        heads: Sequence[int] | None = None,
+        solver: Solver | None = None,
+        certificate: bool | None = None,
+        memory: int | None = None,
+        first_input: int = 0,
+    ) -> list[dict[str, Any]]:
+        """Rows with the columns of ``lipscope.measure.columns``: σ, bounds, and what attention looks like there.
+
+        Args:
+            scope: what to measure.
+            heads: head indices for scope ``head``, all by default.
+            solver: ``Auto()`` by default.
+            certificate: see ``sigma``.
+            memory: likewise.
+            first_input: index of the recording's first input among those of its length.
+        """
+        how: dict[str, Any] = {"heads": heads, "solver": solver, "certificate": certificate, "memory": memory}
+        return layer_rows(self, scope, first_input=first_input, **how)
+
+    def _with_named_mask(self, attention: Attention) -> Attention:
+        """The same map with a named mask where the tensor is one, so that bounds made for it apply at every length."""
+        n = self.call.tokens.shape[1 if self.layer.batch_first else 0]
+        mask = attention.mask
+        assert isinstance(mask, Mask)
+        additive = mask.additive(n)
+        if additive is not None and bool(additive.any()):
+            return attention
+        candidates: list[Mask] = [Full(), Causal()]
+        if self.layer.mask.startswith("window"):
+            candidates.append(as_mask(self.layer.mask))
+        if self.recorded.documents is not None:
+            candidates.append(Packed(self.recorded.documents, causal=self.layer.causal))
+        named = next((candidate for candidate in candidates if same_mask(candidate, mask, n)), None)
+        return attention if named is None else attention.with_mask(named)
+
+
+def _solve(operator: Operator, solver: Solver, heads: int, chosen: list[int] | None) -> tuple[SolverOutput, Operator]:
+    """Leading singular values, ordered (input, head) where heads were chosen, and the operator of these items."""
+    if chosen is None:
+        return solver.solve(operator), operator
+    if isinstance(operator, HeadOperator):
+        operator = operator.select(head_items(operator.batch // heads, heads, chosen).to(operator.device))
+        return solver.solve(operator), operator
+    inputs = operator.batch
+    parts = SolverOutput.cat([solver.solve(HeadOfOperator(operator, h, heads)) for h in chosen])
+    order = [h * inputs + b for b in range(inputs) for h in range(len(chosen))]
+    for name, value in vars(parts).items():
+        if isinstance(value, Tensor):
+            setattr(parts, name, value[order])
+        elif isinstance(value, list):
+            setattr(parts, name, [value[i] for i in order])
+    # Of this operator only shape, batch and rounding are read: one item per input and head.
+    items = torch.arange(inputs, device=operator.device).repeat_interleave(len(chosen))
+    return parts, HeadOfOperator(operator.select(items), 0, heads)
