@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Two pytest workers share two cores; one thread each is faster than two each, and keeps sums reproducible. NumPy, and the
+# programs that tests start, read it from here.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-# Two pytest workers share two cores; one thread each is faster than two each, and keeps sums reproducible. Programs that
-# tests start do the same.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
