@@ -46,7 +46,7 @@ def step_ratio(attention: lipscope.Attention, turns: int = 40) -> tuple[float, f
     search = ascent._Search(attention, domain, begin.z.clone(), 0)
 
     def evaluate() -> None:
-        warm_pair(AttentionOperator(attention, domain.tokens(search.z)), search.pair.right, ascent._WARM_STEPS)
+        warm_pair(AttentionOperator.at(attention, domain.tokens(search.z)), search.pair.right, ascent._WARM_STEPS)
 
     pairs = [(seconds(search._advance), seconds(evaluate)) for _ in range(turns)]
     step, evaluation = (statistics.median(column) for column in zip(*pairs, strict=True))

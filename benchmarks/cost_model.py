@@ -47,7 +47,7 @@ def measured_solve(n: int, rebuilt: bool = True) -> tuple[float, float, float]:
     """Seconds of one pair and of one σ with its steps, causal, probabilities rebuilt."""
     with using_tiling(Tiling(keep=0)):
         layer, X = make_layer(), tokens(n)
-        operator = AttentionOperator(layer, X, tiled=True)
+        operator = AttentionOperator.at(layer, X, tiled=True)
         u = torch.randn(1, n * WIDTH)
         pair, _ = timed(lambda: (operator.matvec(u), operator.rmatvec(u)), 3)
         whole, result = timed(lambda: lipscope.local_lipschitz(layer, X, certificate=False))

@@ -50,10 +50,10 @@ def prefix_warm_start(n: int, inputs: int = 3) -> str:
     """The worst direction of the first half of a text, padded with zeros, as the start for the whole."""
     layer = sharpened_layer().with_mask("causal")
     X = torch.randn(inputs, n, WIDTH, generator=torch.Generator().manual_seed(5))
-    short = lipscope.GolubKahan(vectors=True).solve(AttentionOperator(layer, X[:, : n // 2]))
+    short = lipscope.GolubKahan(vectors=True).solve(AttentionOperator.at(layer, X[:, : n // 2]))
     start = torch.zeros(inputs, n, WIDTH)
     start[:, : n // 2] = short.right[:, 0].reshape(inputs, n // 2, WIDTH)
-    operator = AttentionOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
 
     def pairs(solver: lipscope.GolubKahan) -> tuple[float, float]:
         cold, warm = (solver.solve(operator, start=s) for s in (None, start.flatten(1)))
@@ -92,7 +92,7 @@ def compiled(n: int = 98, inputs: int = 10) -> str:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         X = torch.randn(inputs, n, WIDTH, generator=torch.Generator().manual_seed(n))
-        operator, u = AttentionOperator(sharpened_layer(), X), torch.randn(inputs, n * WIDTH)
+        operator, u = AttentionOperator.at(sharpened_layer(), X), torch.randn(inputs, n * WIDTH)
         fast = torch.compile(operator.matvec)
         idea = f"| `torch.compile` of J·u, n = {n}, {inputs} inputs |"
         try:
@@ -111,7 +111,7 @@ def two_sided() -> str:
     """Re-orthogonalising both sides, which problems of more than a thousand dimensions do not."""
     layer = sharpened_layer()
     X = torch.randn(10, 98, WIDTH, generator=torch.Generator().manual_seed(98))
-    operator, solver = AttentionOperator(layer, X), lipscope.GolubKahan()
+    operator, solver = AttentionOperator.at(layer, X), lipscope.GolubKahan()
     kinds = [partial(Bidiagonalisation, solver, operator, whole=whole) for whole in (False, True)]
     runs = [partial(lambda kind: kind().solve(), kind) for kind in kinds]
     assert [kind().one_sided for kind in kinds] == [True, False]
@@ -133,7 +133,7 @@ def tile_sizes(n: int) -> list[str]:
 
     def pair(tiling: Tiling) -> Callable[[], object]:
         with using_tiling(tiling):
-            operator = AttentionOperator(layer, tokens(n), tiled=True)
+            operator = AttentionOperator.at(layer, tokens(n), tiled=True)
         return lambda: (operator.matvec(u), operator.rmatvec(u))
 
     usual = pair(Tiling())

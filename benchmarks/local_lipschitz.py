@@ -90,10 +90,10 @@ def compare(layer: lipscope.Attention, n: int, causal: bool, inputs: int) -> lis
     alone, number = usual_time(lambda: lipscope.local_lipschitz(layer, X, certificate=False, solver=bare))
     loop, values = timed(lambda: [power_loop(one, x) for x in X[:peers]])
     scipy, scipy_values = timed(lambda: [scipy_over_autograd(one, x) for x in X[:peers]])
-    power, (powered, steps) = timed(lambda: power_until(AttentionOperator(layer, X), reference, ACCURACY))
+    power, (powered, steps) = timed(lambda: power_until(AttentionOperator.at(layer, X), reference, ACCURACY))
     repeated = X[:peers].repeat_interleave(COLUMNS, dim=0)
     projection, (projected, pairs) = timed(
-        lambda: projection_until(AttentionOperator(layer, repeated), reference[:peers], ACCURACY, COLUMNS)
+        lambda: projection_until(AttentionOperator.at(layer, repeated), reference[:peers], ACCURACY, COLUMNS)
     )
     loop, scipy, projection = (seconds * inputs / peers for seconds in (loop, scipy, projection))
     return [
@@ -109,7 +109,7 @@ def compare(layer: lipscope.Attention, n: int, causal: bool, inputs: int) -> lis
 def products_against_matmul(layer: lipscope.Attention, n: int, batch: int) -> tuple[str, float]:
     """Speed of one J, Jᵀ pair against plain matrix products of the projection's shape."""
     X = torch.randn(batch, n, WIDTH, generator=torch.Generator().manual_seed(n))
-    operator = AttentionOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
     u, g = torch.randn(batch, n * WIDTH), torch.randn(batch, n * WIDTH)
     pair, _ = timed(lambda: (operator.matvec(u), operator.rmatvec(g)), 15)
     flops = batch * pair_of_products(LayerShape.of(layer), n, rebuilt=False)

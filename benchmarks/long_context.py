@@ -47,7 +47,7 @@ def tokens(n: int) -> torch.Tensor:
 
 def pair_seconds(layer: lipscope.Attention, n: int, repeats: int = 3) -> float:
     """One J·u and one Jᵀ·g."""
-    operator = AttentionOperator(layer, tokens(n))
+    operator = AttentionOperator.at(layer, tokens(n))
     u = torch.randn(1, n * WIDTH)
     return timed(lambda: (operator.matvec(u), operator.rmatvec(u)), repeats)[0]
 
@@ -58,7 +58,7 @@ def against_attention(n: int) -> tuple[str, float, float]:
     q, k, v = layer.project(tokens(n))
     repeats = 4 if n > 512 else 12
     fused, _ = timed(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), repeats)
-    operator = AttentionOperator(layer, tokens(n))
+    operator = AttentionOperator.at(layer, tokens(n))
     u = torch.randn(1, n * WIDTH)
     pair, _ = timed(lambda: (operator.matvec(u), operator.rmatvec(u)), repeats)
     # Half of the entries, and no exponentials; scores are counted where tiles compute them again.
@@ -128,7 +128,7 @@ def measure_memory(n: int, steps: int) -> None:
     # The same number of kept vectors at every length, as far as the goal allows.
     bases = min(plan.room, TYPICAL_VECTORS * n * WIDTH * 4)
     with plan.in_force():
-        operator = FewRealProducts(AttentionOperator(layer, tokens(n)), steps, products=2 if n <= TIMED else 1)
+        operator = FewRealProducts(AttentionOperator.at(layer, tokens(n)), steps, products=2 if n <= TIMED else 1)
         lipscope.GolubKahan(max_steps=steps, memory=bases).solve(operator)
     expected = plan.matrices + plan.tokens + bases
     print(json.dumps({"peak": resident() - before, "expected": expected, "seconds": operator.seconds}))

@@ -126,7 +126,7 @@ def attention_case(layer_: lipscope.Attention, mask_name: str, n=N_TOKENS, batch
             for b in range(batch)
         ]
     )
-    return Case(AttentionOperator(layer_.with_mask(mask), X), dense)
+    return Case(AttentionOperator.at(layer_.with_mask(mask), X), dense)
 
 
 def autodiff_case(layer_: lipscope.Attention, mask_name: str) -> Case:
@@ -145,7 +145,7 @@ def head_case(layer_: lipscope.Attention, mask_name: str) -> Case:
     mask, visible, additive = masks(heads=layer_.heads)[mask_name]
     X = random(BATCH, N_TOKENS, layer_.width, seed=50, dtype=layer_.dtype)
     exact = layer_.to(torch.float64)
-    operator = HeadOperator(layer_.with_mask(mask), X)
+    operator = HeadOperator.at(layer_.with_mask(mask), X)
     dense = []
     for b in range(BATCH):
         for h in range(layer_.heads):
@@ -163,7 +163,7 @@ def block_case(layer_: lipscope.Attention, mask_name: str, *, diagonal: bool) ->
     item = layer_.with_mask(mask).for_input(0)
     pairs = [(i, j) for i in range(N_TOKENS) for j in range(N_TOKENS) if (i == j) == diagonal]
     rows, columns = torch.tensor(pairs).T
-    operator = BlockOperator(item, item.linearise(X[:1]), rows, columns, diagonal=diagonal)
+    operator = BlockOperator.at(item, item.linearise(X[:1]), rows, columns, diagonal=diagonal)
     exact = layer_.to(torch.float64)
     J = reference.jacobian(lambda x: reference.attention(exact, x, visible[0], _item(additive, 0)), X[0].double())
     J = J.reshape(N_TOKENS, -1, N_TOKENS, layer_.width)

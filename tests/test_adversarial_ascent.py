@@ -37,7 +37,7 @@ def test_gradient_equals_finite_differences_of_the_dense_svd(extras, mask_name):
     U, S, Vh = oracle(layer, X, mask_name)
     assert float(S[0] - S[1]) > 1e-3 * float(S[0])  # σ is simple here, so it is differentiable
     masked = layer.with_mask(cases.masks(5, 1, heads)[mask_name][0])
-    operator = AttentionOperator(masked, X[None])
+    operator = AttentionOperator.at(masked, X[None])
     gradient = SigmaGradient(masked)(operator, U[None, :, 0], Vh[None, 0])
     h = 2e-5
 
@@ -61,7 +61,7 @@ def test_gradient_through_a_normalisation():
         return float(oracle(layer, domain.tokens(z)[0], "full")[1][0])
 
     U, _, Vh = oracle(layer, domain.tokens(z)[0], "full")
-    gradient = SigmaGradient(layer)(AttentionOperator(layer, domain.tokens(z)), U[None, :, 0], Vh[None, 0])
+    gradient = SigmaGradient(layer)(AttentionOperator.at(layer, domain.tokens(z)), U[None, :, 0], Vh[None, 0])
     slope = (sigma(z + 1e-5 * step) - sigma(z - 1e-5 * step)) / 2e-5
     assert float((domain.pull_back(gradient) * step).sum()) == pytest.approx(slope, rel=1e-6)
 
@@ -69,20 +69,20 @@ def test_gradient_through_a_normalisation():
 def test_gradient_is_batched():
     layer = cases.layer(heads=4, kv_heads=2, extras="biases softcap")
     X = cases.random(3, 5, 6, seed=1)
-    operator = AttentionOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
     pair = cold_pair(operator)
     together = SigmaGradient(layer)(operator, pair.left, pair.right)
     for b in range(3):
-        one = SigmaGradient(layer)(AttentionOperator(layer, X[b : b + 1]), pair.left[b : b + 1], pair.right[b : b + 1])
+        one = SigmaGradient(layer)(AttentionOperator.at(layer, X[b : b + 1]), pair.left[b : b + 1], pair.right[b : b + 1])
         torch.testing.assert_close(together[b], one[0], rtol=1e-10, atol=1e-12)
 
 
 def test_warm_pairs_are_valid_and_close():
     layer = cases.layer(heads=2, d=16, dk=8, dv=8, d_out=16)
     X = 0.3 * cases.random(4, 12, 16, seed=1)
-    operator = AttentionOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
     start = cold_pair(operator, rtol=1e-8)
-    near = AttentionOperator(layer, X + 1e-3 * cases.random(4, 12, 16, seed=2))
+    near = AttentionOperator.at(layer, X + 1e-3 * cases.random(4, 12, 16, seed=2))
     exact = torch.linalg.svdvals(near.to_dense())[:, 0]
     warm = warm_pair(near, start.right, 4)
     assert bool((warm.theta <= exact * (1 + 1e-12)).all())
@@ -112,7 +112,7 @@ def test_ascent_never_loses_to_a_construction_or_a_start(mask, where, heads, kv_
         assert found.sigma.estimate >= lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate
     # It stays in the set, its value is that of the dense Jacobian, and σ never falls along the way.
     assert float((domain.tokens(domain.coordinates(found.tokens)) - found.tokens).norm()) < 1e-9
-    J = AttentionOperator(layer, found.tokens[None]).to_dense()
+    J = AttentionOperator.at(layer, found.tokens[None]).to_dense()
     assert found.sigma.estimate == pytest.approx(float(torch.linalg.svdvals(J)[0, 0]), rel=1e-9)
     assert bool((found.history.diff(dim=0) >= 0).all())
     assert bool((found.history[-1] <= found.ends * (1 + 1e-9)).all())
@@ -133,7 +133,7 @@ def test_ascent_beats_a_brute_force_search(mask):
         X = 1.5 * lengths * Z / Z.norm(dim=-1, keepdim=True)
         # All Jacobians at once, column by column.
         columns = torch.eye(n * d, dtype=torch.float64)
-        operator = AttentionOperator(layer, X)
+        operator = AttentionOperator.at(layer, X)
         J = torch.stack([operator.matvec(column.expand(len(X), -1)) for column in columns], dim=-1)
         best = float(torch.linalg.matrix_norm(J, 2).max())
         assert found.sigma.estimate >= best * (1 - 1e-6)

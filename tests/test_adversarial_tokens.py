@@ -50,7 +50,7 @@ def test_two_ways_to_the_gradient_of_a_plain_layer(models):
     recording = handle.record(handle.token_inputs(input_ids=IDS))
     found = embedding_gradient(handle, recording, 1)
     plain, X = recording[1].attention, recording[1].tokens("attention")
-    operator = AttentionOperator(plain, X)
+    operator = AttentionOperator.at(plain, X)
     U, _, Vh = torch.linalg.svd(operator.to_dense())
     by_hand = SigmaGradient(plain)(operator, U[:, :, 0], Vh[:, 0])
     torch.testing.assert_close(found.at_layer, by_hand, rtol=1e-6, atol=1e-8 * float(by_hand.abs().max()))

@@ -94,7 +94,7 @@ def test_what_is_kept_is_what_was_planned(softcap):
     weights = [cases.random(D, D, seed=s).float() / D**0.5 for s in range(4)]
     subject = lipscope.Attention(*weights, heads=H, mask="causal", softcap=softcap)
     plan = plan_memory(subject, N)
-    core = subject.linearise_tiled(cases.random(1, N, D, seed=9).float())
+    core = subject.core(cases.random(1, N, D, seed=9).float(), tiled=True)
     kept = {t.data_ptr(): t.numel() * t.element_size() for row in core.kept for pair in row for t in pair}
     assert sum(kept.values()) == plan.matrices - plan.tiling.scratch(1, 4)
     assert core.scratch * 4 == sum(kept.values())

@@ -125,13 +125,13 @@ def test_head_sum():
     """Σ_h W_O^h J_h = J of the layer."""
     layer = cases.layer(heads=4, kv_heads=2, extras="biases", d=12)
     X = cases.random(1, 5, 12, seed=50)
-    heads = lipscope.attention.operators.HeadOperator(layer, X)
+    heads = lipscope.attention.operators.HeadOperator.at(layer, X)
     total = torch.zeros(5 * 4, 5 * 12, dtype=torch.float64)
     for h in range(4):
         back = torch.block_diag(*[heads.basis[h].mT] * 5)
         into = torch.block_diag(*[layer.out[:, 3 * h : 3 * h + 3]] * 5)
         total += into @ heads.to_dense()[h] @ back
-    torch.testing.assert_close(total, lipscope.attention.operators.AttentionOperator(layer, X).to_dense()[0])
+    torch.testing.assert_close(total, lipscope.attention.operators.AttentionOperator.at(layer, X).to_dense()[0])
 
 
 def test_head_cannot_be_mixed_up_with_another():

@@ -76,7 +76,7 @@ def test_tiles_equal_matrices(mask, part, kv_heads):
     X = cases.random(B, N, 10, seed=3)
     subject = layer(MASKS[mask], kv_heads, **PARTS[part])
     for kind in (AttentionOperator, HeadOperator):
-        dense, tiles = kind(subject, X, tiled=False), kind(subject, X, tiled=True)
+        dense, tiles = kind.at(subject, X, tiled=False), kind.at(subject, X, tiled=True)
         assert isinstance(dense.core, Linearisation)
         assert isinstance(tiles.core, TiledLinearisation)
         for chosen in (torch.arange(dense.batch), torch.tensor([2, 0])):
@@ -91,7 +91,7 @@ def test_tiles_in_float32():
     for scale in (1.0, 6.0):
         subject = layer("causal", 2, torch.float32, d=64, dh=16)
         X = scale * cases.random(1, 600, 64, seed=0).float() / 8
-        dense, tiles = AttentionOperator(subject, X, tiled=False), AttentionOperator(subject, X, tiled=True)
+        dense, tiles = AttentionOperator.at(subject, X, tiled=False), AttentionOperator.at(subject, X, tiled=True)
         u = cases.random(1, 600 * 64, seed=1).float()
         for expected, found in ((dense.matvec(u), tiles.matvec(u)), (dense.rmatvec(u), tiles.rmatvec(u))):
             assert float((found - expected).norm() / expected.norm()) < 1e-5
@@ -184,13 +184,13 @@ def test_entries_that_a_finite_term_hides_cost_no_digits(hiding, dtype):
     additive = torch.zeros(N, N).masked_fill(torch.ones(N, N).triu(1).bool(), hiding)
     X = cases.random(B, N, 10, seed=3).to(dtype)
     u = cases.random(B, N * 10, seed=4).to(dtype)
-    written = AttentionOperator(layer("causal", 2, dtype), X, tiled=False)
+    written = AttentionOperator.at(layer("causal", 2, dtype), X, tiled=False)
     for subject in (layer(additive, 2, dtype), layer(None, 2, dtype, bias=additive.to(dtype))):
-        dense = AttentionOperator(subject, X, tiled=False)
+        dense = AttentionOperator.at(subject, X, tiled=False)
         for keep in (0, 1 << 30):
             with using_tiling(Tiling(tile=(8, 11), keep=keep)):
-                tiles = AttentionOperator(subject, X, tiled=True)
-                heads = HeadOperator(subject, X, tiled=True)
+                tiles = AttentionOperator.at(subject, X, tiled=True)
+                heads = HeadOperator.at(subject, X, tiled=True)
             assert tiles.rounding_error == dense.rounding_error == heads.rounding_error == written.rounding_error
             assert float((tiles.matvec(u) - written.matvec(u)).norm() / written.matvec(u).norm()) < 1e-5
 
@@ -202,8 +202,8 @@ def test_far_entries_of_alibi_do_not_count():
     slopes = torch.tensor([8.0, 4.0, 2.0, 1.0]).double()
     X = cases.random(1, n, 10, seed=3)
     subject = layer("causal", bias=-slopes[:, None, None] * distance)
-    dense, tiles = (AttentionOperator(subject, X, tiled=tiled).core.score_size for tiled in (False, True))
-    plain = AttentionOperator(layer("causal"), X).core.score_size
+    dense, tiles = (AttentionOperator.at(subject, X, tiled=tiled).core.score_size for tiled in (False, True))
+    plain = AttentionOperator.at(layer("causal"), X).core.score_size
     assert tiles == dense
     assert plain < tiles < plain + 8 * n / 4
 
@@ -215,7 +215,7 @@ def test_terms_that_leave_no_digits_are_refused(tiled):
     additive = torch.zeros(N, N)
     additive[4] = -1e9
     with pytest.raises(FloatingPointError, match=r"scores of size 1.0e\+09 leave no correct digits"):
-        AttentionOperator(layer(None, 2, torch.float32, bias=additive), X, tiled=tiled)
+        AttentionOperator.at(layer(None, 2, torch.float32, bias=additive), X, tiled=tiled)
 
 
 @pytest.mark.parametrize("sharp", [1.0, 8.0, 40.0])
@@ -250,7 +250,7 @@ def test_masks_of_padded_batches_stay_small():
         "holes": lipscope.masks.as_mask("causal") & RealTokens(real, keys_only=True),
     }.items():  # fmt: skip
         subject = layer(mask, 2, torch.float32, d=4, dh=1)
-        core = subject.linearise_tiled(cases.random(many, n, 4, seed=3).float())
+        core = subject.core(cases.random(many, n, 4, seed=3).float(), tiled=True)
         for other in (core, core.per_head(H), core.select(torch.tensor([3, 1]))):
             sizes[name, other.layout.items] = mask_bytes(other)
     assert max(sizes.values()) <= sizes["causal", many * 2] + 64 * n, sizes

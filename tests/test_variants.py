@@ -12,7 +12,7 @@ import cases
 import lipscope
 import reference
 from lipscope.attention.family import VARIANTS, family, variant
-from lipscope.attention.operators import VariantOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.sinkhorn import SinkhornAttention, potential
 from lipscope.attention.variants import CosineAttention, L2Attention, SigmoidAttention
 from lipscope.measure.gradient import VariantSigmaGradient
@@ -83,7 +83,7 @@ def test_jacobians(name, mask, extras):
     if name not in layers(mask, extras=extras):
         return
     layer, X = layers(mask, extras=extras)[name], cases.random(3, 5, 6, seed=2)
-    operator = VariantOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
     dense = torch.stack([reference.jacobian(layer, x) for x in X])
     size = float(dense.abs().max())
     u, g = cases.random(3, operator.shape[1], seed=3), cases.random(3, operator.shape[0], seed=4)
@@ -103,12 +103,12 @@ def test_jacobians(name, mask, extras):
 @pytest.mark.parametrize("name", OWN)
 def test_gradient_of_sigma(name):
     layer, X = layers()[name], cases.random(2, 4, 6, seed=5)
-    operator = VariantOperator(layer, X)
+    operator = AttentionOperator.at(layer, X)
     U, _, Vh = torch.linalg.svd(operator.to_dense(), full_matrices=False)
     gradient = VariantSigmaGradient(layer)(operator, U[..., 0], Vh[:, 0])
     direction = cases.random(2, 4, 6, seed=6)
     step = 1e-5
-    values = [torch.linalg.matrix_norm(VariantOperator(layer, X + s * step * direction).to_dense(), 2) for s in (1, -1)]
+    values = [torch.linalg.matrix_norm(AttentionOperator.at(layer, X + s * step * direction).to_dense(), 2) for s in (1, -1)]
     torch.testing.assert_close(
         (gradient * direction).sum((1, 2)), (values[0] - values[1]) / (2 * step), rtol=1e-5, atol=1e-6
     )

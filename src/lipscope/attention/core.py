@@ -14,7 +14,7 @@ Grouped queries are never expanded: G query heads that share a key head are stac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,49 @@ Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 # of what does matter, so that the error of P_ij, at most eps·P_ij·|B_ij|, vanishes with P_ij: a term of −1e9 hides its
 # entry, and leaves the others their digits.
 NEGLIGIBLE = 1e-9
+
+
+class Core(Protocol):
+    """The n×n part at one point: outputs and the two products of its Jacobian.
+
+    ``Linearisation``, ``TiledLinearisation`` and ``SinkhornCore`` are cores.
+    """
+
+    @property
+    def o(self) -> Tensor:
+        """The outputs."""
+        ...
+
+    @property
+    def score_size(self) -> float:
+        """Largest size of a score, for the rounding allowance."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type."""
+        ...
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that one input of the batch takes beside its tokens."""
+        ...
+
+    def finite(self) -> dict[str, Tensor]:
+        """What must be finite for the products to make sense."""
+        ...
+
+    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The perturbation dO of the outputs for those of queries, keys and values."""
+        ...
+
+    def vjp(self, g: Tensor) -> Triple:
+        """The transpose: (gQ, gK, gV) for a cotangent g of the outputs."""
+        ...
+
+    def select(self, items: Tensor) -> Core:
+        """Keep the listed batch items."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +90,12 @@ class Linearisation:
     score_size: float
 
     @classmethod
-    def at(cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Linearisation:
-        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, n, dk) and values v (B, Hkv, n, dv)."""
+    def at(cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *, centred: bool = False) -> Linearisation:
+        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, n, dk) and values v (B, Hkv, n, dv).
+
+        Values may be taken about their mean (``centred``), which spares the products a cancellation and changes none:
+        dO = T(V − c) + P dV − rowsum(T)·(O − c) does not depend on c as long as the rows of P add up to 1 (or vanish).
+        """
         kv_heads = k.shape[1]
         n_keys = k.shape[2]
         grouped = group_queries(q, kv_heads)
@@ -58,6 +105,8 @@ class Linearisation:
         if rule.additive is not None:
             size += float(torch.where(P.detach() > NEGLIGIBLE, rule.additive.abs(), 0.0).amax())
         P, W = (t.reshape(raw.shape) for t in (P, W))
+        if centred:
+            v = v - v.mean(-2, keepdim=True)
         return cls(grouped, k, v, P, W, P @ v, size)
 
     @property
@@ -74,16 +123,8 @@ class Linearisation:
         """What must be finite for the products to make sense."""
         return {"scores": self.P, "values": self.v, "queries": self.q, "keys": self.k}
 
-    def with_centred_values(self) -> Linearisation:
-        """The same products from values about their mean, which spares them a cancellation.
-
-        dO = T(V − c) + P dV − rowsum(T)·(O − c) does not depend on c as long as the rows of P add up to 1 (or vanish).
-        """
-        v = self.v - self.v.mean(-2, keepdim=True)
-        return Linearisation(self.q, self.k, v, self.P, self.W, self.P @ v, self.score_size)
-
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """DO for perturbations of the scaled queries (grouped), keys and values."""
+        """The perturbation dO for those of the scaled queries (grouped), keys and values."""
         T = _sum_of_products(dq, self.k.transpose(-1, -2), self.q, dk.transpose(-1, -2)).mul_(self.W)
         row = T.sum(-1, keepdim=True)
         return _sum_of_products(T, self.v, self.P, dv).addcmul_(row, self.o, value=-1)

@@ -17,14 +17,14 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, Triple, ungroup_queries
+from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.differentiable import bilinear
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
-from lipscope.attention.operators import AttentionOperator, HeadOperator, NormAttentionOperator
+from lipscope.attention.operators import AttentionOperator, HeadOperator, LayerProjections, NormAttentionOperator
 from lipscope.attention.rotary import Rotary, Rotation
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation, prefers_tiles
+from lipscope.attention.tiled import AnyLinearisation, core_at
 from lipscope.attention.validation import derived, moved, validate
 from lipscope.spectral.operator import Operator
 
@@ -328,26 +328,33 @@ class Attention:
             mask=mask if tiled else None,
         )
 
+    def core(self, X: Tensor, *, tiled: bool | None = None, centred: bool = False) -> AnyLinearisation:
+        """The attention core linearised at tokens (B, n, d); see ``core_at``."""
+        return core_at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True), tiled=tiled, centred=centred)
+
     def linearise(self, X: Tensor) -> Linearisation:
         """The attention core linearised at tokens (B, n, d), with its n×n matrices."""
         return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
 
-    def linearise_tiled(self, X: Tensor, *, centred: bool = False) -> TiledLinearisation:
-        """The same without n×n matrices: memory grows like n."""
-        rule = self.score_rule(X.shape[1], X.shape[0], tiled=True)
-        return TiledLinearisation.at(*self.project(X), rule, centred=centred)
+    def jacobian_parts(self, X: Tensor, *, tiled: bool | None = None) -> tuple[LayerProjections, AnyLinearisation]:
+        """What products with the Jacobian at X (B, n, d) need; values are centred where that changes nothing."""
+        rotation = self.rotation(X.shape[1], X.shape[0])
+        return LayerProjections(self, rotation), self.core(X, tiled=tiled, centred=self.sinks is None)
 
     def merge_heads(self, grouped: Tensor) -> Tensor:
         """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""
         joined = ungroup_queries(grouped, self.heads).transpose(1, 2).flatten(2)
         return joined if self.out is None else joined @ self.out.detach().mT
 
+    def split_output(self, G: Tensor) -> Tensor:
+        """The transpose of ``merge_heads``: (B, n, d_out) → (B, Hkv, G·n, dv)."""
+        tokens = G.flatten(0, 1)
+        joined = tokens if self.out is None else tokens @ self.out.detach()
+        return group_queries(joined.reshape(*G.shape[:2], self.heads, -1).transpose(1, 2), self.kv_heads)
+
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
-        batched = X if X.ndim == 3 else X[None]
-        B, n, _ = batched.shape
-        tiled = prefers_tiles(self.score_rule(n, B, tiled=True), B * self.heads, n, n, batched)
-        Y = self.merge_heads((self.linearise_tiled(batched) if tiled else self.linearise(batched)).o)
+        Y = self.merge_heads(self.core(X if X.ndim == 3 else X[None]).o)
         if self.out_bias is not None:
             Y = Y + self.out_bias.detach()
         return Y if X.ndim == 3 else Y[0]
@@ -360,13 +367,13 @@ class Attention:
         if scope == "norm+attention":
             if not isinstance(norm, LayerNorm | RMSNorm):
                 raise ValueError("scope 'norm+attention' needs norm, a LayerNorm or an RMSNorm")
-            return NormAttentionOperator(layer, norm, X)
+            return NormAttentionOperator.at(layer, norm, X)
         if norm is not None:
             raise ValueError(f"norm belongs to scope 'norm+attention', not to {scope!r}")
         if scope == "attention":
-            return AttentionOperator(layer, X)
+            return AttentionOperator.at(layer, X)
         if scope == "head":
-            return HeadOperator(layer, X)
+            return HeadOperator.at(layer, X)
         raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(SCOPES)}")
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -1,135 +1,221 @@
-"""The Jacobian of an attention layer behind the operator protocol, at scopes ``attention`` and ``head``.
+"""Jacobians of attention layers behind the operator protocol.
 
-``attention``: J = W_O · J_core · R · [τW_Q; W_K; W_V], one item per input, R the rotations of rotary embeddings if any.
+``AttentionOperator``: J = W_O · J_core · D, one item per input, with D the derivative of queries, keys and values in the
+tokens: D = R·[τW_Q; W_K; W_V] for an ``Attention``, R the rotations of rotary embeddings if any; closed forms for variants.
 
-``head``: one item per (input, head). J_head depends on a token only through its 3·dh projections, so with the thin QR
-[τW_Q; W_K; W_V]_hᵀ = U R (d × r, r ≤ 3·dh) the iteration runs on (n, r) coordinates instead of (n, d): U has
-orthonormal columns, hence the same singular values, and right singular vectors lift by U. Rotations come after the
+``HeadOperator``: one item per (input, head), before W_O. J_head depends on a token only through its 3·dh projections, so
+with the thin QR [τW_Q; W_K; W_V]_hᵀ = U R (d × r, r ≤ 3·dh) the iteration runs on (n, r) coordinates instead of (n, d): U
+has orthonormal columns, hence the same singular values, and right singular vectors lift by U. Rotations come after the
 projection, so they change nothing of this.
 
-Scope ``norm+attention``: the Jacobian of u ↦ attention(Norm(u)), J = J_attention(Norm(u)) · D Norm(u).
+``NormAttentionOperator``: the Jacobian of u ↦ attention(Norm(u)), J = J_attention(Norm(u)) · D Norm(u).
 
-The n×n blocks ∂out_i/∂x_j of an attention Jacobian, each a small linear map behind the operator protocol.
+``BlockOperator``: the n×n blocks ∂out_i/∂x_j, each a small linear map,
 
     ∂out_i/∂x_j = Σ_h W_O^h [ P_ij W_V + W_ij (v_j − o_i)(W_Kᵀ q_i)ᵀ + δ_ij B_i W_Q ],   B_i = Σ_l W_il (v_l − o_i) k_lᵀ
 
 with τ inside q and W_Q, and W = P times the slope of the soft-cap. With rotary embeddings q and k are rotated already, and
-R_jᵀq_i and B_iR_i take the places of q_i and B_i. Blocks never need more than products with the
-projections, so all pairs (i, j) are solved together.
-
-The Jacobian of a variant: token-wise derivatives of the features around the n×n core, all in closed form.
-
-J·u = W_O · DO(Dq̃·u, Dk̃·u, Dṽ·u)        Jᵀ·g = Dq̃ᵀ gq + Dk̃ᵀ gk + Dṽᵀ gv,   (gq, gk, gv) = DOᵀ(W_Oᵀ g)
+R_jᵀq_i and B_iR_i take the places of q_i and B_i. Blocks never need more than products with the projections, so all pairs
+(i, j) are solved together.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Linearisation, group_queries, ungroup_queries
+from lipscope.attention.core import Core, Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.norms import Normalisation, NormLinearisation
-from lipscope.attention.tiled import AnyLinearisation, prefers_tiles
+from lipscope.attention.rotary import Rotation
 from lipscope.spectral.operator import Operator
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import Attention
-    from lipscope.attention.variants import Core, Variant
+    from lipscope.attention.variants import Variant
 
 
-class AttentionOperator(Operator):
-    """Input Jacobian of the whole layer (all heads and W_O, no residual) at tokens X of shape (B, n, d)."""
+class Projections(Protocol):
+    """The derivative of queries, keys and values in the tokens, at one point."""
 
-    def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
-        core, n = linearise_for_products(layer, X, tiled), X.shape[1]
-        self.layer, self.core, self.n = layer, core, n
-        self.rotation = layer.rotation(n, X.shape[0])
-        self.batch = X.shape[0]
-        self.input_shape, self.output_shape = (n, layer.width), (n, layer.output_width)
-        self.dtype, self.device = layer.dtype, layer.device
-        self._rounding_error = rounding_allowance(core, layer.width)
+    def jvp(self, U: Tensor) -> Triple:
+        """Scaled queries (B, Hkv, G·n, dk), keys and values for perturbations (B, n, d) of the tokens."""
+        ...
+
+    def vjp(self, cotangents: Triple) -> Tensor:
+        """The transpose: (B, n, d)."""
+        ...
+
+    def select(self, items: Tensor) -> Self:
+        """Keep the listed batch items."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _CoreOperator(Operator):
+    """What the operators below have in common: the attention core at one point.
+
+    Attributes:
+        core: the n×n part.
+        width: token dimension d, for the rounding allowance.
+    """
+
+    core: Core
+    width: int
+    batch: int
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if self.rounding_error > 0.1:
+            wide = torch.finfo(self.dtype).eps < 1e-10
+            raise FloatingPointError(
+                f"scores of size {self.core.score_size:.1e} leave no correct digits in {self.core.dtype}: "
+                + ("rescale the tokens or the weights" if wide else "compute in float64 (dtype=torch.float64)")
+            )
 
     @property
     def rounding_error(self) -> float:
-        """Allowance that grows with the scores, whose rounding the exponential turns into relative error."""
-        return self._rounding_error
+        """Allowance that grows with the scores, whose rounding the exponential makes a relative error: eps·(√d + scores)."""
+        return torch.finfo(self.core.dtype).eps * float(16 + 4 * self.width**0.5 + 2 * self.core.score_size)
 
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionOperator(_CoreOperator):
+    """Input Jacobian of a whole layer (all heads and W_O, no residual) at tokens of shape (B, n, d)."""
+
+    layer: Attention | Variant
+    projections: Projections
+
+    @classmethod
+    def at(cls, layer: Attention | Variant, X: Tensor, *, tiled: bool | None = None) -> AttentionOperator:
+        """Linearise at tokens X (B, n, d); ``tiled`` works without n×n matrices, by default when these would be large."""
+        projections, core = layer.jacobian_parts(X, tiled=tiled)
+        check_finite(core)
+        B, n, d = X.shape
+        return cls(
+            layer=layer,
+            projections=projections,
+            core=core,
+            width=d,
+            batch=B,
+            input_shape=(n, d),
+            output_shape=(n, layer.output_width),
+            dtype=layer.dtype,
+            device=layer.device,
+        )
+
+    @torch.no_grad()
     def matvec(self, u: Tensor) -> Tensor:
         """J·u for u of shape (B, n·d)."""
-        layer = self.layer
-        projected = u.reshape(-1, layer.width) @ layer.qkv.mT
-        dq, dk, dv = layer.split_heads(projected.reshape(self.batch, self.n, -1))
-        if self.rotation is not None:
-            dq, dk = self.rotation.apply(dq), self.rotation.apply(dk)
-        return layer.merge_heads(self.core.jvp(group_queries(dq, layer.kv_heads), dk, dv)).flatten(1)
+        moved = self.projections.jvp(u.reshape(self.batch, *self.input_shape))
+        return self.layer.merge_heads(self.core.jvp(*moved)).flatten(1)
 
+    @torch.no_grad()
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ·g for g of shape (B, n·d_out)."""
-        layer = self.layer
-        tokens = g.reshape(-1, layer.output_width)
-        joined = tokens if layer.out is None else tokens @ layer.out.detach()
-        split = joined.reshape(self.batch, self.n, layer.heads, -1).transpose(1, 2)
-        cotangents = [
-            t.reshape(self.batch, -1, self.n, t.shape[-1]) for t in self.core.vjp(group_queries(split, layer.kv_heads))
-        ]
-        if self.rotation is not None:
-            cotangents[:2] = [self.rotation.transpose(t) for t in cotangents[:2]]
-        # Side by side in one tensor, each written once.
-        merged = g.new_empty(self.batch, self.n, layer.qkv.shape[0])
-        for part, t in zip(merged.split([t.shape[1] * t.shape[3] for t in cotangents], dim=-1), cotangents, strict=True):
-            part.unflatten(-1, (t.shape[1], t.shape[3])).copy_(t.transpose(1, 2))
-        return (merged.flatten(0, 1) @ layer.qkv).reshape(self.batch, -1)
+        heads = self.layer.split_output(g.reshape(self.batch, *self.output_shape))
+        return self.projections.vjp(self.core.vjp(heads)).flatten(1)
 
     def select(self, items: Tensor) -> AttentionOperator:
         """Keep the listed inputs."""
-        kept = object.__new__(AttentionOperator)
-        kept.__dict__.update(self.__dict__)
-        kept.core, kept.batch = self.core.select(items), int(items.numel())
-        kept.rotation = None if self.rotation is None else self.rotation.select(items)
-        return kept
+        return replace(
+            self, core=self.core.select(items), projections=self.projections.select(items), batch=int(items.numel())
+        )
 
     def to_dense(self) -> Tensor:
         """The Jacobians ``(B, n·d_out, n·d)``, one batched product per input."""
         return dense_by_repetition(self)
 
 
-class HeadOperator(Operator):
-    """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head)."""
+@dataclass(frozen=True, eq=False)
+class LayerProjections:
+    """The projections of an ``Attention``: one product with its stacked weights, then rotations."""
 
-    def __init__(self, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> None:
-        core = linearise_for_products(layer, X, tiled)
-        B, n, _ = X.shape
-        self.core = core.per_head(layer.heads)
-        self._set_weights(layer, B)
-        rotation, inputs = layer.rotation(n, B), torch.arange(B, device=X.device)
-        self.rotation = None if rotation is None else rotation.select(inputs.repeat_interleave(layer.heads))
-        self.batch, self.n = B * layer.heads, n
-        self.input_shape, self.output_shape = (n, self.weights.shape[-1]), (n, layer.value_width)
-        self.dtype, self.device = layer.dtype, layer.device
-        self._rounding_error = rounding_allowance(core, layer.width)
+    layer: Attention
+    rotation: Rotation | None
 
-    def _set_weights(self, layer: Attention, inputs: int) -> None:
-        """Per head: the orthonormal basis U (d × r) and the projections in that basis, Rᵀ (2·dk + dv, r)."""
+    def jvp(self, U: Tensor) -> Triple:
+        """See ``Projections``."""
+        layer = self.layer
+        projected = U.reshape(-1, layer.width) @ layer.qkv.mT
+        dq, dk, dv = layer.split_heads(projected.reshape(*U.shape[:2], -1))
+        if self.rotation is not None:
+            dq, dk = self.rotation.apply(dq), self.rotation.apply(dk)
+        return group_queries(dq, layer.kv_heads), dk, dv
+
+    def vjp(self, cotangents: Triple) -> Tensor:
+        """See ``Projections``."""
+        B, n = cotangents[1].shape[0], cotangents[1].shape[2]
+        parts = [t.reshape(B, -1, n, t.shape[-1]) for t in cotangents]
+        if self.rotation is not None:
+            parts[:2] = [self.rotation.transpose(t) for t in parts[:2]]
+        # Side by side in one tensor, each written once.
+        weights = self.layer.qkv
+        merged = parts[0].new_empty(B, n, weights.shape[0])
+        for part, t in zip(merged.split([t.shape[1] * t.shape[3] for t in parts], dim=-1), parts, strict=True):
+            part.unflatten(-1, (t.shape[1], t.shape[3])).copy_(t.transpose(1, 2))
+        return (merged.flatten(0, 1) @ weights).reshape(B, n, -1)
+
+    def select(self, items: Tensor) -> LayerProjections:
+        """See ``Projections``."""
+        return self if self.rotation is None else replace(self, rotation=self.rotation.select(items))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadOperator(_CoreOperator):
+    """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head).
+
+    Attributes:
+        weights: projections in the reduced coordinates, Rᵀ of every item, (items, 2·dk + dv, r).
+        sizes: dk, dk and dv.
+        basis: U of every head, (H, d, r).
+        head_of_item: which head an item is, (items,).
+        rotation: rotations of rotary embeddings by item, or None.
+    """
+
+    weights: Tensor
+    sizes: list[int]
+    basis: Tensor
+    head_of_item: Tensor
+    rotation: Rotation | None
+
+    @classmethod
+    def at(cls, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> HeadOperator:
+        """Linearise at tokens X (B, n, d); see ``AttentionOperator.at``."""
+        projections, core = layer.jacobian_parts(X, tiled=tiled)
+        check_finite(core)
+        (B, n, d), heads = X.shape, layer.heads
         q, k, v = (
-            t.reshape(heads, -1, layer.width).repeat_interleave(layer.heads // heads, dim=0)
-            for t, heads in zip(
+            t.reshape(count, -1, d).repeat_interleave(heads // count, dim=0)
+            for t, count in zip(
                 layer.qkv.split([layer.q.shape[0], layer.k.shape[0], layer.v.shape[0]]),
-                (layer.heads, layer.kv_heads, layer.kv_heads),
+                (heads, layer.kv_heads, layer.kv_heads),
                 strict=True,
             )
         )
-        self.sizes = [layer.head_width, layer.head_width, layer.value_width]
         basis, triangle = torch.linalg.qr(torch.cat([q, k, v], dim=1).mT)
-        self.basis = basis
-        self.head_of_item = torch.arange(layer.heads, device=layer.device).repeat(inputs)
-        self.weights = triangle.mT.contiguous()[self.head_of_item]
-
-    @property
-    def rounding_error(self) -> float:
-        """See ``AttentionOperator.rounding_error``."""
-        return self._rounding_error
+        head_of_item = torch.arange(heads, device=layer.device).repeat(B)
+        inputs = torch.arange(B, device=X.device).repeat_interleave(heads)
+        weights = triangle.mT.contiguous()[head_of_item]
+        return cls(
+            core=core.per_head(heads),
+            weights=weights,
+            sizes=[layer.head_width, layer.head_width, layer.value_width],
+            basis=basis,
+            head_of_item=head_of_item,
+            rotation=None if projections.rotation is None else projections.rotation.select(inputs),
+            width=d,
+            batch=B * heads,
+            input_shape=(n, weights.shape[-1]),
+            output_shape=(n, layer.value_width),
+            dtype=layer.dtype,
+            device=layer.device,
+        )
 
     def matvec(self, u: Tensor) -> Tensor:
         """J·u in reduced coordinates."""
@@ -148,12 +234,14 @@ class HeadOperator(Operator):
 
     def select(self, items: Tensor) -> HeadOperator:
         """Keep the listed (input, head) pairs."""
-        kept = object.__new__(HeadOperator)
-        kept.__dict__.update(self.__dict__)
-        kept.core, kept.batch = self.core.select(items), int(items.numel())
-        kept.weights, kept.head_of_item = self.weights[items], self.head_of_item[items]
-        kept.rotation = None if self.rotation is None else self.rotation.select(items)
-        return kept
+        return replace(
+            self,
+            core=self.core.select(items),
+            weights=self.weights[items],
+            head_of_item=self.head_of_item[items],
+            rotation=None if self.rotation is None else self.rotation.select(items),
+            batch=int(items.numel()),
+        )
 
     def lift_right(self, right: Tensor) -> Tensor:
         """Directions in token space (items, n, d)."""
@@ -164,79 +252,19 @@ class HeadOperator(Operator):
         return dense_by_repetition(self)
 
 
-def linearise_for_products(layer: Attention, X: Tensor, tiled: bool | None = None) -> AnyLinearisation:
-    """The core at X as the operators use it: finite, and with centred values where that changes nothing.
-
-    Args:
-        layer: the layer.
-        X: tokens (B, n, d).
-        tiled: without n×n matrices; by default when these would be large.
-    """
-    B, n, _ = X.shape
-    if tiled is None:
-        tiled = prefers_tiles(layer.score_rule(n, B, tiled=True), B * layer.heads, n, n, X)
-    centred = layer.sinks is None
-    if tiled:
-        tiles = layer.linearise_tiled(X, centred=centred)
-        check_finite(tiles)
-        return tiles
-    core = layer.linearise(X)
-    check_finite(core)
-    return core.with_centred_values() if centred else core
-
-
-def check_finite(core: AnyLinearisation | Core) -> None:
-    """Refuse a linearisation that overflowed."""
-    for name, tensor in core.finite().items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise FloatingPointError(
-                f"the attention {name} overflow in {core.dtype} at this input: the tokens or the weights are too large. "
-                "Compute in float64, or rescale the input."
-            )
-
-
-def rounding_allowance(core: AnyLinearisation | Core, width: int) -> float:
-    """Relative error allowed for the products: eps times (√d for the inner products + the size of the scores)."""
-    eps = torch.finfo(core.dtype).eps
-    allowance = eps * float(16 + 4 * width**0.5 + 2 * core.score_size)
-    if allowance > 0.1:
-        raise FloatingPointError(
-            f"scores of size {core.score_size:.1e} leave no correct digits in {core.dtype}: "
-            + ("rescale the tokens or the weights" if eps < 1e-10 else "compute in float64 (dtype=torch.float64)")
-        )
-    return allowance
-
-
-def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:
-    """J of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
-    M, N = operator.shape
-    identity = torch.eye(N, dtype=operator.dtype, device=operator.device)
-    block = max(1, _DENSE_BLOCK // (M + N + operator.core.scratch))
-    items = []
-    for item in range(operator.batch):
-        columns = []
-        for part in identity.split(block):
-            index = torch.full((part.shape[0],), item, device=operator.device)
-            columns.append(operator.select(index).matvec(part))
-        items.append(torch.cat(columns).mT)
-    return torch.stack(items)
-
-
-# Entries of scratch memory that one block of columns may take when a Jacobian is formed.
-_DENSE_BLOCK = 1 << 22
-
-
 class NormAttentionOperator(Operator):
-    """Input Jacobian of a pre-norm attention layer, without residual, at tokens u of shape (B, n, d)."""
+    """Input Jacobian of a pre-norm attention layer, without residual: that of attention behind that of the normalisation."""
 
-    def __init__(self, layer: Attention, norm: Normalisation, X: Tensor) -> None:
-        self._setup(AttentionOperator(layer, norm(X)), norm.linearise(X))
-
-    def _setup(self, attention: AttentionOperator, norm: NormLinearisation) -> None:
+    def __init__(self, attention: AttentionOperator, norm: NormLinearisation) -> None:
         self.attention, self.norm = attention, norm
         self.batch = attention.batch
         self.input_shape, self.output_shape = attention.input_shape, attention.output_shape
         self.dtype, self.device = attention.dtype, attention.device
+
+    @classmethod
+    def at(cls, layer: Attention, norm: Normalisation, X: Tensor) -> NormAttentionOperator:
+        """Linearise at tokens X (B, n, d) before the normalisation."""
+        return cls(AttentionOperator.at(layer, norm(X)), norm.linearise(X))
 
     @property
     def rounding_error(self) -> float:
@@ -253,45 +281,65 @@ class NormAttentionOperator(Operator):
 
     def select(self, items: Tensor) -> NormAttentionOperator:
         """Keep the listed inputs."""
-        kept = object.__new__(NormAttentionOperator)
-        kept._setup(self.attention.select(items), self.norm.select(items))
-        return kept
+        return NormAttentionOperator(self.attention.select(items), self.norm.select(items))
 
 
-class BlockOperator(Operator):
-    """Blocks (rows[p], columns[p]) of one input's Jacobian; either all on the diagonal or all off it."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockOperator(_CoreOperator):
+    """Blocks (rows[p], columns[p]) of one input's Jacobian; either all on the diagonal or all off it.
 
-    def __init__(self, layer: Attention, core: Linearisation, rows: Tensor, columns: Tensor, *, diagonal: bool) -> None:
+    Attributes:
+        layer: the layer.
+        weights: the stacked projections, in the coordinates of their span where these are fewer, (·, r).
+        q: W_K-side vectors R_jᵀq_i of every pair, (pairs, H, dk).
+        P: P_ij, (pairs, H, 1).
+        difference: W_ij (v_j − o_i), (pairs, H, dv).
+        B: B_iR_i, (pairs, H, dv, dk), or None off the diagonal.
+    """
+
+    layer: Attention
+    weights: Tensor
+    q: Tensor
+    P: Tensor
+    difference: Tensor
+    B: Tensor | None
+
+    @classmethod
+    def at(cls, layer: Attention, core: Linearisation, rows: Tensor, columns: Tensor, *, diagonal: bool) -> BlockOperator:
+        """The blocks of the Jacobian at the one input at which ``core`` was linearised."""
         q, P, W, o = (ungroup_queries(t, layer.heads)[0] for t in (core.q, core.P, core.W, core.o))
         k, v = (t[0].repeat_interleave(layer.heads // layer.kv_heads, dim=0) for t in (core.k, core.v))
-        self.layer = layer
-        self.weights = layer.qkv
-        if self.weights.shape[0] < layer.width:
+        weights = layer.qkv
+        if weights.shape[0] < layer.width:
             # The blocks see a token only through its projections: work in the coordinates of their span.
-            self.weights = torch.linalg.qr(layer.qkv.mT).R.mT.contiguous()
+            weights = torch.linalg.qr(layer.qkv.mT).R.mT.contiguous()
         # Everything per pair first: (pairs, H, ·).
-        self.q = q[:, rows].transpose(0, 1)
-        self.P = P[:, rows, columns].T[:, :, None]
-        self.difference = (W[:, rows, columns, None] * (v[:, columns] - o[:, rows])).transpose(0, 1)
-        self.B = None
+        queries = q[:, rows].transpose(0, 1)
+        B = None
         if diagonal:
             moment = W @ (k[:, :, None, :] * v[..., None]).flatten(2)
             mean = (W @ k)[:, :, None, :] * o[..., None]
-            self.B = (moment.reshape(mean.shape) - mean)[:, rows].transpose(0, 1)
+            B = (moment.reshape(mean.shape) - mean)[:, rows].transpose(0, 1)
         rotation = layer.rotation(q.shape[1], 1)
         if rotation is not None:
-            self.q = rotation.tokens(columns).transpose(self.q)
-            # B_iR_i turns the rows of B_i by R_iᵀ; the extra dimension is that of the values.
-            self.B = None if self.B is None else rotation.tokens(rows).unsqueeze().transpose(self.B)
-        self.batch = int(rows.numel())
-        self.input_shape, self.output_shape = (self.weights.shape[1],), (layer.output_width,)
-        self.dtype, self.device = layer.dtype, layer.device
-        self._rounding_error = rounding_allowance(core, layer.width)
-
-    @property
-    def rounding_error(self) -> float:
-        """See ``AttentionOperator.rounding_error``."""
-        return self._rounding_error
+            queries = rotation.tokens(columns).transpose(queries)
+            # B_iR_i rotates the rows of B_i by R_iᵀ; the extra dimension is that of the values.
+            B = None if B is None else rotation.tokens(rows).unsqueeze().transpose(B)
+        return cls(
+            layer=layer,
+            core=core,
+            weights=weights,
+            q=queries,
+            P=P[:, rows, columns].T[:, :, None],
+            difference=(W[:, rows, columns, None] * (v[:, columns] - o[:, rows])).transpose(0, 1),
+            B=B,
+            width=layer.width,
+            batch=int(rows.numel()),
+            input_shape=(weights.shape[1],),
+            output_shape=(layer.output_width,),
+            dtype=layer.dtype,
+            device=layer.device,
+        )
 
     def matvec(self, u: Tensor) -> Tensor:
         """Apply every block to its own vector."""
@@ -319,56 +367,32 @@ class BlockOperator(Operator):
 
     def select(self, items: Tensor) -> BlockOperator:
         """Keep the listed blocks."""
-        kept = object.__new__(BlockOperator)
-        kept.__dict__.update(self.__dict__)
-        kept.batch = int(items.numel())
-        kept.q, kept.P, kept.difference = self.q[items], self.P[items], self.difference[items]
-        kept.B = None if self.B is None else self.B[items]
-        return kept
+        B = None if self.B is None else self.B[items]
+        q, P, difference = self.q[items], self.P[items], self.difference[items]
+        return replace(self, q=q, P=P, difference=difference, B=B, batch=int(items.numel()))
 
 
-class VariantOperator(Operator):
-    """Input Jacobian of a variant (all heads and W_O) at tokens X of shape (B, n, d)."""
+def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:
+    """J of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
+    M, N = operator.shape
+    block = max(1, _DENSE_BLOCK // (M + N + operator.core.scratch))
+    parts = torch.eye(N, dtype=operator.dtype, device=operator.device).split(block)
 
-    def __init__(self, layer: Variant, X: Tensor) -> None:
-        if X.shape[-1] != layer.width:
-            raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {layer.width}")
-        with torch.no_grad():
-            self.features = layer.features(X)
-            self.core = layer.linearise(*(feature.value for feature in self.features))
-        check_finite(self.core)
-        self.layer, self.X = layer, X
-        self.batch, self.n = X.shape[0], X.shape[1]
-        self.input_shape, self.output_shape = (self.n, layer.width), (self.n, layer.output_width)
-        self.dtype, self.device = layer.dtype, layer.device
-        self._rounding_error = rounding_allowance(self.core, layer.width)
+    def columns(item: int, part: Tensor) -> Tensor:
+        return operator.select(torch.full((part.shape[0],), item, device=operator.device)).matvec(part)
 
-    @property
-    def rounding_error(self) -> float:
-        """Allowance that grows with the scores, whose rounding the exponential turns into relative error."""
-        return self._rounding_error
+    return torch.stack([torch.cat([columns(item, part) for part in parts]).mT for item in range(operator.batch)])
 
-    def matvec(self, u: Tensor) -> Tensor:
-        """J·u for u of shape (B, n·d)."""
-        with torch.no_grad():
-            U = u.reshape(self.batch, self.n, self.layer.width)
-            q, k, v = self.features
-            return self.layer.merge_heads(self.core.jvp(q.jvp(U), k.jvp(U), v.jvp(U))).flatten(1)
 
-    def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g for g of shape (B, n·d_out)."""
-        with torch.no_grad():
-            tokens = g.reshape(self.batch, self.n, self.layer.output_width)
-            joined = tokens if self.layer.out is None else tokens @ self.layer.out
-            split = joined.reshape(self.batch, self.n, self.layer.heads, -1).transpose(1, 2).contiguous()
-            parts = zip(self.features, self.core.vjp(split), strict=True)
-            return torch.stack([feature.vjp(cotangent) for feature, cotangent in parts]).sum(0).flatten(1)
+# Entries of scratch memory that one block of columns may take when a Jacobian is formed.
+_DENSE_BLOCK = 1 << 22
 
-    def select(self, items: Tensor) -> VariantOperator:
-        """Keep the listed inputs."""
-        kept = object.__new__(VariantOperator)
-        kept.__dict__.update(self.__dict__)
-        q, k, v = self.features
-        kept.features = (q.select(items), k.select(items), v.select(items))
-        kept.core, kept.X, kept.batch = self.core.select(items), self.X[items], int(items.numel())
-        return kept
+
+def check_finite(core: Core) -> None:
+    """Refuse a linearisation that overflowed."""
+    for name, tensor in core.finite().items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise FloatingPointError(
+                f"the attention {name} overflow in {core.dtype} at this input: the tokens or the weights are too large. "
+                "Compute in float64, or rescale the input."
+            )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.core import Linearisation, ungroup_queries
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import TiledLinearisation, Workspace, current_tiling, prefers_tiles
+from lipscope.attention.tiled import TiledLinearisation, Workspace, core_at, current_tiling
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +56,14 @@ def row_statistics(
         >>> [round(float(value), 4) for value in (found.entropy[0, 0, 0], found.on_token[0, 0, 0])]
         [1.3863, 0.25]
     """
-    if tiled is None:
-        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
-    return _from_tiles(q, k, v, rule, token) if tiled else _from_matrices(q, k, v, rule, token)
+    # One pass over the tiles after the one that normalises them: nothing is worth keeping.
+    core = core_at(q, k, v[..., :1], rule, tiled=tiled, tiling=replace(current_tiling(), keep=0))
+    return (
+        _from_matrices(core, rule, q.shape[1], token) if isinstance(core, Linearisation) else _from_tiles(core, rule, token)
+    )
 
 
-def _from_matrices(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor) -> RowStatistics:
-    heads = q.shape[1]
-    core = Linearisation.at(q, k, v, rule)
+def _from_matrices(core: Linearisation, rule: ScoreRule, heads: int, token: Tensor) -> RowStatistics:
     P = ungroup_queries(core.P, heads)
     B, H, n, _ = P.shape
     scores = ungroup_queries(core.q @ core.k.transpose(-1, -2), heads)
@@ -71,7 +71,8 @@ def _from_matrices(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tens
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     if rule.additive is not None:
         scores = scores + rule.additive
-    visible = rule.visible(slice(0, n), slice(0, k.shape[2]), k.shape[2], q.device)
+    m = P.shape[-1]
+    visible = rule.visible(slice(0, n), slice(0, m), m, P.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     on_token = P.gather(-1, token[:, None, None, None].expand(B, H, n, 1))[..., 0]
@@ -79,14 +80,12 @@ def _from_matrices(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tens
     return RowStatistics(-torch.special.xlogy(P, P).sum(-1), scores.amax(-1), on_token, on_sink)
 
 
-def _from_tiles(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor) -> RowStatistics:
-    # One pass over the tiles after this one: nothing is worth keeping.
-    core = TiledLinearisation.at(q, k, v[..., :1], rule, tiling=replace(current_tiling(), keep=0))
+def _from_tiles(core: TiledLinearisation, rule: ScoreRule, token: Tensor) -> RowStatistics:
     space = Workspace(core.queries)
     layout, shape = core.layout, core.peak.shape
     mass, energy, chosen = (core.peak.new_zeros(shape) for _ in range(3))
     top = core.peak.new_full(shape, float("-inf"))
-    wanted = token.to(q.device).repeat_interleave(layout.kv_heads)
+    wanted = token.to(core.peak.device).repeat_interleave(layout.kv_heads)
     for items in core.item_parts():
         for strip in core.strips:
             rows = (items, slice(None), strip.rows)
@@ -97,7 +96,7 @@ def _from_tiles(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor)
                 E = below.exp()
                 mass[rows] += E.sum(-1, keepdim=True)
                 energy[rows] += (E * below.masked_fill_(E == 0, 0.0)).sum(-1, keepdim=True)
-                places = torch.arange(tile.columns.start, tile.columns.stop, device=q.device)
+                places = torch.arange(tile.columns.start, tile.columns.stop, device=core.peak.device)
                 here = (places == wanted[items, None]).to(E)
                 chosen[rows] += (E * here[:, None, None, :]).sum(-1, keepdim=True)
     total = torch.where(core.scale > 0, 1 / core.scale, torch.ones_like(core.scale))

@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Triple
+from lipscope.attention.core import Core, Triple
 from lipscope.attention.masks import Full, Mask
-from lipscope.attention.variants import Core, DotProductVariant
+from lipscope.attention.variants import DotProductVariant
 
 _STEPS = 60
 # Newton's method has no trouble with scores that differ by less.
@@ -96,6 +96,11 @@ class SinkhornCore:
         """Floating type of the products."""
         return self.P.dtype
 
+    @property
+    def scratch(self) -> int:
+        """Numbers that one input of the batch takes beside its tokens."""
+        return 2 * self.P[0].numel()
+
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
         return {"weights": self.P, "values": self.v, "queries": self.q, "keys": self.k, "projection": self.inverse}
@@ -109,7 +114,7 @@ class SinkhornCore:
         return weighted - self.P * (f + g.mT)
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """DO for perturbations of the features."""
+        """The perturbation dO for those of the features."""
         return self.project(dq @ self.k.mT + self.q @ dk.mT) @ self.v + self.P @ dv
 
     def vjp(self, g: Tensor) -> Triple:
@@ -142,9 +147,9 @@ def _projection(P: Tensor) -> tuple[Tensor, float]:
 
 
 def potential(scores: Tensor) -> Tensor:
-    """G of shape (…, 1, n) with softmax_j(S_ij + g_j) doubly stochastic.
+    """The potential g, (…, 1, n), with softmax_j(S_ij + g_j) doubly stochastic.
 
-    Newton's method on Φ with line search, for scores that are turned up in steps: the solution for s·S is a good start for
+    Newton's method on Φ with line search, for scores that grow in steps: the solution for s·S is a good start for
     2s·S, also where scores are so far apart that P is nearly a permutation.
 
     Raises:

@@ -153,7 +153,7 @@ class TiledLinearisation:
             v: values.
             rule: mask, additive term, soft-cap and sinks.
             tiling: sizes of the tiles and what is kept of them; by default the one in force.
-            centred: take the values about their mean, see ``Linearisation.with_centred_values``.
+            centred: take the values about their mean, see ``Linearisation.at``.
         """
         q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
         if centred:
@@ -237,7 +237,7 @@ class TiledLinearisation:
         )  # fmt: skip
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """DO (B, Hkv, G·n, dv) for perturbations of the scaled queries (B, Hkv, G·n, dk), keys and values."""
+        """The perturbation dO (B, Hkv, G·n, dv) for those of the scaled queries (B, Hkv, G·n, dk), keys and values."""
         dq, dk, dv = dq.reshape(self.queries.shape), dk.reshape(self.keys.shape), dv.reshape(self.values.shape)
         dv = dv.contiguous()
         result, space = torch.empty_like(self.outputs), Workspace(self.queries)
@@ -385,6 +385,34 @@ class TiledLinearisation:
 
 
 AnyLinearisation: TypeAlias = Linearisation | TiledLinearisation
+
+
+def core_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: ScoreRule,
+    *,
+    tiled: bool | None = None,
+    centred: bool = False,
+    tiling: Tiling | None = None,
+) -> AnyLinearisation:
+    """The attention core at queries, keys and values, from n×n matrices or from tiles.
+
+    Args:
+        q: scaled queries (B, H, n, dk).
+        k: keys (B, Hkv, m, dk).
+        v: values (B, Hkv, m, dv).
+        rule: mask, additive term, soft-cap and sinks.
+        tiled: without n×n matrices; by default when these would be large, or when half of them is hidden.
+        centred: take the values about their mean; see ``Linearisation.at``.
+        tiling: sizes of the tiles; by default those in force.
+    """
+    if tiled is None:
+        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
+    if tiled:
+        return TiledLinearisation.at(q, k, v, rule, tiling=tiling, centred=centred)
+    return Linearisation.at(q, k, v, rule, centred=centred)
 
 
 def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Tensor) -> bool:

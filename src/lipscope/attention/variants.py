@@ -27,17 +27,17 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol, Self, TypeAlias, cast
+from typing import ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Linearisation, Triple
+from lipscope.attention.core import Core, Linearisation, Triple
 from lipscope.attention.features import Feature, LiftedKey, LiftedQuery, Normalised
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
 from lipscope.attention.norms import Normalisation
-from lipscope.attention.operators import VariantOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import ScoreRule, safe_softmax
 from lipscope.attention.validation import derived, moved
 from lipscope.spectral.operator import Operator
@@ -45,39 +45,27 @@ from lipscope.spectral.operator import Operator
 Features: TypeAlias = tuple[Feature, Feature, Feature]
 
 
-class Core(Protocol):
-    """The n×n part at one point: outputs (B, H, n, dv) and the two products of its Jacobian."""
+@dataclass(frozen=True, eq=False)
+class VariantProjections:
+    """The features of a variant at tokens X (B, n, d): its projections, see ``attention.operators.Projections``."""
 
-    @property
-    def o(self) -> Tensor:
-        """The outputs."""
-        ...
+    features: Features
+    X: Tensor
 
-    @property
-    def score_size(self) -> float:
-        """Largest size of a score, for the rounding allowance."""
-        ...
+    def jvp(self, U: Tensor) -> Triple:
+        """How the features move with the tokens."""
+        q, k, v = self.features
+        return q.jvp(U), k.jvp(U), v.jvp(U)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type."""
-        ...
+    def vjp(self, cotangents: Triple) -> Tensor:
+        """The transpose."""
+        parts = zip(self.features, cotangents, strict=True)
+        return torch.stack([feature.vjp(cotangent) for feature, cotangent in parts]).sum(0)
 
-    def finite(self) -> dict[str, Tensor]:
-        """What must be finite for the products to make sense."""
-        ...
-
-    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """DO for perturbations of the features."""
-        ...
-
-    def vjp(self, g: Tensor) -> Triple:
-        """Its transpose."""
-        ...
-
-    def select(self, items: Tensor) -> Core:
-        """Keep the listed batch items."""
-        ...
+    def select(self, items: Tensor) -> VariantProjections:
+        """Keep the listed inputs."""
+        q, k, v = self.features
+        return VariantProjections((q.select(items), k.select(items), v.select(items)), self.X[items])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -189,6 +177,17 @@ class Variant(ABC):
         joined = o.transpose(1, 2).flatten(2)
         return joined if self.out is None else joined @ self.out.mT
 
+    def split_output(self, G: Tensor) -> Tensor:
+        """The transpose of ``merge_heads``: (B, n, d_out) → (B, H, n, dv)."""
+        joined = G if self.out is None else G @ self.out
+        return joined.reshape(*G.shape[:2], self.heads, -1).transpose(1, 2).contiguous()
+
+    @torch.no_grad()
+    def jacobian_parts(self, X: Tensor, *, tiled: bool | None = None) -> tuple[VariantProjections, Core]:
+        """What products with the Jacobian at X (B, n, d) need; the n×n matrices are formed whatever ``tiled`` says."""
+        features = self.features(X)
+        return VariantProjections(features, X), self.linearise(*(feature.value for feature in features))
+
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
         batched = X if X.ndim == 3 else X[None]
@@ -199,7 +198,9 @@ class Variant(ABC):
         """The Jacobian at tokens X (B, n, d), in their dtype and on their device, at scope ``"attention"`` only."""
         if scope != "attention" or norm is not None:
             raise ValueError(f"{self.kind} attention is measured at scope 'attention' only, without a norm")
-        return VariantOperator(self.to(dtype=X.dtype, device=X.device), X)
+        if X.shape[-1] != self.width:
+            raise ValueError(f"X has tokens of width {X.shape[-1]}, but the layer takes width {self.width}")
+        return AttentionOperator.at(self.to(dtype=X.dtype, device=X.device), X)
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), as ⟨∂⟨u, f(X)⟩/∂X, v⟩ with its graph."""
@@ -254,7 +255,7 @@ class _Softmax(Variant):
 
     def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
         """The softmax core, with values about their mean, which changes no product and spares a cancellation."""
-        return Linearisation.at(q, k, v, ScoreRule(allowed=self.visible(q.shape[-2]))).with_centred_values()
+        return Linearisation.at(q, k, v, ScoreRule(allowed=self.visible(q.shape[-2])), centred=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -370,7 +371,7 @@ class SigmoidAttention(DotProductVariant):
     kind: ClassVar[str] = "sigmoid"
 
     def shift_at(self, n: int) -> float:
-        """B for n tokens."""
+        """The shift b for n tokens."""
         return -math.log(n) if self.shift is None else self.shift
 
     def weights(self, scores: Tensor) -> Tensor:

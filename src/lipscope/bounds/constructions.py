@@ -74,7 +74,7 @@ def measured(layer: Attention, radius: float, n: int) -> Bound:
     inputs = torch.stack([X for head in range(layer.heads) for X in _two_group_inputs(precise, head, radius, n)])
     # Every gain that a direction attains is a lower bound, so no interval is asked for.
     solver = GolubKahan(rtol=1e-3, interval=None)
-    operators = [AttentionOperator(precise, X) for X in inputs.split(max(1, _LARGEST_BATCH // inputs[0].numel()))]
+    operators = [AttentionOperator.at(precise, X) for X in inputs.split(max(1, _LARGEST_BATCH // inputs[0].numel()))]
     values = torch.cat([summarise(solver.solve(operator), operator, scope="attention").lower for operator in operators])
     best = int(values.argmax())
     return Bound("lower.measured", float(values[best]), "set", f"supremum over tokens of norm ≤ {radius:g}, n = {n}, "

@@ -143,7 +143,7 @@ def _checked(X: Tensor, layer: Attention) -> Tensor:
 
 def _measure(layer: Attention, X: Tensor, certified: float) -> SpectralNorm:
     """σ at X with the least upper end."""
-    operator = AttentionOperator(layer.to(X.dtype, X.device), X[None])
+    operator = AttentionOperator.at(layer.to(X.dtype, X.device), X[None])
     result = summarise(Auto().solve(operator), operator, scope="attention", mask=str(layer.mask))
     known = torch.tensor([certified], dtype=torch.float64, device=X.device)
     return reshape_batch(with_certificate(result, known), ())

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
 from lipscope.attention.layer import Attention
-from lipscope.attention.operators import AttentionOperator, VariantOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import tanh_slope
-from lipscope.attention.variants import Variant
+from lipscope.attention.variants import Variant, VariantProjections
 
 
 class SigmaGradient:
@@ -49,7 +49,7 @@ class SigmaGradient:
         layer, core = self.layer, operator.core
         if not isinstance(core, Linearisation):
             raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")
-        B, n = operator.batch, operator.n
+        B, n = operator.batch, operator.input_shape[0]
         dq, dk, dv = self._linear.project(right.reshape(B, n, layer.width))
         outputs = left.reshape(B, n, layer.output_width)
         joined = outputs if layer.out is None else outputs @ layer.out.detach()
@@ -68,10 +68,11 @@ class VariantSigmaGradient:
     def __init__(self, layer: Variant) -> None:
         self.layer = layer
 
-    def __call__(self, operator: VariantOperator, left: Tensor, right: Tensor) -> Tensor:
+    def __call__(self, operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
         """The gradient (B, n, d) at the operator's inputs; see ``SigmaGradient``."""
         with torch.enable_grad():
-            X = operator.X.detach().clone().requires_grad_()
+            assert isinstance(operator.projections, VariantProjections)
+            X = operator.projections.X.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.layer.bilinear(X, left, right).sum(), X)
         return gradient
 

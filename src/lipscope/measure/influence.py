@@ -65,7 +65,7 @@ def _of_layer(layer: Attention, x: Tensor, item: int, heads: bool, rtol: float) 
     visible.fill_diagonal_(False)
     for pairs, diagonal in ((visible.nonzero(), False), (torch.arange(n, device=x.device)[:, None].repeat(1, 2), True)):
         for part in pairs.split(_PAIRS_AT_ONCE) if len(pairs) else ():
-            blocks = BlockOperator(layer, core, part[:, 0], part[:, 1], diagonal=diagonal)
+            blocks = BlockOperator.at(layer, core, part[:, 0], part[:, 1], diagonal=diagonal)
             result[part[:, 0], part[:, 1]] = GolubKahan(rtol=rtol).solve(blocks).estimate.to(result.dtype)
     return result
 

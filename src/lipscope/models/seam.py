@@ -30,10 +30,10 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
+from lipscope.attention.core import Triple, group_queries, ungroup_queries
 from lipscope.attention.masks import Causal, Mask, Packed, Window, hidden
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import AnyLinearisation, TiledLinearisation, prefers_tiles
+from lipscope.attention.tiled import AnyLinearisation, core_at
 from lipscope.models.symbolic_mask import LONG, SymbolicMask, symbolic_mask
 
 
@@ -46,8 +46,7 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
 class _Core(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-        tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
-        core: AnyLinearisation = (TiledLinearisation if tiled else Linearisation).at(q, k, v, rule)
+        core = core_at(q, k, v, rule)
         ctx.core, ctx.heads = core, q.shape[1]
         ctx.save_for_backward(q, k, v)
         # A copy, because the saved core must not hold the very tensor that holds this node.

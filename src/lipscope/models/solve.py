@@ -24,7 +24,7 @@ def jacobian(
     check_scope(scope)
     if plain is not None and scope in ("attention", "head"):
         X = scope_tokens(where, recording, scope).contiguous()
-        return AttentionOperator(plain, X) if scope == "attention" else HeadOperator(plain, X)
+        return AttentionOperator.at(plain, X) if scope == "attention" else HeadOperator.at(plain, X)
     return scope_operator(model, where, recording, scope, layers)
 
 

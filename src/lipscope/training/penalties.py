@@ -218,7 +218,7 @@ def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tenso
         # A fresh description: what an old one has cached may belong to earlier values of its tensors.
         layer = dataclasses.replace(attention)
         batched = batched.to(layer.q)
-        left, right = top_pair(AttentionOperator(layer, batched), solver)
+        left, right = top_pair(AttentionOperator.at(layer, batched), solver)
         return layer.bilinear(batched, left, right)
     with evaluating(attention if isinstance(attention, nn.Module) else None):
         return sigma_of_map(_batched(attention, X), batched, solver)

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
-from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.bounds.constants import Constants
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
@@ -235,8 +234,7 @@ def mean_field_operator(attention: MeanFieldAttention, measure: Measure, scope: 
         raise ValueError(f"unknown scope {scope!r}; scopes of mean-field attention are: attention, head")
     attention.check(measure)
     charged = measure.support()
-    kind = AttentionOperator if scope == "attention" else HeadOperator
-    return WeightedOperator(kind(attention.finite(charged), charged.points[None]), charged.weights)
+    return WeightedOperator(attention.finite(charged).operator(charged.points[None], scope), charged.weights)
 
 
 def local_constant(

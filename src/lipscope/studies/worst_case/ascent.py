@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.attention.operators import AttentionOperator, VariantOperator
+from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
@@ -240,17 +240,15 @@ class _Search:
             still &= self.pair.theta[self.active] > before * (1 + tolerance)
         self.active = self.active[still]
 
-    def _at(self, z: Tensor) -> AttentionOperator | VariantOperator:
+    def _at(self, z: Tensor) -> AttentionOperator:
         X = self.domain.tokens(z)
-        if isinstance(self.layer, Variant):
-            return VariantOperator(self.layer, X)
-        return AttentionOperator(self.layer, X, tiled=False)
+        return AttentionOperator.at(self.layer, X, tiled=False)
 
-    def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator | VariantOperator) -> None:
+    def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator) -> None:
         self.pair.theta[items], self.pair.left[items], self.pair.right[items] = pair.theta, pair.left, pair.right
         self.direction[items] = self._direction(operator, pair)
 
-    def _direction(self, operator: AttentionOperator | VariantOperator, pair: TopPair) -> Tensor:
+    def _direction(self, operator: AttentionOperator, pair: TopPair) -> Tensor:
         g = self.domain.pull_back(self.gradient(operator, pair.left, pair.right))
         norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         # Tokens whose gradient is rounding stay where they are.

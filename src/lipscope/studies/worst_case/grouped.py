@@ -68,18 +68,18 @@ def grouped_sigma(layer: Attention, tokens: Tensor, counts: Sequence[float]) -> 
         raise ValueError(f"counts must give at least one copy of each of the {tokens.shape[0]} tokens, got {list(counts)}")
     precise = layer.to(torch.float64)
     weights = torch.tensor([list(counts)], dtype=torch.float64)
-    operator = AttentionOperator(grouped_layer(precise, weights), tokens.double()[None])
+    operator = AttentionOperator.at(grouped_layer(precise, weights), tokens.double()[None])
     g, d, d_out = tokens.shape[0], precise.width, precise.output_width
     scale = weights[0].sqrt()
     J = operator.to_dense()[0].reshape(g, d_out, g, d) * scale[:, None, None, None] / scale[None, None, :, None]
     norms = [float(torch.linalg.matrix_norm(J.reshape(g * d_out, g * d), 2))]
-    norms += [float(torch.linalg.matrix_norm(_through_query(operator, b), 2)) for b in range(g) if counts[b] >= 2]
+    norms += [float(torch.linalg.matrix_norm(_through_query(precise, operator, b), 2)) for b in range(g) if counts[b] >= 2]
     return max(norms)
 
 
-def _through_query(operator: AttentionOperator, token: int) -> Tensor:
+def _through_query(layer: Attention, operator: AttentionOperator, token: int) -> Tensor:
     """B_b (d_out, d): what moving token b does to its own output through its query alone."""
-    layer, (n, d) = operator.layer, operator.input_shape
+    n, d = operator.input_shape
     units = torch.zeros(d, n, d, dtype=operator.dtype)
     units[:, token] = torch.eye(d, dtype=operator.dtype)
     dq, dk, dv = layer.split_heads(units @ layer.qkv.mT)
@@ -100,7 +100,7 @@ class GroupGain(Operator):
             counts = torch.tensor([[float(m), float(n - m)]], dtype=torch.float64)
             self._weight = math.sqrt((n - m) / m)
         pair = torch.stack([u, w]).to(layer.q).expand(counts.shape[0], 2, -1)
-        self._inner = AttentionOperator(grouped_layer(layer, counts), pair)
+        self._inner = AttentionOperator.at(grouped_layer(layer, counts), pair)
         self._rows = counts.shape[0]
         self.batch = 1
         self.input_shape, self.output_shape = (layer.width,), (self._rows, layer.output_width)

@@ -109,7 +109,7 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
 
 def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Tensor:
     """The upper end of σ of every head (H,) with its scores times ``gamma``, the largest over the inputs."""
-    operator = HeadOperator(with_scores_times(layer, gamma), X)
+    operator = HeadOperator.at(with_scores_times(layer, gamma), X)
     upper = solver.solve(operator).upper * (1 + operator.rounding_error)
     return upper.reshape(X.shape[0], layer.heads).amax(0).cpu()
 
