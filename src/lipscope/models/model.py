@@ -104,6 +104,7 @@ class Model:
         /,
         *,
         documents: Sequence[int] | None = None,
+        fresh: bool = False,
         **tokens: Unpack[TokenArguments],
     ) -> Recorded:
         """One forward pass, all layers recorded; ``record(…)[3]`` is layer 3 at these tokens.
@@ -111,6 +112,7 @@ class Model:
         Args:
             inputs: the model's keyword arguments as they are; for packed documents see ``packed_inputs``.
             documents: lengths of the documents packed into each input; attention then never crosses a boundary.
+            fresh: the weights may have changed since the model was loaded (training, rescaling).
             **tokens: instead of ``inputs``, one of ``input_ids`` (B, n), ``inputs_embeds`` (B, n, d) and ``text`` (one or
                 more texts), and ``attention_mask`` for padding; see ``TokenArguments``.
         """
@@ -123,7 +125,7 @@ class Model:
             padding = None
         lengths = None if documents is None else tuple(documents)
         recording = record(self.model, self.layers, runner(self.model, inputs), padding, lengths)
-        return Recorded(**vars(recording), model=self)
+        return Recorded(**vars(recording), model=self, fresh=fresh)
 
     def layer(self, index: int) -> Layer:
         """One attention layer; negative indices count from the end."""

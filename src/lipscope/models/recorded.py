@@ -45,9 +45,11 @@ class Recorded(Recording):
 
     Attributes:
         model: the model.
+        fresh: the weights may have changed since the model was loaded, so its layers are described from this pass alone.
     """
 
     model: Model
+    fresh: bool = False
     _layers: dict[int, RecordedLayer] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -186,9 +188,11 @@ class RecordedLayer:
             self.statistics = self._look(core)
 
     def _describe(self, core: CoreCall | None = None) -> Attention | None:
-        known = self.model.projections(self.layer)
+        known = None if self.recorded.fresh else self.model.projections(self.layer)
         found = plain_attention(self.model.model, self.layer, self.recorded, known, core)
-        return None if found is None else self.model.remembered(self.index, self._with_named_mask(found))
+        if found is None or self.recorded.fresh:
+            return found
+        return self.model.remembered(self.index, self._with_named_mask(found))
 
     def _look(self, core: CoreCall | None) -> dict[str, Tensor]:
         real = self.recorded.real
