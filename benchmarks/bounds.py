@@ -16,7 +16,7 @@ import time
 import torch
 
 import lipscope
-from lipscope.bounds import certified_upper
+from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.weights import layer_weights
 from lipscope.rounding import interval, round_up
 

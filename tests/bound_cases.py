@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import lipscope
-from lipscope.bounds import lower
-from lipscope.bounds.constructions import matrices
+from lipscope.bounds.pairs import PlainHead, lower_groups, lower_pair, matrices
 
 INPUTS = ("random", "clustered", "constructed", "ascended", "sphere", "equal")
 FEATURES = ("query_bias", "key_bias", "value_bias", "softcap", "sinks", "additive", "grouped", "no_out", "scale", "rotary")
@@ -101,8 +100,8 @@ def _tokens(how, layer, n, d, pick, normal) -> Tensor:
     if how == "equal":
         return normal(1, d).repeat(n, 1) * R
     if how == "constructed" and n > 1:
-        A, V = matrices(layer, pick(range(layer.heads)))
-        return pick((lower.groups, lower.pair))(A, V, R, n).tokens
+        head = PlainHead(*matrices(layer, pick(range(layer.heads))))
+        return pick((lower_groups, lower_pair))(head, R, n).tokens
     X = R * normal(n, d)
     if how == "ascended" and n * d <= 24:
         return ascend(layer, X, float(X.norm(dim=-1).max()))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import cases
 import lipscope
 import reference
-from lipscope.bounds import lower
-from lipscope.bounds.constructions import matrices
+from lipscope.bounds import pairs
+from lipscope.bounds.pairs import matrices
 from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
 from lipscope.studies.worst_case.domain import Ball, NormImage
 from lipscope.studies.worst_case.grouped import group_gain
@@ -40,7 +40,7 @@ def norm2(M):
 def test_closed_forms_equal_the_dense_jacobian(extras, heads, kv_heads, n, m):
     layer = cases.layer(heads=heads, kv_heads=kv_heads, extras=extras)
     u, w = 0.4 * cases.random(6, seed=1), 0.4 * cases.random(6, seed=2)
-    X = lower.tokens(u, w, n, m)
+    X = pairs.tokens(u, w, n, m)
     J = dense(layer, X)
     assert grouped_sigma(layer, torch.stack([u, w]), [m, n - m]) == pytest.approx(
         norm2(J.flatten(2).flatten(0, 1)), rel=1e-8
@@ -56,9 +56,9 @@ def test_closed_forms_equal_the_dense_jacobian(extras, heads, kv_heads, n, m):
 def test_closed_form_of_one_plain_head_is_that_of_bounds(seed, n, R, causal):
     layer = cases.layer(heads=1, d=3, dk=3, seed=seed).with_mask("causal" if causal else None)
     A, V = matrices(layer)
-    u, w = lower.best_pair(A, R)
+    u, w = pairs.best_pair(A, R)
     m = 1 + seed % (n - 1)
-    formula = lower.causal_groups if causal else lower.two_groups
+    formula = pairs.causal_groups if causal else pairs.two_groups
     assert group_gain(layer, u, w, n, m) == pytest.approx(formula(A, V, u, w, n, m), rel=1e-8)
 
 
@@ -133,7 +133,7 @@ def test_the_two_cases_of_the_paper_and_the_mean_field_limit():
     p = 1 / (1 + 4 * math.exp(-2 * 0.5))
     assert found["proposition34.min"].predicted == pytest.approx(2 * p * (1 + (1 - p) * 2 * 0.5))
     limit = found["meanfield"].limit
-    assert limit == pytest.approx(lower.meanfield(*matrices(layer), 1.0).value)
+    assert limit == pytest.approx(pairs.lower_meanfield(layer, 1.0).value)
     # At n = 300 the best m differs from the best share of mass by at most one token in 600; the limit itself is the best
     # of a grid of shares with steps of 1.2 %, hence low by a relative 1e-5 at most.
     long = construct(layer, 300, radius=1.0, names=["meanfield"])[0]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lipscope
-from lipscope.bounds import Constants, castin2024, lower, refined, softmax_jacobian
-from lipscope.bounds.refined import causal_norm
+from lipscope.bounds import pairs, sets, softmax_jacobian
+from lipscope.bounds.constants import Constants
 
 positive = st.floats(0.0, 30.0)
 lengths = st.integers(1, 5000)
@@ -18,20 +18,20 @@ lengths = st.integers(1, 5000)
 @given(st.floats(1e-3, 10), positive, st.floats(0, 3), lengths)
 def test_refined_is_below_the_paper(V, A, R, n):
     layer = Constants.of_norms(V, A)
-    general, meanfield = castin2024.general(layer, R, n).value, castin2024.meanfield(layer, R).value
-    assert refined.unmasked(layer, R, n).value <= min(general, meanfield) * (1 + 1e-12)
-    assert refined.unmasked(layer, R).value <= meanfield * (1 + 1e-12)
-    assert refined.masked(layer, R, n).value <= general * (1 + 1e-12)
+    general, meanfield = sets.castin2024_general(layer, R, n).value, sets.castin2024_meanfield(layer, R).value
+    assert sets.refined_unmasked(layer, R, n).value <= min(general, meanfield) * (1 + 1e-12)
+    assert sets.refined_unmasked(layer, R).value <= meanfield * (1 + 1e-12)
+    assert sets.refined_masked(layer, R, n).value <= general * (1 + 1e-12)
 
 
 @given(positive, st.floats(0.01, 3), st.floats(1.0, 1.5), st.integers(1, 300), st.integers(0, 50))
 def test_set_bounds_grow_with_radius_and_length(A, R, factor, n, more):
     layer = Constants.of_norms(1.0, A)
-    for bound in (castin2024.general, refined.unmasked, refined.masked, refined.visibility):
+    for bound in (sets.castin2024_general, sets.refined_unmasked, sets.refined_masked, sets.refined_visibility):
         value = bound(layer, R, n).value
         assert value <= bound(layer, R * factor, n).value * (1 + 1e-9)
         assert value <= bound(layer, R, n + more).value * (1 + 1e-9)
-    assert castin2024.meanfield(layer, R).value <= castin2024.meanfield(layer, R * factor).value * (1 + 1e-12)
+    assert sets.castin2024_meanfield(layer, R).value <= sets.castin2024_meanfield(layer, R * factor).value * (1 + 1e-12)
 
 
 @given(positive, st.floats(0.01, 3), st.integers(1, 60))
@@ -39,31 +39,31 @@ def test_refined_has_the_closed_forms_of_its_docstring(A, R, n):
     a = A * R**2
     layer = Constants.of_norms(1.0, A)
     harmonic = sum(1 / i for i in range(1, n + 1))
-    ours = refined.unmasked(layer, R, n).value
-    assert ours <= (math.hypot(1, a) * min(math.sqrt(n), castin2024.exp(a)) + a) * (1 + 1e-12)
-    masked = refined.masked(layer, R, n).value
-    first = math.hypot(1, a) * min(math.sqrt(n), castin2024.exp(a) * math.sqrt(harmonic))
-    assert masked <= (min(first, (1 + 2 * a) * causal_norm(a)) + a) * (1 + 1e-12)
-    assert refined.visibility(layer, R, n).value == pytest.approx(ours, rel=1e-12)
+    ours = sets.refined_unmasked(layer, R, n).value
+    assert ours <= (math.hypot(1, a) * min(math.sqrt(n), sets.exp(a)) + a) * (1 + 1e-12)
+    masked = sets.refined_masked(layer, R, n).value
+    first = math.hypot(1, a) * min(math.sqrt(n), sets.exp(a) * math.sqrt(harmonic))
+    assert masked <= (min(first, (1 + 2 * a) * sets.causal_norm(a)) + a) * (1 + 1e-12)
+    assert sets.refined_visibility(layer, R, n).value == pytest.approx(ours, rel=1e-12)
     same_column = math.hypot(1, a) * math.sqrt(sum(1 / (1 + i * math.exp(-2 * a)) for i in range(n))) + a
-    assert refined.visibility(layer, R, n, "causal").value == pytest.approx(same_column, rel=1e-12)
+    assert sets.refined_visibility(layer, R, n, "causal").value == pytest.approx(same_column, rel=1e-12)
 
 
 def test_infinite_length_is_the_limit():
     layer = Constants.of_norms(2.0, 0.5)
-    assert refined.unmasked(layer, 1.0, 10**9).value == pytest.approx(refined.unmasked(layer, 1.0).value, rel=1e-6)
-    assert refined.unmasked(layer, 1.0).value == pytest.approx(2 * (math.hypot(1, 0.5) * math.exp(0.5) + 0.5))
-    assert refined.masked(layer, 1.0, 10**7).value <= refined.masked(layer, 1.0).value
-    assert math.isinf(castin2024.meanfield(Constants.of_norms(1.0, 1e6), 1.0).value)
+    assert sets.refined_unmasked(layer, 1.0, 10**9).value == pytest.approx(sets.refined_unmasked(layer, 1.0).value, rel=1e-6)
+    assert sets.refined_unmasked(layer, 1.0).value == pytest.approx(2 * (math.hypot(1, 0.5) * math.exp(0.5) + 0.5))
+    assert sets.refined_masked(layer, 1.0, 10**7).value <= sets.refined_masked(layer, 1.0).value
+    assert math.isinf(sets.castin2024_meanfield(Constants.of_norms(1.0, 1e6), 1.0).value)
 
 
 def test_the_causal_column_sum_beyond_the_summed_head():
     """The integral that replaces the tail is from above, and within one term."""
     layer, n = Constants.of_norms(1.0, 4.0), 150_000
     exact = math.sqrt(float((1 / (1 + math.exp(-8) * torch.arange(n, dtype=torch.float64))).sum())) * math.hypot(1, 4) + 4
-    ours = refined._causal_column(n, 4.0)
+    ours = sets.causal_column_sum(n, 4.0)
     assert exact <= math.sqrt(ours) * math.hypot(1, 4) + 4
-    assert refined.masked(layer, 1.0, n).value <= exact * (1 + 1e-6)
+    assert sets.refined_masked(layer, 1.0, n).value <= exact * (1 + 1e-6)
 
 
 def uniform(V, mask=None):
@@ -77,7 +77,7 @@ def test_uniform_averaging_has_the_norm_of_its_values():
     result = lipscope.local_lipschitz(uniform(V), X, solver=lipscope.GolubKahan(), certificate=True)
     assert result.estimate == pytest.approx(exact)
     assert result.certified == pytest.approx(exact, rel=1e-9)
-    assert refined.unmasked(uniform(V), 5.0, 7).value == pytest.approx(exact)
+    assert sets.refined_unmasked(uniform(V), 5.0, 7).value == pytest.approx(exact)
 
 
 @pytest.mark.parametrize(("n", "norm"), [(2, 1.144), (10, 1.410), (100, 1.630)])
@@ -88,7 +88,7 @@ def test_causal_averaging_is_the_cesaro_matrix(n, norm):
     assert result.estimate == pytest.approx(norm, abs=5e-4)
     # The block-norm certificate is exact here: blocks are numbers.
     assert result.certified == pytest.approx(result.estimate, rel=1e-5)
-    assert result.estimate <= refined.masked(uniform(V, "causal"), 1.0, n).value <= 2 + 1e-9
+    assert result.estimate <= sets.refined_masked(uniform(V, "causal"), 1.0, n).value <= 2 + 1e-9
 
 
 @given(st.floats(-2, 2), st.floats(-2, 2), st.floats(-2, 2))
@@ -129,6 +129,6 @@ def test_softmax_jacobian_norm(seed, n, sharp, ties, sink):
 def test_mean_field_bounds_match_within_a_factor_two(a):
     """Symmetric A with γ_min = −‖A‖ and V = I: upper and lower mean-field constants differ by 1.38 to 2.00."""
     A = torch.diag(torch.tensor([-a, a / 3], dtype=torch.float64))
-    low = lower.meanfield(A, torch.eye(2, dtype=torch.float64), 1.0).value
-    high = refined.unmasked(Constants.of_norms(1.0, a), 1.0).value
+    low = pairs.lower_meanfield(pairs.PlainHead(A, torch.eye(2, dtype=torch.float64)), 1.0).value
+    high = sets.refined_unmasked(Constants.of_norms(1.0, a), 1.0).value
     assert 1.37 <= high / low <= 2.01

@@ -9,8 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lipscope
-from lipscope.bounds import Constants, lower, refined, table
-from lipscope.bounds.constructions import measured
+from lipscope.bounds import table
+from lipscope.bounds.constants import Constants
+from lipscope.bounds.pairs import (
+    PlainHead,
+    best_pair,
+    lower_groups,
+    lower_meanfield,
+    lower_measured,
+    lower_pair,
+    lower_proposition34,
+)
+from lipscope.bounds.sets import refined_masked, refined_unmasked
 
 
 def head(seed, d, symmetric):
@@ -31,7 +41,7 @@ def layer_of(A, V, mask=None):
 def test_constructions_attain_their_value(seed, d, n, R, symmetric, causal):
     A, V = head(seed, d, symmetric)
     layer = layer_of(A, V, "causal" if causal else None)
-    bounds = [f(A, V, R, n, causal=causal) for f in (lower.pair, lower.groups, lower.proposition34)]
+    bounds = [f(layer, R, n) for f in (lower_pair, lower_groups, lower_proposition34)]
     for bound in filter(None, bounds):
         sigma = lipscope.local_lipschitz(layer, bound.tokens, solver=lipscope.Dense()).estimate
         assert bound.value <= sigma * (1 + 1e-9), bound
@@ -44,7 +54,7 @@ def test_constructions_attain_their_value(seed, d, n, R, symmetric, causal):
 @given(st.integers(0, 10**6), st.integers(1, 5), st.floats(0.1, 2.5))
 def test_pair_has_more_energy_than_both_cases_of_the_paper(seed, d, R):
     A, _ = head(seed, d, True)
-    u, w = lower.best_pair(A, R)
+    u, w = best_pair(A, R)
     E = float((u - w) @ A @ w)
     values = torch.linalg.eigvalsh(A)
     paper = max(float(values[-1]) * R**2 / 4, -2 * float(values[0]) * R**2)
@@ -53,25 +63,27 @@ def test_pair_has_more_energy_than_both_cases_of_the_paper(seed, d, R):
 
 def test_the_two_cases_of_the_paper():
     A, V = torch.diag(torch.tensor([2.0, -0.1], dtype=torch.float64)), torch.eye(2, dtype=torch.float64)
-    first = lower.proposition34(A, V, 2.0, 5)
+    first = lower_proposition34(PlainHead(A, V), 2.0, 5)
     assert first.tokens.abs().tolist() == [[2.0, 0.0], *[[1.0, 0.0]] * 4]
     p = 1 / (1 + 4 * math.exp(-2.0 * 4 / 4))
     assert first.value == pytest.approx(2 * p * (1 + (1 - p) * 1.0 * 2.0))
-    second = lower.proposition34(-A, V, 1.0, 5)
+    second = lower_proposition34(PlainHead(-A, V), 1.0, 5)
     assert float((second.tokens[0] + second.tokens[1]).norm()) == 0
     p = 1 / (1 + 4 * math.exp(-2 * 2.0))
     assert second.value == pytest.approx(2 * p * (1 + (1 - p) * 4.0))
-    assert lower.proposition34(torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64), V, 1.0, 5) is None
+    rotation = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert lower_proposition34(PlainHead(rotation, V), 1.0, 5) is None
 
 
 def test_groups_do_not_decay_and_tend_to_the_mean_field_value():
     A, V = torch.tensor([[-1.5]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
-    values = [lower.groups(A, V, 1.0, n).value for n in (4, 16, 64, 256, 1024, 4096)]
+    head = PlainHead(A, V)
+    values = [lower_groups(head, 1.0, n).value for n in (4, 16, 64, 256, 1024, 4096)]
     assert all(a <= b * (1 + 1e-2) for a, b in itertools.pairwise(values))
-    limit = lower.meanfield(A, V, 1.0).value
+    limit = lower_meanfield(head, 1.0).value
     assert values[-1] <= limit * (1 + 1e-9)
     assert values[-1] >= 0.98 * limit
-    pairs = [lower.pair(A, V, 1.0, n).value for n in (16, 4096)]
+    pairs = [lower_pair(head, 1.0, n).value for n in (16, 4096)]
     assert pairs[1] < pairs[0]
 
 
@@ -80,18 +92,18 @@ def test_groups_do_not_decay_and_tend_to_the_mean_field_value():
 def test_lower_bounds_stay_below_upper_bounds(seed, d, n, R, causal):
     A, V = head(seed, d, False)
     constants = Constants.of(layer_of(A, V))
-    upper = (refined.masked if causal else refined.unmasked)(constants, R, n).value
-    assert lower.groups(A, V, R, n, causal=causal).value <= upper * (1 + 1e-9)
-    limit = lower.meanfield(A, V, R)
+    upper = (refined_masked if causal else refined_unmasked)(constants, R, n).value
+    assert lower_groups(PlainHead(A, V, causal), R, n).value <= upper * (1 + 1e-9)
+    limit = lower_meanfield(PlainHead(A, V), R)
     if limit is not None:
-        assert limit.value <= refined.unmasked(constants, R).value * (1 + 1e-9)
+        assert limit.value <= refined_unmasked(constants, R).value * (1 + 1e-9)
 
 
 def test_measured_constructions_serve_any_layer():
     G = torch.Generator().manual_seed(0)
     W = [torch.randn(4, 4, generator=G, dtype=torch.float64) for _ in range(4)]
     layer = lipscope.Attention(*W, heads=2, mask="window:3", softcap=2.0)
-    bound = measured(layer, 1.5, 6)
+    bound = lower_measured(layer, 1.5, 6)
     assert bound.value == pytest.approx(lipscope.local_lipschitz(layer, bound.tokens).estimate, rel=1e-6)
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import lipscope
 import reference
 from bound_cases import jacobian, problem
-from lipscope.bounds import block_inf, kim2021, newhouse2025, registry
-from lipscope.bounds.certificates import local_bounds
+from lipscope.attention.variants import L2Attention
+from lipscope.bounds import registry
 from lipscope.bounds.offsets import turned_norms
+from lipscope.bounds.sets import block_inf_max_token, newhouse2025_attention
 
 # Rounding of two float64 computations, relative.
 EXACT = 1 + 1e-9
@@ -22,11 +23,7 @@ def check(case) -> None:
     """Every bound of the table that applies, at one problem."""
     sigma = case.sigma
     layer, n = case.layer, case.X.shape[0]
-    bounds = local_bounds(layer, case.X)
-    for name, entry in registry.TABLE.items():
-        if entry.side == "upper" and registry.supports(name, layer) and not name.startswith("certificates"):
-            bounds.append(registry.evaluate(name, layer, x=case.X, radius=case.radius, n=n))
-    for bound in bounds:
+    for bound in registry.applicable(layer, x=case.X, radius=case.radius, n=n, side="upper"):
         if bound.norm == "Frobenius" and bound.kind != "limit":
             assert sigma <= bound.value * EXACT, f"{bound} is below σ = {sigma!r} at {case.label}"
 
@@ -69,17 +66,17 @@ def test_bounds_in_the_max_norm(seed):
     case = problem(seed, n_max=8)
     layer = case.layer
     measured = largest_in_max_norm(jacobian(layer, case.X).reshape(len(case.X), -1, len(case.X), layer.width))
-    assert measured <= block_inf.max_token(layer, case.radius).value * EXACT, case.label
-    if registry.supports("newhouse2025.attention", layer):
+    assert measured <= block_inf_max_token(layer, case.radius).value * EXACT, case.label
+    if "newhouse2025.attention" in registry.names(layer):
         rms = measured * math.sqrt(layer.width / layer.output_width)
-        assert rms <= newhouse2025.attention(layer, case.radius).value * EXACT, case.label
+        assert rms <= newhouse2025_attention(layer, case.radius).value * EXACT, case.label
 
 
 def test_newhouse_is_block_inf_with_norms_multiplied_out():
     W = torch.diag(torch.tensor([1.0, 0.5], dtype=torch.float64))
     layer = lipscope.Attention(W, W, W, W, scale=0.5)
-    assert newhouse2025.attention(layer, 1.5).value == pytest.approx(block_inf.max_token(layer, 1.5).value)
-    assert newhouse2025.attention(layer, 1.5, scale=1.0).value == pytest.approx(block_inf.max_token(layer, 1.5).value / 3)
+    assert newhouse2025_attention(layer, 1.5).value == pytest.approx(block_inf_max_token(layer, 1.5).value)
+    assert newhouse2025_attention(layer, 1.5, scale=1.0).value == pytest.approx(block_inf_max_token(layer, 1.5).value / 3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,7 +99,8 @@ def test_l2_attention_bound(seed, heads, n, size):
 
     X = torch.randn(n, d, generator=G, dtype=torch.float64)
     J = torch.autograd.functional.jacobian(attention, X).reshape(n * d, n * d)
-    assert float(torch.linalg.matrix_norm(J, 2)) <= kim2021.l2mha(q, v, out, n).value * EXACT
+    layer = L2Attention(q=torch.cat(q), v=torch.cat(v), out=out, heads=heads)
+    assert float(torch.linalg.matrix_norm(J, 2)) <= registry.evaluate("kim2021.l2mha", layer, n=n).value * EXACT
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import lipscope
 from bound_cases import problem
-from lipscope.bounds import certified_radius, certified_upper, certify
-from lipscope.bounds.certificates import local_bounds
+from lipscope.bounds import certified_radius
+from lipscope.bounds.ball import certify
+from lipscope.bounds.certificates import certified_upper, local_bounds
 from lipscope.bounds.head_sum import factor, factor_pair, product_norms, quadratic_norms
 from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
 

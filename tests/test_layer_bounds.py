@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.bounds.constructions import measured
+from lipscope.bounds.pairs import lower_measured
 from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.layer_bounds import layer_bounds
@@ -55,13 +55,13 @@ def test_the_lower_bound_is_attained_inside_the_ball_and_below_the_upper_ones(fa
     handle = Model(FAMILIES[family]())
     recording = handle.record({"input_ids": IDS[None]})
     layer = recording[1].attention
-    found = measured(layer, 3.0, 6)
+    found = lower_measured(layer, 3.0, 6)
     assert float(found.tokens.norm(dim=-1).max()) <= 3.0 * (1 + 1e-9)
     J = torch.autograd.functional.jacobian(lambda x: layer(x), found.tokens).reshape(96, 96)
     exact = float(torch.linalg.svdvals(J)[0])
     assert exact * (1 - 1e-2) <= found.value <= exact * (1 + 1e-9)
     # As good as the search in all d dimensions.
-    assert found.value >= 0.9 * lipscope.bounds.constructions.measured(layer, 3.0, 6).value
+    assert found.value >= 0.9 * lower_measured(layer, 3.0, 6).value
     uppers = [b.value for b in layer_bounds(handle, 1, n=6, radius=3.0).table.bounds if b.side == "upper" and b.kind == "set"
               and b.norm == "Frobenius"]  # fmt: skip
     assert found.value <= min(uppers)

@@ -9,8 +9,8 @@ import cases
 import lipscope
 import reference
 from largest_tensor import LargestTensor
-from lipscope.bounds import certified_upper, strips
-from lipscope.bounds.certificates import local_bounds
+from lipscope.bounds import strips
+from lipscope.bounds.certificates import certified_upper, local_bounds
 
 N, H = 19, 4
 BIAS = cases.random(H, N, N, seed=7)

@@ -11,7 +11,9 @@ import torch
 import cases
 import lipscope
 import reference
-from lipscope.bounds import Constants, lower, refined
+from lipscope.bounds.constants import Constants
+from lipscope.bounds.pairs import PlainHead, lower_meanfield
+from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.spectral.operator import DenseOperator
 from lipscope.spectral.solvers import Power
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant, wasserstein
@@ -257,7 +259,7 @@ def test_masked_without_interaction_is_the_cesaro_operator(n, norm):
     assert measured.lower <= float(torch.linalg.matrix_norm(cesaro, 2)) <= measured.upper
     assert measured.estimate == pytest.approx(norm, abs=5e-4)
     # Hardy: below 2 for every n, hence so is the bound that does not depend on n.
-    assert measured.upper < 2 <= refined.masked(Constants.of_norms(1.0, 0.0), 1.0).value
+    assert measured.upper < 2 <= refined_masked(Constants.of_norms(1.0, 0.0), 1.0).value
 
 
 def symmetric_head(seed, d=3):
@@ -272,8 +274,8 @@ def symmetric_head(seed, d=3):
 def test_upper_and_lower_mean_field_constants_are_within_a_factor_two(a):
     A, e, layer = symmetric_head(seed=1)
     R = math.sqrt(a)
-    upper = refined.unmasked(layer, R).value
-    found = lower.meanfield(A, layer.v, R)
+    upper = refined_unmasked(layer, R).value
+    found = lower_meanfield(PlainHead(A, layer.v), R)
     assert 1 <= upper / found.value <= 2.01
     # The lower constant is attained: two Diracs at ±Re, however small the lighter one has to be.
     t = torch.logspace(-3, 2, 2001, dtype=torch.float64)

@@ -11,7 +11,8 @@ import torch
 
 import cases
 import lipscope
-from lipscope.bounds import lower, refined
+from lipscope.bounds.pairs import PlainHead, lower_groups, lower_meanfield
+from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.runs.fit import RATES, fit_plateau
 from lipscope.studies.mean_field import (
     Ball,
@@ -138,7 +139,7 @@ def test_gradient_of_the_ratio_is_that_of_finite_differences(mask):
 def test_search_finds_what_is_known_and_stays_below_the_bound(mask):
     F, R = repulsive(mask), 1.0
     found = empirical_constant(F, n=5, radius=R, restarts=1, steps=12, seed=1)
-    family = refined.masked if mask == "causal" else refined.unmasked
+    family = refined_masked if mask == "causal" else refined_unmasked
     assert found.upper == set_bound(F, R) == family(F.layer, R).value
     assert [pair.ratio for pair in found.pairs] == sorted((pair.ratio for pair in found.pairs), reverse=True)
     for pair in found.pairs:
@@ -152,10 +153,10 @@ def test_search_finds_what_is_known_and_stays_below_the_bound(mask):
         assert changes == {"move", "insert", "delete", "duplicate", "split"}
         assert any(pair.mu.size != pair.nu.size for pair in found.pairs)
         # Not below the two-Dirac constant, of which the search starts with an infinitesimal pair.
-        assert found.best.ratio >= lower.meanfield(REPULSIVE, IDENTITY, R).value
+        assert found.best.ratio >= lower_meanfield(PlainHead(REPULSIVE, IDENTITY), R).value
     else:
         assert changes == {"move", "split"}
-        groups = Measure.from_tokens(lower.groups(REPULSIVE, IDENTITY, R, 5, causal=True).tokens, ordered=True)
+        groups = Measure.from_tokens(lower_groups(PlainHead(REPULSIVE, IDENTITY, True), R, 5).tokens, ordered=True)
         assert found.best.ratio >= 0.99 * local_constant(F, groups).estimate
     again = empirical_constant(F, n=5, radius=R, restarts=1, steps=12, seed=1)
     assert again.best.ratio == found.best.ratio
@@ -174,7 +175,7 @@ def test_ascent_ascends():
 def test_two_diracs_attain_the_mean_field_lower_bound():
     for R in (0.5, 1.0, 2.0):
         mu = two_diracs(repulsive(), R)
-        assert local_constant(repulsive(), mu).lower >= lower.meanfield(REPULSIVE, IDENTITY, R).value * (1 - 1e-3)
+        assert local_constant(repulsive(), mu).lower >= lower_meanfield(PlainHead(REPULSIVE, IDENTITY), R).value * (1 - 1e-3)
     with pytest.raises(ValueError, match="unmasked layers"):
         two_diracs(repulsive("causal"), 1.0)
     layer = cases.layer(extras="biases softcap", heads=2)
@@ -201,7 +202,7 @@ def test_search_refuses(options, message):
 def test_study_of_a_confined_law_settles_below_the_bound():
     F, law = repulsive(), Sphere(2, 1.0)
     study = convergence_study(F, law, [8, 16, 32, 64, 128], repeats=4, transport_up_to=32, seed=3)
-    assert study.bound == refined.unmasked(F.layer, 1.0).value
+    assert study.bound == refined_unmasked(F.layer, 1.0).value
     for row in study.rows:
         assert row.lower <= row.sigma <= row.upper <= study.bound
         assert (row.ratio is None) == (row.insertion is None) == (row.n > 32)

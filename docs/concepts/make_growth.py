@@ -14,7 +14,7 @@ import torch
 
 import lipscope
 from drawing import BLUE, GREEN, MODEL, ORANGE, PINK, TEXT, RealLayer, pyplot, save, table, write
-from lipscope.bounds import castin2024, refined
+from lipscope.bounds import evaluate
 from lipscope.rounding import span
 from lipscope.runs.fit import fit_growth
 from lipscope.studies.worst_case import growth
@@ -41,8 +41,8 @@ def main() -> None:
         noise[n] = statistics.median(lipscope.local_lipschitz(layer, X, certificate=False).estimate.tolist())
     worst = growth(layer, LENGTHS, norm=norm, method="construct").curves()["worst"]
     R = norm.image_radius()
-    ours = [refined.masked(layer, R, n).value for n in LENGTHS]
-    paper = [castin2024.general(layer, R, n).value for n in LENGTHS]
+    ours = [evaluate("refined.masked", layer, radius=R, n=n).value for n in LENGTHS]
+    paper = [evaluate("castin2024.general", layer, radius=R, n=n).value for n in LENGTHS]
     medians = [statistics.median(text[n]) for n in LENGTHS]
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8.6, 5.2))

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 import lipscope
-from lipscope.bounds import Constants, castin2024, lower, refined
+from lipscope.bounds.constants import Constants
+from lipscope.bounds.pairs import PlainHead, lower_meanfield
+from lipscope.bounds.sets import castin2024_meanfield, refined_unmasked
 from lipscope.rounding import round_up, span
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, empirical_constant, local_constant
 from lipscope.studies.mean_field.laws import parse_law
@@ -53,9 +55,9 @@ def two_dirac_sigma(a: float) -> float:
 def constants(plt: Any) -> tuple[Any, str]:
     """Upper and lower mean-field constants in R, and the ratio between them."""
     radii = [0.1 * step for step in range(1, 46)]
-    upper = [refined.unmasked(NORMS, R).value for R in radii]
-    paper = [castin2024.meanfield(NORMS, R).value for R in radii]
-    below = [lower.meanfield(A, V, R).value for R in radii]
+    upper = [refined_unmasked(NORMS, R).value for R in radii]
+    paper = [castin2024_meanfield(NORMS, R).value for R in radii]
+    below = [lower_meanfield(PlainHead(A, V), R).value for R in radii]
     measured = [two_dirac_sigma(R * R) for R in radii]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
     left.plot(radii, paper, ":", color=ORANGE, label="upper: paper, Theorem 3.5")
@@ -74,7 +76,11 @@ def constants(plt: Any) -> tuple[Any, str]:
     rows.append("|---|---|---|---|---|---|---|")
     for a in (0.01, 0.1, 0.5, 1, 2, 5, 10, 20):
         R = math.sqrt(a)
-        low, up, old = lower.meanfield(A, V, R).value, refined.unmasked(NORMS, R).value, castin2024.meanfield(NORMS, R).value
+        low, up, old = (
+            lower_meanfield(PlainHead(A, V), R).value,
+            refined_unmasked(NORMS, R).value,
+            castin2024_meanfield(NORMS, R).value,
+        )
         t = torch.logspace(-3, 2, 4001, dtype=torch.float64)
         t_best = float(t[(t.sqrt() / (1 + t) * (1 + 2 * a * t / (1 + t))).argmax()])
         light = 1 / (1 + t_best * math.exp(2 * a))

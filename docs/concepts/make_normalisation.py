@@ -12,7 +12,7 @@ import torch
 
 import lipscope
 from drawing import BLUE, MODEL, ORANGE, TEXT, RealLayer, pyplot, save, table, write
-from lipscope.bounds import large_radius
+from lipscope.bounds import evaluate
 
 LAYER, N = 2, 32
 SCALES = [10 ** (exponent / 8) for exponent in range(-8, 25)]
@@ -28,7 +28,7 @@ def main() -> None:
     bare = [float(lipscope.local_lipschitz(f, r * X, certificate=False).estimate) for r in SCALES]
     behind = [float(lipscope.local_lipschitz(f, r * U, scope="norm+attention", norm=norm, certificate=False).estimate)
               for r in SCALES]  # fmt: skip
-    limit = large_radius.limit(f, X).value
+    limit = evaluate("large_radius.limit", f, x=X).value
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot(SCALES, bare, color=ORANGE, marker="o", markersize=3, label="attention at r·X: no normalisation")

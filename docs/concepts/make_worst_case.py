@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.bounds import Constants, lower, refined
+from lipscope.bounds.constants import Constants
+from lipscope.bounds.pairs import PlainHead, best_pair, lower_meanfield
+from lipscope.bounds.sets import refined_unmasked
 from lipscope.studies.worst_case import grouped_sigma, growth
 
 R = 1.3
@@ -39,14 +41,14 @@ def best_groups(layer: lipscope.Attention, u: torch.Tensor, w: torch.Tensor, n: 
 def over_n() -> tuple[dict[str, tuple[list[int], list[float], dict]], object]:
     """Every curve of the first figure, and the study behind the black one."""
     layer = head(A)
-    u, w = lower.best_pair(A, R)
+    u, w = best_pair(A, R)
     pair = torch.stack([u, w])
     study = growth(layer, SHORT, radius=R, method="ascend", restarts=12, steps=150)
     climbed = [float(point.sigma.estimate) for point in study.worst]
     constants = Constants.of_norms(1.0, 1.0)
-    limit = lower.meanfield(A, torch.eye(2, dtype=torch.float64), R).value
+    limit = lower_meanfield(PlainHead(A, torch.eye(2, dtype=torch.float64)), R).value
     return {
-        "upper bound (refined)": (LONG, [refined.unmasked(constants, R, n).value for n in LONG], {"color": "#0072B2"}),
+        "upper bound (refined)": (LONG, [refined_unmasked(constants, R, n).value for n in LONG], {"color": "#0072B2"}),
         "found by ascent": (SHORT, climbed, {"color": "black", "marker": "o", "markersize": 3}),
         "groups, best m": (LONG, [best_groups(layer, u, w, n) for n in LONG], {"color": "#009E73"}),
         "pair: one token against n−1": (LONG, [grouped_sigma(layer, pair, [1, n - 1]) for n in LONG], {"color": "#E69F00"}),

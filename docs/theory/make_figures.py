@@ -17,7 +17,10 @@ from pathlib import Path
 import torch
 
 import lipscope
-from lipscope.bounds import Constants, castin2024, certificates, lower, refined, registry, yudin2025
+from lipscope.bounds import certificates, registry
+from lipscope.bounds.constants import Constants
+from lipscope.bounds.pairs import lower_groups, lower_meanfield, lower_pair, lower_proposition34
+from lipscope.bounds.sets import castin2024_general, castin2024_meanfield, refined_masked, refined_unmasked
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)
@@ -30,7 +33,7 @@ def layer(mask: str) -> lipscope.Attention:
 
 def worst_sigma(mask: str, R: float, n: int) -> float:
     """σ at the best construction, or at random tokens where those are worse."""
-    found = [f(A, V, R, n, causal=mask == "causal") for f in (lower.groups, lower.pair, lower.proposition34)]
+    found = [f(layer(mask), R, n) for f in (lower_groups, lower_pair, lower_proposition34)]
     one = layer(mask)
     measured = [lipscope.local_lipschitz(one, b.tokens, certificate=False).estimate for b in found if b is not None]
     return max(*measured, random_sigma(mask, R, n))
@@ -46,19 +49,19 @@ def random_sigma(mask: str, R: float, n: int) -> float:
 def curves(mask: str, pairs: list[tuple[float, int]]) -> dict[str, list[float]]:
     """Every line of one panel, at the given (R, n)."""
     constants = Constants.of_norms(1.0, 1.0)
-    ours = refined.masked if mask == "causal" else refined.unmasked
+    ours = refined_masked if mask == "causal" else refined_unmasked
     lines = {
-        "paper, Theorem 3.3": [castin2024.general(constants, R, n).value for R, n in pairs],
+        "paper, Theorem 3.3": [castin2024_general(constants, R, n).value for R, n in pairs],
         "ours (refined)": [ours(constants, R, n).value for R, n in pairs],
         "ours, every n": [ours(constants, R).value for R, n in pairs],
         "σ at the worst known input": [worst_sigma(mask, R, n) for R, n in pairs],
-        "lower: groups": [lower.groups(A, V, R, n, causal=mask == "causal").value for R, n in pairs],
+        "lower: groups": [lower_groups(layer(mask), R, n).value for R, n in pairs],
         "σ at random tokens": [random_sigma(mask, R, n) for R, n in pairs],
     }
     if mask == "full":
-        lines["paper, Theorem 3.5"] = [castin2024.meanfield(constants, R).value for R, n in pairs]
-        lines["lower: mean-field"] = [lower.meanfield(A, V, R).value for R, n in pairs]
-        pair = [lower.proposition34(A, V, R, n) for R, n in pairs]
+        lines["paper, Theorem 3.5"] = [castin2024_meanfield(constants, R).value for R, n in pairs]
+        lines["lower: mean-field"] = [lower_meanfield(layer(mask), R).value for R, n in pairs]
+        pair = [lower_proposition34(layer(mask), R, n) for R, n in pairs]
         lines["paper, Proposition 3.4"] = [bound.value for bound in pair]
     return lines
 
@@ -128,18 +131,16 @@ def collect(mask: str, kind: str, cases: int = 200) -> dict[str, list[float]]:
         one = lipscope.Attention(*W, mask=mask)
         X = torch.randn(n, d, generator=G, dtype=torch.float64)
         if kind == "constructed":
-            from lipscope.bounds.constructions import matrices
-
-            X = lower.groups(*matrices(one), 1.5, n, causal=mask == "causal").tokens
+            X = lower_groups(one, 1.5, n).tokens
         sigma = float(lipscope.local_lipschitz(one, X, solver=lipscope.Dense()).estimate)
         R = float(X.norm(dim=-1).max())
         bounds = {b.name: b.value for b in certificates.local_bounds(one, X)}
         bounds["least certificate"] = min(bounds.values())
-        bounds |= {b.name: b.value for b in (yudin2025.improved(one, X), yudin2025.published(one, X))}
-        bounds["refined"] = (refined.masked if mask == "causal" else refined.unmasked)(one, R, n).value
-        bounds["castin2024.general"] = castin2024.general(one, R, n).value
+        bounds |= {b.name: b.value for b in registry.applicable(one, x=X, sources=["yudin2025"])}
+        bounds["refined"] = (refined_masked if mask == "causal" else refined_unmasked)(one, R, n).value
+        bounds["castin2024.general"] = castin2024_general(one, R, n).value
         if mask == "full":
-            bounds["castin2024.meanfield"] = castin2024.meanfield(one, R).value
+            bounds["castin2024.meanfield"] = castin2024_meanfield(one, R).value
         for name, value in bounds.items():
             found.setdefault(name, []).append(value / sigma)
     return found
@@ -194,15 +195,14 @@ def main() -> None:
 def grid(note: str) -> str:
     """Which bound holds where."""
     return (
-        f"# Which bound holds where\n\n{note} from `lipscope.bounds.registry.TABLE`. A combination that is not ticked "
-        "raises an error that lists those that are. Key and value biases and grouped queries are always allowed; `other "
-        "masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n\n"
+        f"# Which bound holds where\n\n{note} from the decorators `@bound` in `lipscope.bounds`. A combination that is not "
+        "ticked raises an error that lists those that are. Key and value biases and grouped queries are always allowed; "
+        "`other masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n\n"
         "The last column says which kind of attention a bound is about: `dot` is `Attention`, the others are those of "
-        "`lipscope.attention.variants`, whose layers have no biases; see [variants.md](variants.md). `table` lists the "
-        "bounds of an `Attention`. `yudin2025.published` and "
-        "`newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` and "
-        "`block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n that "
-        "the tables have positions for; it says nothing of measures, whose points have no positions.\n"
+        "`lipscope.attention.variants`, whose layers have no biases; see [variants.md](variants.md). `yudin2025.published` "
+        "and `newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` "
+        "and `block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n "
+        "that the tables have positions for; it says nothing of measures, whose points have no positions.\n"
     )
 
 

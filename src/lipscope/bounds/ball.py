@@ -24,7 +24,7 @@ from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
-from lipscope.bounds.weights import HeadWeights, layer_weights
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
 
 
 def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
@@ -115,17 +115,15 @@ class _BallHeads:
             image = [_BallHead.at(*parts) for parts in zip(cores, weights.image, visible, strict=True)]
             plain = [_BallHead.at(*parts) for parts in zip(cores, weights.plain, visible, strict=True)] if several else image
             local = float(certified_upper(precise, x[None])[0])
-        return cls(image, plain, weights.out if several else math.inf, local)
+        return cls(image, plain, weights.out if several else 1.0, local)
 
     def constant(self, radius: float) -> float:
         with torch.no_grad():
             image = [head.constant(radius) for head in self.image]
             # σ(X') ≤ σ(X) + ‖J(X') − J(X)‖, which makes the local certificate the limit for small ρ.
-            total = min(sum(constant for constant, _ in image), self.local + sum(moves for _, moves in image))
-            if len(self.image) == 1:
-                return total
-            plain = [head.constant(radius)[0] for head in self.plain]
-            return min(total, self.out * math.hypot(*plain))
+            near = self.local + sum(moves for _, moves in image)
+            plain = [head.constant(radius)[0] for head in self.plain] if len(image) > 1 else [image[0][0]]
+            return min(near, over_heads(plain, self.out, (constant for constant, _ in image)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,19 @@
-"""What a bound says: a number, where it holds, where it comes from, and what it was computed from."""
+"""What a bound says: a number, where it holds, where it comes from, and what it was computed from.
+
+A function becomes a bound of the registry by the decorator ``bound``, which says for which layers it holds:
+
+    @bound("refined.masked", masks="causal", needs="radius, n")
+    def refined_masked(layer, radius, n): ...
+
+A layer has *features*, a bound allows a set of them; ``lipscope.bounds.registry`` evaluates bounds by name.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +21,9 @@ from lipscope.rounding import round_down, round_up
 
 Kind: TypeAlias = Literal["set", "local", "ball", "limit"]
 Side: TypeAlias = Literal["upper", "lower"]
+
+CASTIN = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
+OURS = "lipscope, docs/theory"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +78,114 @@ class Bound:
         return "≥" if self.side == "lower" else "→" if self.kind == "limit" else "≤"
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {value}"
-                          for name, value in self.inputs.items())  # fmt: skip
+        given = ", ".join(
+            f"{name} = {value:.6g}" if isinstance(value, float) else f"{name} = {value}"
+            for name, value in self.inputs.items()
+        )
         return f"{self.name} ({self.kind}): σ {self.sign} {self.shown()}  [{given}] for {self.holds_for}; {self.reference}"
 
 
-CASTIN = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
-OURS = "lipscope, docs/theory"
+Found: TypeAlias = Bound | Sequence[Bound] | None
+Evaluation = TypeVar("Evaluation", bound=Callable[..., Found])
+
+# ``other``: windows, prefixes, padding, packing, tensors, combinations.
+MASKS = ("full", "causal", "other")
+FEATURES = ("query_bias", "additive", "softcap", "sinks", "rotary", "several_heads")
+ARGUMENTS = ("x", "radius", "n")
+# One head with plain dot-product scores.
+PLAIN = ", ".join(FEATURES)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One line of the registry.
+
+    Attributes:
+        name: the bound.
+        function: what computes it from a layer and the arguments it needs; under several names, all of their bounds.
+        needs: arguments without which it cannot be evaluated: ``x`` (tokens), ``radius`` (R), ``n`` (their number).
+        takes: those and the optional ones.
+        masks: masks it holds for.
+        features: what the layer may use besides plain dot-product scores; key and value biases are always allowed.
+        side: upper or lower.
+        scores: the kinds of attention it is about: ``"dot"`` (softmax of scaled dot products) or those of ``Variant``.
+        superseded: masks for which a cheaper bound of the same source gives the same number.
+    """
+
+    name: str
+    function: Callable[..., Found]
+    needs: tuple[str, ...]
+    takes: tuple[str, ...]
+    masks: frozenset[str]
+    features: frozenset[str]
+    side: Side
+    scores: tuple[str, ...]
+    superseded: frozenset[str]
+
+    @property
+    def source(self) -> str:
+        """Where the bound comes from: its name up to the dot."""
+        return self.name.partition(".")[0]
+
+    def at(self, layer: Any, **given: Any) -> list[Bound]:
+        """The bounds that the function finds for a layer, with what it takes of the given arguments."""
+        found = self.function(layer, **{name: given[name] for name in self.takes if given.get(name) is not None})
+        return [] if found is None else [found] if isinstance(found, Bound) else list(found)
+
+
+# Every bound by name, in the order in which they are defined.
+ENTRIES: dict[str, Entry] = {}
+
+
+def bound(
+    name: str,
+    *,
+    needs: str,
+    masks: str = ", ".join(MASKS),
+    without: str = "",
+    side: Side = "upper",
+    scores: str = "dot",
+    superseded: str = "",
+) -> Callable[[Evaluation], Evaluation]:
+    """Enter a function of a layer into the registry; lists are words separated by commas.
+
+    Args:
+        name: ``source.statement``.
+        needs: arguments of the function besides the layer that must be given: of ``x``, ``radius`` and ``n``.
+        masks: masks it holds for, of ``full``, ``causal`` and ``other``.
+        without: features that a layer must not have.
+        side: upper or lower.
+        scores: ``dot``, or the kinds of ``Variant`` it is about, which have no feature but several heads.
+        superseded: masks for which a cheaper bound of the same source gives the same number.
+
+    Returns:
+        A decorator that leaves the function as it is. It may return one bound, several, or None where it says nothing.
+    """
+    allowed = (*FEATURES[-1:],) if scores != "dot" else FEATURES
+
+    def register(function: Evaluation) -> Evaluation:
+        if name in ENTRIES and ENTRIES[name].function.__module__ != function.__module__:
+            raise ValueError(f"bound {name!r} is defined twice")
+        parameters = inspect.signature(function).parameters
+        ENTRIES[name] = Entry(
+            name=name,
+            function=function,
+            needs=_words(needs, ARGUMENTS),
+            takes=tuple(argument for argument in ARGUMENTS if argument in parameters),
+            masks=frozenset(_words(masks, MASKS)),
+            features=frozenset(allowed).difference(_words(without, FEATURES)),
+            side=side,
+            scores=_words(scores),
+            superseded=frozenset(_words(superseded, MASKS)),
+        )
+        return function
+
+    return register
+
+
+def _words(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if known is not None and word not in known:
+            raise ValueError(f"{word!r} is none of {', '.join(known)}")
+    return words

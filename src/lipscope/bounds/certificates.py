@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.bounds import strips
-from lipscope.bounds.bound import OURS, Bound
+from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.row_gram import row_gram
 from lipscope.bounds.several_heads import several_heads
@@ -111,6 +111,10 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     return certificate <= max(steps * pair, 1e9)
 
 
+@bound("certificates.factored", needs="x")
+@bound("certificates.row_gram", needs="x", without="several_heads")
+@bound("certificates.block_norm", needs="x")
+@bound("certificates.row_column", needs="x")
 def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> list[Bound]:
     """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``; ``height`` as in ``certified_upper``."""
     weights = layer_weights(layer)

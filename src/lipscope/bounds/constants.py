@@ -20,8 +20,9 @@ import torch
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask
+from lipscope.attention.variants import Variant
 from lipscope.bounds.offsets import TurnedNorms, turned_norms
-from lipscope.bounds.weights import HeadWeights, layer_weights
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ class Constants:
         return Constants(turn(self.image), turn(self.plain), self.out)
 
     def combine(self, bound: Callable[[HeadConstants], float]) -> float:
-        """min( Σ_h bound(head with W_O), ‖W_O‖·√Σ_h bound(head)² ): both are valid for the whole layer."""
-        joint = self.out * math.hypot(*(bound(head) for head in self.plain))
-        return min(sum(bound(head) for head in self.image), joint)
+        """A bound for the whole layer from one for a head."""
+        return over_heads(map(bound, self.plain), self.out, map(bound, self.image))
 
 
 def _of_head(layer: Attention, w: HeadWeights, span: float) -> HeadConstants:
@@ -165,14 +165,16 @@ def score_range(layer: Attention) -> float:
     return float(span[torch.isfinite(span)].max().clamp_min(0)) if bool(torch.isfinite(span).any()) else 0.0
 
 
-def additive_length(layer: Attention) -> int | None:
+def additive_length(layer: Attention | Variant) -> int | None:
     """The n that an additive bias, an explicit mask or rotary tables per input are made for; None for any n."""
+    if isinstance(layer, Variant):
+        return mask_of(layer).length
     if layer.rotary is not None and layer.rotary.cos.ndim == 3:
         return int(layer.rotary.cos.shape[1])
     return mask_of(layer).length if layer.bias is None else int(layer.bias.shape[-1])
 
 
-def mask_of(layer: Attention) -> Mask:
+def mask_of(layer: Attention | Variant) -> Mask:
     """The layer's mask object."""
     assert isinstance(layer.mask, Mask)
     return layer.mask

@@ -1,18 +1,104 @@
-"""The softmax Jacobian diag(p) − ppᵀ: its largest eigenvalue exactly, and the closed bound g₁.
+"""Bounds through the norm of the softmax Jacobian diag(p) − ppᵀ: Yudin et al. 2025, and a sharper form of theirs.
 
-λ_max is the root in (p₍₂₎, p₍₁₎) of the secular equation Σ_i p_i²/(p_i − λ) = 1, and p₍₁₎ itself when p₍₁₎ = p₍₂₎. Always
+Its largest eigenvalue λ_max is the root in (p₍₂₎, p₍₁₎) of the secular equation Σ_i p_i²/(p_i − λ) = 1, and p₍₁₎ itself when
+p₍₁₎ = p₍₂₎. Always
 
     λ_max ≤ g₁(p) = p₍₁₎(1 − p₍₁₎ + p₍₂₎) ≤ ½        (Yudin et al. 2025)
+
+One head without biases: σ(X) ≤ ‖V‖( ‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i) ), since dS = dX AᵀXᵀ + X A dXᵀ up to transposes and each
+row passes through diag(P_i) − P_iP_iᵀ. Two improvements are free: the exact eigenvalue instead of g₁, and, since
+(diag(p) − ppᵀ)1 = 0, values and keys may be shifted by their means; the norms are then those of the projections themselves.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from lipscope.attention.layer import Attention
+from lipscope.bounds.bound import OURS, Bound, bound
+from lipscope.bounds.constants import Constants, HeadConstants
+from lipscope.bounds.head_core import HeadCore
+from lipscope.bounds.spectral_upper import nonnegative_norm
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
+
+_SOURCE = "Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv 2507.07814, 2025"
+
+
+@bound("yudin2025.published", needs="x", without="rotary")
+def yudin2025_published(layer: Attention, x: Tensor) -> Bound:
+    """The bound ‖V‖‖P‖ + (‖V‖‖X‖ + √n b_V)(2‖X‖‖A‖ + √n(b_Q + b_K)) max_i g₁(P_i) at tokens x (n, d), any mask.
+
+    Without biases it is ‖V‖(‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i)). Here b_Q = τ‖W_Kᵀb_Q‖, and b_K, b_V are zero unless there are
+    sinks (b_K: or a soft-cap). ‖P‖ is replaced by a rigorous upper bound. Frobenius norms.
+
+    Args:
+        layer: the layer.
+        x: tokens (n, d).
+
+    Returns:
+        A local bound.
+    """
+    size = float(torch.linalg.matrix_norm(x.double(), 2))
+    root = math.sqrt(x.shape[0])
+
+    def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
+        values = c.value * size + root * c.value_bias
+        scores = 2 * size * c.interaction + root * (c.query_bias + c.key_bias)
+        return c.value * nonnegative_norm(core.P) + values * scores * float(g1(core.P).max())
+
+    value = _joined(layer, x, head)
+    return Bound("yudin2025.published", value, "local", "this input; any mask", _SOURCE, {"n": x.shape[0]})
+
+
+@bound("yudin2025.improved", needs="x")
+def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
+    """The bound ‖V‖‖P‖ + ‖W_O(V − mean)‖(‖τ(K − mean)W_Q‖ + ‖τQW_K‖) max_i λ_max(diag(P_i) − P_iP_iᵀ) at tokens x (n, d).
+
+    Never larger than ``yudin2025.published``. With rotary embeddings the norms of scores are the largest ‖τK R_iW_Q‖ and ‖τQ
+    R_jW_K‖ over tokens. The means are subtracted where a shift does not matter (not with sinks; keys not with a
+    soft-cap). Any mask, Frobenius norms. Ours.
+
+    Args:
+        layer: the layer.
+        x: tokens (n, d).
+
+    Returns:
+        A local bound.
+    """
+
+    def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
+        v = core.v if core.missing is None else core.v + core.centre
+        if w.R_O is not None:
+            v = v @ w.R_O.mT
+        values, slope = float(torch.linalg.matrix_norm(v, 2)), float(largest_eigenvalue(core.P).max())
+        scores = core.projected_norm(core.k, w.R_Q) + core.projected_norm(core.q, w.R_K)
+        return c.value * nonnegative_norm(core.P) + values * scores * slope
+
+    value = _joined(layer, x, head)
+    reference = f"{OURS}, after {_SOURCE}"
+    return Bound("yudin2025.improved", value, "local", "this input; any mask", reference, {"n": x.shape[0]})
+
+
+def _joined(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeights, HeadConstants], float]) -> float:
+    """The heads joined, rounded up by the margin of the probabilities."""
+    weights, constants = layer_weights(layer), Constants.of(layer, x.shape[0])
+    precise, x = layer.to(torch.float64), x.detach().double()
+    plain, image, margin = [], [], 0.0
+    with torch.no_grad():
+        for h in range(layer.heads):
+            core = HeadCore.at(precise.head(h), x, weights.plain[h])
+            margin = max(margin, core.margin)
+            plain.append(head(core, weights.plain[h], constants.plain[h]))
+            image.append(head(core, weights.image[h], constants.image[h]))
+    return over_heads(plain, weights.out, image) * (1 + 4 * margin)
+
 
 def g1(p: Tensor) -> Tensor:
-    """g₁(p) = p₍₁₎(1 − p₍₁₎ + p₍₂₎) for rows of probabilities (…, n); p₍₂₎ = 0 when n = 1.
+    """The closed bound g₁(p) = p₍₁₎(1 − p₍₁₎ + p₍₂₎) for rows of probabilities (…, n); p₍₂₎ = 0 when n = 1.
 
     It holds for rows that sum to less than one as well (sinks, hidden rows).
 
@@ -26,10 +112,10 @@ def g1(p: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(p: Tensor, iterations: int = 64) -> Tensor:
-    """λ_max(diag(p) − ppᵀ) for rows p ≥ 0 with sum at most one, shape (…, n), by bisection of the secular equation.
+    """The eigenvalue λ_max(diag(p) − ppᵀ) for rows p ≥ 0 with sum at most one, by bisection of the secular equation.
 
-    f(λ) = 1 − Σ p_i²/(p_i − λ) changes sign once in (p₍₂₎, p₍₁₎): it tends to −∞ at p₍₁₎ and +∞ at p₍₂₎. The upper end
-    of the last bracket is returned, so that the value is an upper bound to the last bit of the bisection.
+    The function f(λ) = 1 − Σ p_i²/(p_i − λ) changes sign once in (p₍₂₎, p₍₁₎): it tends to −∞ at p₍₁₎ and +∞ at p₍₂₎. The
+    upper end of the last bracket is returned, so that the value is an upper bound to the last bit of the bisection.
 
     Args:
         p: probabilities (…, n).

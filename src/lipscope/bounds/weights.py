@@ -9,6 +9,7 @@ W_O = Q R_O, W_Kᵀ = Q R_K, τW_Qᵀ = Q R_Q, all norms are those of d_head × 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -92,8 +93,20 @@ class LayerWeights:
 
 
 def spectral(M: Tensor) -> float:
-    """Spectral norm of a float64 matrix from its SVD, rounded up by a relative 1e-12."""
-    return float(torch.linalg.matrix_norm(M, 2)) * (1 + 1e-12)
+    """Spectral norm of a matrix from its SVD in float64, rounded up by a relative 1e-12."""
+    return float(torch.linalg.matrix_norm(M.detach().double(), 2)) * (1 + 1e-12)
+
+
+def over_heads(plain: Iterable[float], out: float, image: Iterable[float] | None = None) -> float:
+    """A bound for all heads from bounds of each: min( Σ_h image_h, ‖W_O‖·√Σ_h plain_h² ).
+
+    Args:
+        plain: bounds of the heads before W_O.
+        out: ‖W_O‖, 1 without W_O.
+        image: bounds of the heads followed by their blocks of W_O, if known.
+    """
+    joint = out * math.hypot(*plain)
+    return joint if image is None else min(sum(image), joint)
 
 
 def triangle(M: Tensor) -> Tensor:
@@ -110,8 +123,7 @@ def layer_weights(layer: Attention) -> LayerWeights:
         if state == before and all(a is b for a, b in zip(others, tensors, strict=True)):
             return weights
     weights = _compute(layer.to(torch.float64))
-    # The other tensors are held, so that no new one can take the place of one that is compared by identity. An older state
-    # of the same tensors will not come back.
+    # References are kept so that ``is`` stays meaningful (ids are reused); entries of earlier in-place versions are dropped.
     known[:] = [entry for entry in known if entry[1][:3] != state[:3]]
     known.append((tensors, state, weights))
     return weights

@@ -16,7 +16,7 @@ from lipscope.cli.terminal import notice, print_table, progress_bar
 from lipscope.rounding import interval, round_down, round_up
 
 if TYPE_CHECKING:
-    from lipscope.bounds.table import BoundTable
+    from lipscope.bounds.bound_table import BoundTable
     from lipscope.models.layer_bounds import LayerBounds
     from lipscope.models.model import Model
     from lipscope.studies.worst_case.growth_in_n import Growth
@@ -41,7 +41,7 @@ def bounds(
     found = find(source, target, seed=seed, text=text, say=say)
     if found.model is None:
         from lipscope.attention.io import load_tokens
-        from lipscope.bounds.table import table
+        from lipscope.bounds.bound_table import table
 
         X = None if tokens is None else load_tokens(tokens)
         listed = table(found.part(head), X, radius, n)

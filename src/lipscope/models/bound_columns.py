@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
-from lipscope.bounds import registry
-from lipscope.bounds.constants import additive_length
+from lipscope.bounds.registry import least
 from lipscope.models.capture import Recording
 
 Columns = dict[str, float | None]
@@ -23,7 +21,7 @@ def bound_columns(
 ) -> list[Columns]:  # fmt: skip
     """The columns of every row, ordered (input, head): ``refined``, ``castin2024``, and both with ``_global``.
 
-    Each is the least of its source's set bounds that hold for the layer's mask and score rule (``bounds.registry``), at the
+    Each is the least of its source's set bounds that hold for the layer's mask and score rule (``bounds.names``), at the
     largest token norm of that input, and at the largest norm that the layer's normalisation can put out.
 
     Args:
@@ -55,20 +53,6 @@ def bound_columns(
                 columns[f"{source}_global"] = known.get(key)
             rows.append(columns)
     return rows
-
-
-def least(source: str, layer: Attention, radius: float, n: int) -> float | None:
-    """The least set bound of a source that holds for a layer, n tokens of norm at most ``radius``; None without any."""
-    values = []
-    for name in registry.TABLE:
-        if name == "refined.visibility" and isinstance(layer.mask, Full | Causal):
-            # Counting who sees whom gives what the closed forms for these masks give, at the cost of the n×n matrix.
-            continue
-        if name.startswith(f"{source}.") and registry.supports(name, layer):
-            # This one counts who sees whom, so it takes the length of the mask; padding neither sees nor is seen.
-            places = additive_length(layer) if name == "refined.visibility" else None
-            values.append(registry.evaluate(name, layer, radius=radius, n=places or n).value)
-    return min(values, default=None)
 
 
 def norm_radius(norm: Normalisation | None) -> float | None:

@@ -19,8 +19,8 @@ from torch import Tensor
 from lipscope.attention.family import VARIANTS, family
 from lipscope.attention.layer import Attention
 from lipscope.attention.variants import Variant
-from lipscope.bounds import registry
 from lipscope.bounds.bound import Bound
+from lipscope.bounds.registry import set_bounds
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
@@ -302,19 +302,13 @@ def _measure(
         growth_n=growth({m: found.estimate for m, found in along_n.items()}),
         growth_radius=growth(along_R),
         worst=worst,
-        bounds=set_bounds(member, radius, n),
+        bounds=least_first(set_bounds(member, radius, n)),
     )
 
 
-def set_bounds(layer: Attention | Variant, radius: float, n: int) -> tuple[Bound, ...]:
-    """Upper bounds for all inputs of n tokens in the ball, Frobenius norms, least first."""
-    found = []
-    for name, entry in registry.TABLE.items():
-        if entry.side == "upper" and entry.needs != "input" and registry.supports(name, layer):
-            bound = registry.evaluate(name, layer, radius=radius, n=n)
-            if bound.norm == "Frobenius" and bound.kind == "set" and math.isfinite(bound.value):
-                found.append(bound)
-    return tuple(sorted(found, key=lambda bound: bound.value))
+def least_first(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
+    """Finite bounds, sorted by value."""
+    return tuple(sorted((bound for bound in bounds if math.isfinite(bound.value)), key=lambda bound: bound.value))
 
 
 def growth(values: dict[Any, Tensor]) -> GrowthFit | None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.bounds import constructions, lower, refined
+from lipscope.bounds.pairs import best_pair, lower_measured, matrices, real_eigenvectors
+from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.rounding import round_down, round_up
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
@@ -123,7 +124,7 @@ def set_bound(attention: MeanFieldAttention, radius: float) -> float:
     """The ``refined`` bound for every number of atoms: of the W_2 constant, or of the d_2 constant of a causal layer."""
     if not 0 < radius < math.inf:
         raise ValueError(f"radius must be positive and finite, got {radius}")
-    return (refined.masked if attention.causal else refined.unmasked)(attention.constants, radius).value
+    return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius).value
 
 
 def empirical_constant(
@@ -150,7 +151,7 @@ def empirical_constant(
         restarts: random clouds to start from (uniform in the ball).
         steps: gradient steps per start.
         seed: seed of the clouds and of the changes.
-        starts: measures to start from as well, for example the two Diracs of ``lipscope.bounds.lower``.
+        starts: measures to start from as well, for example the two Diracs of ``lipscope.bounds.pairs.lower_meanfield``.
         progress: called with (done, total, what).
 
     Returns:
@@ -244,9 +245,9 @@ def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:
         raise ValueError("two_diracs is for unmasked layers: a causal layer maps measures with positions")
     best, found = -1.0, None
     for head in range(attention.layer.heads):
-        A, _ = constructions.matrices(attention.layer, head)
-        candidates = [lower.best_pair(A, radius)]
-        candidates += [(-radius * e, radius * e) for gamma, e in lower.real_eigenvectors(A) if gamma < 0][:1]
+        A, _ = matrices(attention.layer, head)
+        candidates = [best_pair(A, radius)]
+        candidates += [(-radius * e, radius * e) for gamma, e in real_eigenvectors(A) if gamma < 0][:1]
         for u, w in candidates:
             E = max(0.0, float((u - w) @ A @ w))
             t = torch.logspace(-4, 2, 601, dtype=torch.float64)
@@ -264,9 +265,10 @@ def starting_measures(attention: MeanFieldAttention, n: int, radius: float, rest
     """Two Diracs (unmasked), the constructions with n tokens, and random clouds in the ball."""
     starts: list[Measure] = [] if attention.causal else [two_diracs(attention, radius)]
     if n > 1:
-        worst = constructions.measured(attention.layer, radius, n).tokens
+        worst = lower_measured(attention.layer, radius, n)
         assert worst is not None
-        starts.append(attention.measure_of(inside_ball(worst, radius)))
+        assert worst.tokens is not None
+        starts.append(attention.measure_of(inside_ball(worst.tokens, radius)))
     law = Ball(attention.layer.width, radius)
     return starts + [attention.measure_of(law.sample(n, seed + k)) for k in range(restarts)]
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.bounds import registry
 from lipscope.bounds.certificates import certified_upper
+from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
+from lipscope.bounds.registry import least
 from lipscope.models.model import Model
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Pass, Row
@@ -27,7 +28,6 @@ from lipscope.studies.worst_case import construct, maximise
 
 KIND = "lipscope.studies.paper.adversarial_points:AdversarialPoints"
 PAPER, GROUPS, ASCENT = "proposition 3.4", "groups", "ascent"
-_UPPER = ("refined.unmasked", "refined.masked", "castin2024.general", "castin2024.meanfield")
 
 
 class AdversarialPoints:
@@ -62,7 +62,7 @@ class AdversarialPoints:
         assert layer is not None
         head, radius, n = layer.head(task["heads"][0]).to(torch.float64), payload["radius"], payload["n"]
         solver = Auto(**task["solver"])
-        case = paper_case(head)
+        case = f"proposition34.{proposition34_case(real_eigenvalues(head))}"
         built = construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
         points: list[tuple[str, Tensor, SpectralNorm, float | None, str]] = [
             (
@@ -90,38 +90,10 @@ class AdversarialPoints:
         ]
 
 
-def real_eigenvalues(head: Attention) -> Tensor:
-    """The real eigenvalues of A = τW_KᵀW_Q other than 0, from the dk×dk matrix τW_QW_Kᵀ that shares them."""
-    values = torch.linalg.eigvals(head.tau * head.q.detach().double() @ head.k.detach().double().mT)
-    real: Tensor = values.real[values.imag.abs() <= 1e-9 * values.abs().max()]
-    return real
-
-
-def paper_case(head: Attention) -> str:
-    """Which of the two cases of Proposition 3.4 applies: γ_max > −8γ_min, or not."""
-    real = real_eigenvalues(head)
-    high = max(0.0, float(real.max())) if real.numel() else 0.0
-    low = min(0.0, float(real.min())) if real.numel() else 0.0
-    return "proposition34.max" if high > -8 * low else "proposition34.min"
-
-
-def strongest_head(layer: Attention) -> int:
-    """The head with the largest E/R² = max(γ_max/4, 2|γ_min|)."""
-
-    def gain(h: int) -> float:
-        real = real_eigenvalues(layer.head(h))
-        return max(float(real.max()) / 4, -2 * float(real.min())) if real.numel() else 0.0
-
-    return max(range(layer.heads), key=gain)
-
-
 def upper_bounds(head: Attention, radius: float, n: int) -> dict[str, float]:
     """The least refined and the least published set bound for any n tokens of norm at most ``radius``."""
-    values = {
-        name: registry.evaluate(name, head, radius=radius, n=n).value for name in _UPPER if registry.supports(name, head)
-    }
-    groups = {source: [v for name, v in values.items() if name.startswith(source)] for source in ("refined", "castin2024")}
-    return {source: min(found) for source, found in groups.items() if found}
+    values = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
+    return {source: value for source, value in values.items() if value is not None}
 
 
 def _row(handle: Model, task: dict[str, Any], points: str, X: Tensor, sigma: SpectralNorm, radius: float) -> Row:

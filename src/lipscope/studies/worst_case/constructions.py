@@ -22,15 +22,14 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.bounds import lower, registry
-from lipscope.bounds.constructions import closed_form
+from lipscope.bounds.pairs import Candidate, HeadPairs, lower_meanfield, tokens
+from lipscope.bounds.registry import names as bound_names
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.rows import Row, sigma_row
 from lipscope.studies.worst_case.domain import Ball, Domain, domain_of
 from lipscope.studies.worst_case.grouped import group_gain, has_closed_form
-from lipscope.studies.worst_case.head_pairs import HeadPairs
 
 NAMES = ("proposition34.max", "proposition34.min", "pair", "groups", "meanfield")
 
@@ -110,8 +109,10 @@ def construct(
     heads = range(attention.heads) if head is None else [head]
     check_length(attention, n)
     precise = attention.to(torch.float64)
-    found = [_Candidate(h, *candidate) for h in heads for candidate in HeadPairs(precise, h, domain).all(names, n)]
-    X = torch.stack([lower.tokens(c.u, c.w, n, c.m) for c in found])
+    affine = domain.affine(precise.q)
+    pairs = [HeadPairs(precise, h, affine, domain.size, lambda z: domain.tokens(domain.project(z))) for h in heads]
+    found = [candidate for each in pairs for candidate in each.all(names, n)]
+    X = torch.stack([tokens(c.u, c.w, n, c.m) for c in found])
     # Symmetric inputs repeat singular values: one round for all of them ranks, a second one measures the chosen.
     rough = local_lipschitz(precise, X, solver=Auto(rtol=1e-3, interval=None), certificate=False).estimate
     result = []
@@ -122,22 +123,12 @@ def construct(
     return tuple(result)
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    head: int
-    name: str
-    u: Tensor
-    w: Tensor
-    m: int
-    note: str
-
-
-def _finish(layer: Attention, c: _Candidate, X: Tensor, domain: Domain, solver: Solver | None) -> Construction:
+def _finish(layer: Attention, c: Candidate, X: Tensor, domain: Domain, solver: Solver | None) -> Construction:
     n = X.shape[0]
     predicted = group_gain(layer, c.u, c.w, n, c.m) if has_closed_form(layer) else None
     limit = None
-    if c.name == "meanfield" and not c.note and isinstance(domain, Ball) and registry.supports("lower.meanfield", layer):
-        bound = closed_form("lower.meanfield", layer, domain.radius, n)
+    if c.name == "meanfield" and not c.note and isinstance(domain, Ball) and "lower.meanfield" in bound_names(layer):
+        bound = lower_meanfield(layer, domain.radius)
         limit = None if bound is None else bound.value
     return Construction(c.name, X, c.head, c.m, predicted, local_lipschitz(layer, X, solver=solver), limit, c.note)
 

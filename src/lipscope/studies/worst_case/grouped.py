@@ -131,7 +131,7 @@ class GroupGain(Operator):
 def group_gain(layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> float:
     """A lower bound for σ at m tokens u followed by n−m tokens w: the norm of ``GroupGain``.
 
-    For one plain head this is ``bounds.lower.two_groups``, or ``causal_groups``; it holds for several heads, biases,
+    For one plain head this is ``bounds.pairs.two_groups``, or ``causal_groups``; it holds for several heads, biases,
     grouped queries, soft-cap and sinks alike.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.bounds import registry
+from lipscope.bounds.registry import set_bounds
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.rounding import round_down
 from lipscope.runs.fit import GrowthFit, fit_growth
@@ -32,7 +32,7 @@ Method: TypeAlias = Literal["construct", "ascend"]
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 97)
 # Relative difference below which two measured σ count as equal.
 _SAME = 1e-6
-UPPER = ("refined.unmasked", "refined.masked", "refined.visibility", "castin2024.general", "castin2024.meanfield")
+SOURCES = ("refined", "castin2024")
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ def _worst(
     tokens, sigma, source = best.tokens, best.sigma, best.name
     if ascent is not None and float(ascent.sigma.estimate) >= float(sigma.estimate):
         tokens, sigma, source = ascent.tokens, ascent.sigma, "ascent"
-    bounds = {name: registry.evaluate(name, layer, radius=R, n=n).value for name in UPPER if registry.supports(name, layer)}
+    bounds = {bound.name: bound.value for bound in set_bounds(layer, R, n, SOURCES)}
     real = None
     if given is not None:
         batch = given if given.ndim == 3 else given[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.operators import AttentionOperator
-from lipscope.bounds import registry
+from lipscope.attention.variants import Variant
 from lipscope.bounds.bound import Bound
-from lipscope.bounds.certificates import local_bounds
 from lipscope.bounds.constants import additive_length
-from lipscope.bounds.constructions import closed_form, measured
+from lipscope.bounds.registry import applicable
 from lipscope.rounding import interval
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
 from lipscope.spectral.solvers import Auto
@@ -68,7 +68,9 @@ class BoundTable:
         return "\n".join(lines)
 
 
-def table(attention: Attention, X: Tensor | None = None, radius: float | None = None, n: int | None = None) -> BoundTable:
+def table(
+    layer: Attention | Variant, X: Tensor | None = None, radius: float | None = None, n: int | None = None
+) -> BoundTable:
     """All bounds that hold for a layer, with the measured σ and lower-bound constructions.
 
     Set bounds are for tokens in the ball B_R; with tokens given, R is their largest norm and n their number unless said
@@ -76,7 +78,7 @@ def table(attention: Attention, X: Tensor | None = None, radius: float | None = 
     and sinks are handled as docs/theory says.
 
     Args:
-        attention: the layer.
+        layer: the layer, or a variant.
         X: tokens (n, d), or None for set bounds only.
         radius: R; needed without X.
         n: number of tokens; needed without X unless the layer's bias or mask is made for one length.
@@ -94,46 +96,27 @@ def table(attention: Attention, X: Tensor | None = None, radius: float | None = 
         >>> round(found["refined.unmasked"].value, 6)
         1.0
     """
-    sigma = None
-    local: list[Bound] = []
     if X is not None:
-        if X.ndim != 2:
-            raise ValueError(f"X must have shape (n, d), got {tuple(X.shape)}: make one table per input")
-        X = _checked(X, attention)
+        X = _checked(X, layer)
         longest = float(torch.linalg.vector_norm(X.double(), dim=-1).max())
         if radius is not None and longest > radius * (1 + 1e-9):
             raise ValueError(f"X has a token of norm {longest:.6g}, which is more than radius = {radius:.6g}")
         if n is not None and n != X.shape[0]:
             raise ValueError(f"n = {n}, but X has {X.shape[0]} tokens")
         radius, n = longest if radius is None else radius, X.shape[0]
-        local = local_bounds(attention, X)
-        sigma = _measure(attention, X, min(bound.value for bound in local))
-    n = additive_length(attention) if n is None else n
+    elif n is None:
+        n = additive_length(layer)
     if radius is None or n is None:
         raise ValueError("give tokens X, or a radius and a number of tokens n")
-    bounds = []
-    for name, entry in registry.TABLE.items():
-        if not registry.supports(name, attention) or entry.needs in ("input", "weights"):
-            continue
-        if entry.side == "lower":
-            found = closed_form(name, attention, radius, n)
-            bounds += [] if found is None else [found]
-        else:
-            bounds.append(registry.evaluate(name, attention, radius=radius, n=n))
-    if X is not None:
-        bounds += local
-        bounds += [
-            registry.evaluate(name, attention, x=X)
-            for name in ("yudin2025.published", "yudin2025.improved", "large_radius.limit")
-            if registry.supports(name, attention)
-        ]
-    if n > 1:
-        bounds.append(measured(attention, radius, n))
-    return BoundTable(tuple(sorted(bounds, key=_order)), sigma, radius, n)
+    bounds = sorted(applicable(layer, x=X, radius=radius, n=n), key=_order)
+    sigma = None if X is None else _measure(layer, X, bounds)
+    return BoundTable(tuple(bounds), sigma, radius, n)
 
 
-def _checked(X: Tensor, layer: Attention) -> Tensor:
+def _checked(X: Tensor, layer: Attention | Variant) -> Tensor:
     """Tokens in a dtype that can be measured."""
+    if X.ndim != 2:
+        raise ValueError(f"X must have shape (n, d), got {tuple(X.shape)}: make one table per input")
     if X.shape[1] != layer.width or 0 in X.shape:
         raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
     if not X.is_floating_point() or not bool(torch.isfinite(X).all()):
@@ -141,12 +124,14 @@ def _checked(X: Tensor, layer: Attention) -> Tensor:
     return X.detach() if X.dtype in (torch.float32, torch.float64) else X.detach().float()
 
 
-def _measure(layer: Attention, X: Tensor, certified: float) -> SpectralNorm:
-    """σ at X with the least upper end."""
+def _measure(layer: Attention | Variant, X: Tensor, bounds: Sequence[Bound]) -> SpectralNorm:
+    """σ at X; its upper end is the least certificate where that is below the solver's."""
     operator = AttentionOperator.at(layer.to(X.dtype, X.device), X[None])
     result = summarise(Auto().solve(operator), operator, scope="attention", mask=str(layer.mask))
-    known = torch.tensor([certified], dtype=torch.float64, device=X.device)
-    return reshape_batch(with_certificate(result, known), ())
+    certified = [bound.value for bound in bounds if bound.name.startswith("certificates.")]
+    if certified:
+        result = with_certificate(result, torch.tensor([min(certified)], dtype=torch.float64, device=X.device))
+    return reshape_batch(result, ())
 
 
 def _order(bound: Bound) -> tuple[int, float]:

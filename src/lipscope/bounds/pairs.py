@@ -1,0 +1,449 @@
+"""Two tokens at which σ is provably large: lower bounds, and the worst inputs that searches start from.
+
+One head without biases, A = τW_KᵀW_Q, V = W_OW_V. m tokens at u and n−m at w, moving the m tokens together, give
+
+    σ ≥ √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖,     E = (u−w)ᵀAw,     p = 1/(1 + ((n−m)/m)e^{−E})
+
+E is the score by which a token at w prefers u to its own kind: the larger, the more tokens at w listen to few at u.
+``lower.pair`` is m = 1 with the largest E; Proposition 3.4 of Castin et al. takes u and w along an eigenvector of A;
+``lower.groups`` maximises over m and so never decays as n grows; ``lower.meanfield`` is its limit for n → ∞;
+``lower.measured`` measures σ at such inputs, for any mask and score rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Causal
+from lipscope.attention.operators import AttentionOperator
+from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound
+from lipscope.bounds.weights import triangle
+from lipscope.spectral.golub_kahan import GolubKahan
+from lipscope.spectral.solvers import spectral_norm
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+NO_EIGENVALUE = "A has no {which} real eigenvalue: the general pair stands in"
+# Eigenvectors that are tried, those with the largest eigenvalues; group sizes tried one by one.
+_EIGENVECTORS, _EVERY_SIZE = 8, 128
+# Numbers in one batch of inputs: the solver keeps a few dozen vectors of this size.
+_LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class PlainHead:
+    """One head without biases, in coordinates of what it looks at.
+
+    Attributes:
+        A: τW_KᵀW_Q, (r, r).
+        V: W_OW_V, (·, r).
+        causal: under the causal mask, else without a mask.
+        basis: (d, r), the tokens of the coordinates; None when they are the same.
+    """
+
+    A: Tensor
+    V: Tensor
+    causal: bool = False
+    basis: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: Attention | PlainHead, head: int = 0) -> PlainHead:
+        """One head of a layer, float64; a plain head passes through.
+
+        The rows of [W_Q; W_K; W_V] span at most 3·d_head dimensions; A and V vanish outside. The rows of V are reduced to
+        as many, which keeps every norm ‖VM‖.
+        """
+        if isinstance(layer, PlainHead):
+            return layer
+        single, causal = layer.to(torch.float64).head(head), isinstance(layer.mask, Causal)
+        stacked = torch.cat([single.q, single.k, single.v]).detach()
+        A, V = matrices(layer, head)
+        if stacked.shape[0] >= layer.width:
+            return cls(A, V, causal)
+        basis = torch.linalg.qr(stacked.mT).Q
+        return cls(basis.mT @ A @ basis, torch.linalg.qr(V @ basis).R, causal, basis)
+
+    def gain(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
+        """The lower bound for σ at m tokens at u and n−m at w."""
+        return (causal_groups if self.causal else two_groups)(self.A, self.V, u, w, n, m)
+
+    def tokens(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:
+        """The input (n, d)."""
+        X = tokens(u, w, n, m)
+        return X if self.basis is None else X @ self.basis.mT
+
+
+def matrices(layer: Attention, head: int = 0) -> tuple[Tensor, Tensor]:
+    """A = τW_KᵀW_Q (d, d) and V = W_OW_V (d_out, d) of one head, float64."""
+    single = layer.to(torch.float64).head(head)
+    V = single.v.detach()
+    if layer.out is not None:
+        width = layer.value_width
+        V = layer.out.detach().double()[:, head * width : (head + 1) * width] @ V
+    return single.tau * single.k.detach().mT @ single.q.detach(), V
+
+
+def two_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
+    """The gain √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖ of m tokens at u and n−m at w; 0 when one group is empty."""
+    if not 0 < m < n:
+        return 0.0
+    E = float((u - w) @ A @ w)
+    ratio = (n - m) / m
+    p = 1 / (1 + ratio * math.exp(min(-E, 600.0)))
+    update = V + (1 - p) * torch.outer(V @ (u - w), A @ w)
+    return math.sqrt(ratio) * p * float(torch.linalg.matrix_norm(update, 2))
+
+
+def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
+    """The same input under the causal mask, the m tokens at u first: ‖Σ_i p_i²M_iᵀM_i/m‖^½, M_i = V(I + (1−p_i)(u−w)(Aw)ᵀ).
+
+    Row i > m sees m tokens at u and i−m at w, so p_i = 1/(1 + ((i−m)/m)e^{−E}); one common direction moves all m tokens.
+    """
+    if not 0 < m < n:
+        return 0.0
+    E = float((u - w) @ A @ w)
+    seen = torch.arange(1, n - m + 1, dtype=torch.float64)
+    p = 1 / (1 + seen / m * math.exp(min(-E, 600.0)))
+    first, second = V, torch.outer(V @ (u - w), A @ w)
+    # Σ p²(V + (1−p)S)ᵀ(V + (1−p)S), expanded so that no n×d×d tensor is formed.
+    p2 = p.square()
+    cross = first.mT @ second
+    gram = p2.sum() * first.mT @ first + (p2 * (1 - p)).sum() * (cross + cross.mT)
+    gram = gram + (p2 * (1 - p).square()).sum() * second.mT @ second
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m)
+
+
+def tokens(u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:
+    """The input: m rows u, then n−m rows w."""
+    return torch.cat([u.expand(m, -1), w.expand(n - m, -1)])
+
+
+@bound("lower.pair", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
+def lower_pair(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
+    """One token at u, the others at w, with w maximising E = R‖Aw‖ − wᵀAw over B_R and u = R·Aw/‖Aw‖.
+
+    No real eigenvalue of A is needed. Any u, w give a valid lower bound, so the maximisation need not be exact.
+
+    Args:
+        layer: a layer of one head without biases, or that head.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
+    """
+    head = PlainHead.of(layer)
+    return _bound("lower.pair", head, best_pair(head.A, radius), radius, n, OURS)
+
+
+@bound("lower.proposition34", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
+def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> Bound | None:
+    """The input of Proposition 3.4, see ``eigenvector_pair``; it grows as √n as long as n−1 ≲ e^E, then decays.
+
+    Args:
+        layer: a layer of one head without biases, or that head.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A lower bound for the supremum of σ over B_R^n; None when A has no real eigenvalue.
+    """
+    head = PlainHead.of(layer)
+    pair = eigenvector_pair(head.A, radius)
+    return None if pair is None else _bound("lower.proposition34", head, pair, radius, n, f"{CASTIN}, Proposition 3.4")
+
+
+@bound("lower.groups", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
+def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
+    """With m tokens at u and n−m at w: the best m and the best of the pairs above; it never decays in n.
+
+    Args:
+        layer: a layer of one head without biases, or that head.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
+    """
+    head = PlainHead.of(layer)
+    candidates = [best_pair(head.A, radius)]
+    for _, e in sorted(real_eigenvectors(head.A), key=lambda found: -abs(found[0]))[:_EIGENVECTORS]:
+        candidates += [(radius * e, radius * e / 2), (-radius * e, radius * e)]
+    sizes = sorted({1, *(int(n * 2 ** (-step / 4)) for step in range(1, 4 * max(1, n.bit_length()) + 1))} - {0})
+    scored = [(head.gain(*pair, n, m), index, m) for index, pair in enumerate(candidates) for m in sizes]
+    _, index, m = max(scored)
+    return _bound("lower.groups", head, candidates[index], radius, n, OURS, m=m)
+
+
+@bound("lower.meanfield", side="lower", needs="radius", masks="full", without=PLAIN)
+def lower_meanfield(layer: Attention | PlainHead, radius: float) -> Bound | None:
+    """Two Diracs at ±Re, unmasked, n → ∞: ‖Ve‖e^{γR²} max_{t>0} (√t/(1+t))(1 + tE/(1+t)), E = 2γR², γ = −γ_min.
+
+    The supremum of σ over n and over B_R^n is at least this; with ``refined.unmasked`` it fixes the exponent e^{‖A‖R²}.
+
+    Args:
+        layer: a layer of one head without biases, or that head.
+        radius: R.
+
+    Returns:
+        A lower bound for the W_2-Lipschitz constant; None when A has no negative real eigenvalue.
+    """
+    head = PlainHead.of(layer)
+    negative = [(gamma, e) for gamma, e in real_eigenvectors(head.A) if gamma < 0]
+    if not negative:
+        return None
+    gamma, e = min(negative, key=lambda found: found[0])
+    E = -2 * gamma * radius**2
+    t = torch.logspace(-8, 2, 2001, dtype=torch.float64)
+    best = float((t.sqrt() / (1 + t) * (1 + t * E / (1 + t))).max())
+    value = float(torch.linalg.vector_norm(head.V @ e)) * math.exp(min(E / 2, 700.0)) * best
+    where = f"tokens of norm ≤ {radius:g}, supremum over n, unmasked"
+    return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "E": E}, side="lower")
+
+
+@bound("lower.measured", side="lower", needs="radius, n")
+def lower_measured(layer: Attention, radius: float, n: int) -> Bound | None:
+    """The largest σ measured at two-group inputs of every head: a lower bound for any mask and score rule.
+
+    Args:
+        layer: the layer, for one input.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it; None for a single token.
+    """
+    if n < 2:
+        return None
+    precise = layer.to(torch.float64)
+    inputs = torch.stack([X for head in range(layer.heads) for X in _two_group_inputs(precise, head, radius, n)])
+    # Every gain that a direction attains is a lower bound, so no interval is asked for.
+    solver = GolubKahan(rtol=1e-3, interval=None)
+    batches = inputs.split(max(1, _LARGEST_BATCH // inputs[0].numel()))
+    found = [spectral_norm(AttentionOperator.at(precise, X), solver).lower for X in batches]
+    values = torch.cat([torch.as_tensor(lower, dtype=torch.float64).reshape(-1) for lower in found])
+    best = int(values.argmax())
+    where = f"supremum over tokens of norm ≤ {radius:g}, n = {n}, mask {layer.mask}"
+    given = {"R": radius, "n": n}
+    return Bound("lower.measured", float(values[best]), "set", where, OURS, given, side="lower", tokens=inputs[best])
+
+
+def _two_group_inputs(layer: Attention, head: int, radius: float, n: int) -> list[Tensor]:
+    """Inputs (n, d) for one head: one token against the rest, and the best m tokens, for the two kinds of pairs."""
+    plain = PlainHead.of(layer, head)
+    sizes = sorted({1} | {max(1, n >> shift) for shift in range(1, n.bit_length())})
+    found = []
+    for pair in filter(None, (best_pair(plain.A, radius), eigenvector_pair(plain.A, radius))):
+        best = max((plain.gain(*pair, n, m), m) for m in sizes)[1]
+        found += [plain.tokens(*pair, n, m) for m in {1, best}]
+    return found
+
+
+def best_pair(A: Tensor, radius: float, steps: int = 200, *, shift: Tensor | None = None) -> Pair:
+    """Tokens u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts.
+
+    With ``shift`` c, the keys' side of a query bias, Aw + c stands for Aw.
+    """
+    c = A.new_zeros(A.shape[0]) if shift is None else shift
+    basis = _span(A, c)
+    if basis is not None:
+        # E sees w through Aw, Aᵀw and c only.
+        u, w = best_pair(basis.mT @ A @ basis, radius, steps, shift=basis.mT @ c)
+        return basis @ u, basis @ w
+    d = A.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.linalg.svd(A).Vh, -torch.eye(d, dtype=A.dtype), torch.linalg.eigh((A + A.mT) / 2).eigenvectors.mT]
+    starts.append(torch.randn(8, d, generator=generator, dtype=A.dtype))
+    W = torch.cat(starts)
+    W = radius * W / torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(1e-300)
+    size = float(torch.linalg.matrix_norm(A, 2))
+    step = 0.5 / max(size, 1e-300)
+
+    def energy(W: Tensor) -> Tensor:
+        images = W @ A.mT + c
+        energies: Tensor = radius * torch.linalg.vector_norm(images, dim=-1) - (W * images).sum(-1)
+        return energies
+
+    best = W.clone()
+    for _ in range(steps):
+        images = W @ A.mT + c
+        unit = images / torch.linalg.vector_norm(images, dim=-1, keepdim=True).clamp_min(1e-300)
+        W = W + step * (radius * unit @ A - images - W @ A)
+        norms = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
+        W = W * torch.clamp(radius / norms.clamp_min(1e-300), max=1.0)
+        best = torch.where((energy(W) > energy(best))[:, None], W, best)
+    w = best[energy(best).argmax()]
+    image = A @ w + c
+    norm = float(torch.linalg.vector_norm(image))
+    return (radius * image / norm if norm > 0 else w), w
+
+
+def _span(A: Tensor, c: Tensor) -> Tensor | None:
+    """An orthonormal basis (d, r) of the rows and columns of A and of c; None when that is not much less than everything."""
+    left, values, right = torch.linalg.svd(A)
+    rank = int((values > 1e-13 * values[0]).sum())
+    if 2 * rank + 1 > 0.75 * A.shape[0]:
+        return None
+    basis: Tensor = torch.linalg.qr(torch.cat([left[:, :rank], right[:rank].mT, c[:, None]], dim=1)).Q
+    return basis
+
+
+def proposition34_case(eigenvalues: Sequence[float]) -> Literal["max", "min"]:
+    """Which case of Proposition 3.4 applies to real eigenvalues of A: ``"max"`` when γ_max > −8γ_min, else ``"min"``."""
+    return "max" if max([0.0, *eigenvalues]) > -8 * min([0.0, *eigenvalues]) else "min"
+
+
+def eigenvector_pair(A: Tensor, radius: float) -> Pair | None:
+    """The tokens of Proposition 3.4 along a real eigenvector e of A; None when there is none.
+
+    Case ``"max"``: (Re, Re/2), E = γ_maxR²/4; case ``"min"``: (−Re, Re), E = 2|γ_min|R².
+    """
+    real = real_eigenvectors(A)
+    if not real:
+        return None
+    if proposition34_case([gamma for gamma, _ in real]) == "max":
+        e = max(real, key=lambda found: found[0])[1]
+        return radius * e, radius * e / 2
+    e = min(real, key=lambda found: found[0])[1]
+    return -radius * e, radius * e
+
+
+def real_eigenvectors(A: Tensor) -> list[tuple[float, Tensor]]:
+    """Real eigenvalues of A with unit eigenvectors."""
+    values, vectors = torch.linalg.eig(A.double())
+    scale = float(values.abs().max())
+    found = []
+    for value, vector in zip(values, vectors.mT, strict=True):
+        if abs(float(value.imag)) <= 1e-12 * max(scale, 1e-300):
+            e = vector.real
+            found.append((float(value.real), e / torch.linalg.vector_norm(e)))
+    return found
+
+
+def real_eigenvalues(head: Attention) -> list[float]:
+    """The real eigenvalues of A = τW_KᵀW_Q of a one-head layer other than 0, from the dk×dk matrix τW_QW_Kᵀ."""
+    values = torch.linalg.eigvals(head.tau * head.q.detach().double() @ head.k.detach().double().mT)
+    real: list[float] = values.real[values.imag.abs() <= 1e-9 * values.abs().max()].tolist()
+    return real
+
+
+def strongest_head(layer: Attention) -> int:
+    """The head with the largest E/R² = max(γ_max/4, 2|γ_min|) over the two cases of Proposition 3.4."""
+
+    def gain(h: int) -> float:
+        real = real_eigenvalues(layer.head(h))
+        return max(max(real) / 4, -2 * min(real)) if real else 0.0
+
+    return max(range(layer.heads), key=gain)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """m tokens at u and the others at w, built from one head; ``note`` says what stands in for what."""
+
+    head: int
+    name: str
+    u: Tensor
+    w: Tensor
+    m: int
+    note: str = ""
+
+
+class HeadPairs:
+    """The pairs of one head of a float64 layer, biases included, in a set of tokens x = Dz + β, ‖z‖ ≤ ρ.
+
+    With a query bias Aw + c stands for Aw, c = τW_Kᵀb_Q; key and value biases cancel. In coordinates z this is the same
+    problem with A → DᵀAD, c → Dᵀ(Aβ + c), and only the span of the head's queries and keys matters.
+    """
+
+    def __init__(self, layer: Attention, head: int, affine: Pair, size: float, place: Callable[[Tensor], Tensor]) -> None:
+        """Describe a head in the set with ``affine`` = (D, β) and ``size`` = ρ; ``place`` maps z to the nearest token."""
+        single = layer.head(head)
+        self.head, self.size, self._place = head, size, place
+        Q, K, V = single.tau * single.q.detach(), single.k.detach(), single.v.detach()
+        bias = Q.new_zeros(Q.shape[0]) if single.q_bias is None else single.tau * single.q_bias.detach()
+        D, beta = affine
+        # The search: A and c in coordinates of the set, restricted to the span of queries and keys.
+        QD, KD = Q @ D, K @ D
+        self._basis = torch.linalg.qr(torch.cat([QD, KD]).mT).Q
+        self.A = (KD @ self._basis).mT @ (QD @ self._basis)
+        self.shift = (KD @ self._basis).mT @ (Q @ beta + bias)
+        # The gain: one more coordinate, always 1, turns Aw + c into a product, so that the plain formulas apply.
+        if layer.out is not None:
+            width = layer.value_width
+            V = triangle(layer.out.detach()[:, head * width : (head + 1) * width]) @ V
+        self._span = torch.linalg.qr(torch.cat([Q, K, V]).mT).Q
+        r = self._span.shape[1]
+        A = Q.new_zeros(r + 1, r + 1)
+        A[:r, :r] = (K @ self._span).mT @ (Q @ self._span)
+        A[:r, r] = (K @ self._span).mT @ bias
+        V = torch.cat([V @ self._span, V.new_zeros(V.shape[0], 1)], dim=1)
+        self._plain = PlainHead(A, V, isinstance(layer.mask, Causal))
+
+    def all(self, names: Sequence[str], n: int) -> Iterator[Candidate]:
+        """The candidates for each of ``names``; several for ``groups``, of which the best is to be measured."""
+        general = self._tokens(*best_pair(self.A, self.size, shift=self.shift))
+        high, low = self._eigenvector_pairs(n)
+        special = {"proposition34.max": (high, "positive"), "proposition34.min": (low, "negative"),
+                   "meanfield": (low, "negative"), "pair": (general, "")}  # fmt: skip
+        for name in names:
+            if name == "groups":
+                for pair in filter(None, (general, high, low)):
+                    for m in {1, self.best_size(pair, n)}:
+                        yield Candidate(self.head, name, *pair, m)
+                continue
+            found, which = special[name]
+            pair = found or general
+            m = self.best_size(pair, n) if name == "meanfield" else 1
+            yield Candidate(self.head, name, *pair, m, "" if found else NO_EIGENVALUE.format(which=which))
+
+    def gain(self, pair: Pair, n: int, m: int) -> float:
+        """The gain √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw + c)ᵀ)‖ of this head, or its causal form."""
+        one = self._span.new_ones(1)
+        u, w = (torch.cat([token @ self._span, one]) for token in pair)
+        return self._plain.gain(u, w, n, m)
+
+    def best_size(self, pair: Pair, n: int) -> int:
+        """The m that maximises the gain: every size for short n, else a geometric grid refined around its best."""
+        if n <= _EVERY_SIZE:
+            return max(range(1, n), key=lambda m: self.gain(pair, n, m))
+        grid = sorted({math.floor(math.pow(n - 1, step / _EVERY_SIZE)) for step in range(_EVERY_SIZE + 1)})
+        best = max(grid, key=lambda m: self.gain(pair, n, m))
+        at = grid.index(best)
+        first, last = grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)]
+        finer: list[int] = [best, *range(first, last + 1, max(1, (last - first) // _EVERY_SIZE))]
+        return max(finer, key=lambda m: self.gain(pair, n, m))
+
+    def _eigenvector_pairs(self, n: int) -> tuple[Pair | None, Pair | None]:
+        """The two cases of Proposition 3.4; of e and −e, which a query bias or an offset tells apart, the better one."""
+        size, rho = float(torch.linalg.matrix_norm(self.A, 2)), self.size
+        # The span has more dimensions than A has rank: what is zero up to rounding is no eigenvalue of the head.
+        real = [(value, e) for value, e in real_eigenvectors(self.A) if abs(value) > 1e-10 * size]
+
+        def better(pairs: list[Pair]) -> Pair:
+            return max(pairs, key=lambda pair: self.gain(pair, n, 1))
+
+        high = low = None
+        if real and (best := max(real, key=lambda found: found[0]))[0] > 0:
+            high = better([self._tokens(sign * rho * best[1], sign * rho * best[1] / 2) for sign in (1, -1)])
+        if real and (best := min(real, key=lambda found: found[0]))[0] < 0:
+            low = better([self._tokens(-sign * rho * best[1], sign * rho * best[1]) for sign in (1, -1)])
+        return high, low
+
+    def _tokens(self, u: Tensor, w: Tensor) -> Pair:
+        """Coordinates in the span → tokens of the set."""
+        found = self._place(torch.stack([u, w]) @ self._basis.mT)
+        return found[0], found[1]
+
+
+def _bound(name: str, head: PlainHead, pair: Pair, R: float, n: int, reference: str, m: int | None = None) -> Bound:
+    where = f"supremum over tokens of norm ≤ {R:g}, n = {n}, {'causal mask' if head.causal else 'unmasked'}"
+    given = {"R": R, "n": n} if m is None else {"R": R, "n": n, "m": m}
+    X = head.tokens(*pair, n, 1 if m is None else min(m, n))
+    return Bound(name, head.gain(*pair, n, m or 1), "set", where, reference, given, side="lower", tokens=X)

@@ -1,0 +1,334 @@
+"""Bounds that hold for all inputs with tokens in the ball B_R, and what σ tends to as R → ∞; proofs in docs/theory.
+
+One head without biases, a = ‖A‖R², q = e^{−2a}. Castin, Ablin and Peyré, *How Smooth Is Attention?* (ICML 2024):
+
+    Theorem 3.3   σ ≤ √3‖V‖(a²(4n+1) + n)^½                  masked and unmasked
+    Theorem 3.5   W_p-Lipschitz constant ≤ ‖V‖(1+3a)e^{2a}    unmasked, any number of tokens
+
+Ours (``refined``), sharper for all parameters: the row–column certificate with c_i ≤ ‖V‖²R², ‖a_i‖ ≤ ‖A‖R gives
+
+    σ ≤ ‖V‖( √(1+a²)·√κ + a ),     κ ≥ largest column sum of P
+
+A row that sees m keys has entries of at most 1/(1 + (m−1)q), so κ is a sum over the rows that see a column:
+
+    unmasked   κ = n/(1 + (n−1)q)            ≤ min(n, e^{2a})
+    causal     κ = Σ_{i≤n} 1/(1 + (i−1)q)    ≤ min(n, e^{2a}H_n)
+    any mask   κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)q)
+
+Causal, free of n: σ ≤ ‖V‖((1+2a)Π(a) + a) with ‖P‖₂ ≤ Π(a) = min(2e^{2a}, inf_{0<t<1} e^{a(1+t)}√((1+1/t)/(1−t))).
+With biases, soft-cap and sinks the same proofs give the forms below; they reduce to the above without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Mask, MaskLike, as_mask
+from lipscope.bounds.bound import CASTIN, OURS, Bound, bound
+from lipscope.bounds.constants import Constants, HeadConstants, additive_length
+from lipscope.bounds.weights import layer_weights, spectral, triangle
+
+_NEWHOUSE = "Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338, 2025"
+
+
+@bound("castin2024.general", needs="radius, n")
+def castin2024_general(layer: Attention | Constants, radius: float, n: int) -> Bound:
+    """Theorem 3.3: √3(n‖V‖² + 4n ν²α² + ν²β²)^½ for tokens in B_R, any mask; √3‖V‖(a²(4n+1) + n)^½ without biases.
+
+    Frobenius norms. The form with biases is ours, by the same proof.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A set bound.
+    """
+
+    def head(c: HeadConstants) -> float:
+        keys = c.nu(radius) * c.alpha(radius)
+        return math.sqrt(3 * (n * c.value**2 + 4 * n * keys**2 + c.queries(radius) ** 2))
+
+    value = Constants.of(layer, n).combine(head)
+    return _bound("castin2024.general", value, radius, n, "any mask", f"{CASTIN}, Theorem 3.3")
+
+
+@bound("castin2024.meanfield", needs="radius", masks="full", without="additive")
+def castin2024_meanfield(layer: Attention | Constants, radius: float) -> Bound:
+    """Theorem 3.5: (‖V‖ + 2να + νβ)e^{2h} for tokens in B_R, unmasked, every n; ‖V‖(1+3a)e^{2a} without biases.
+
+    It bounds the Lipschitz constant for the Wasserstein distances W_p, hence σ.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+
+    Returns:
+        A set bound.
+    """
+
+    def head(c: HeadConstants) -> float:
+        inner = c.value + c.nu(radius) * (2 * c.alpha(radius)) + c.queries(radius)
+        return inner * exp(2 * c.half_range(radius))
+
+    value = Constants.of(layer).combine(head)
+    return _bound("castin2024.meanfield", value, radius, None, "unmasked", f"{CASTIN}, Theorem 3.5")
+
+
+@bound("refined.unmasked", needs="radius, n", masks="full")
+def refined_unmasked(layer: Attention | Constants, radius: float, n: float = math.inf) -> Bound:
+    """The bound ρ√κ + νβ with κ = n/(1 + (n−1)e^{−2h}); ‖V‖(√(1+a²)·√κ + a) without biases.
+
+    κ ≤ min(n, e^{2a}): the √n regime, the plateau e^a, and the border between them. For n = ∞ it bounds the
+    W_2-Lipschitz constant of mean-field attention. Frobenius norms, tokens in B_R, no mask. Ours.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens, infinite for every n.
+
+    Returns:
+        A set bound.
+    """
+
+    def head(c: HeadConstants) -> float:
+        h = c.half_range(radius)
+        column = exp(2 * h) if math.isinf(n) else n / (1 + (n - 1) * exp(-2 * h))
+        return c.mean_and_keys(radius) * math.sqrt(column) + c.queries(radius)
+
+    return _bound("refined.unmasked", _combined(layer, n, head), radius, n, "unmasked")
+
+
+@bound("refined.masked", needs="radius, n", masks="causal")
+def refined_masked(layer: Attention | Constants, radius: float, n: float = math.inf) -> Bound:
+    """The bound min(ρ√κ, (‖V‖ + 2να)Π(h)) + νβ, κ = Σ_{i≤n} 1/(1 + (i−1)e^{−2h}), for the causal mask.
+
+    Without biases: ‖V‖(min{√(1+a²)√κ, (1+2a)Π(a)} + a). The second member does not depend on n. Frobenius norms, tokens
+    in B_R. Ours: Hardy's inequality and a Schur test with weights j^{−t}.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens, infinite for every n.
+
+    Returns:
+        A set bound.
+    """
+
+    def head(c: HeadConstants) -> float:
+        h = c.half_range(radius)
+        free = (c.value + 2 * c.nu(radius) * c.alpha(radius)) * causal_norm(h)
+        return min(c.mean_and_keys(radius) * math.sqrt(causal_column_sum(n, h)), free) + c.queries(radius)
+
+    return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask")
+
+
+@bound("refined.visibility", needs="radius, n", superseded="full, causal")
+def refined_visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLike = None) -> Bound:
+    """The bound ρ√κ + νβ with κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}), m_i the number of keys row i sees; any mask.
+
+    Frobenius norms, tokens in B_R. Ours.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens; a layer made for one length is taken at that length, as padding neither sees nor is seen.
+        mask: the mask; the layer's own when it is a layer and this is None.
+
+    Returns:
+        A set bound.
+    """
+    if isinstance(layer, Attention):
+        mask, n = (layer.mask if mask is None else mask), additive_length(layer) or n
+    rule, constants = as_mask(mask), Constants.of(layer, n)
+    ranges = sorted({c.half_range(radius) for c in (*constants.image, *constants.plain)})
+    columns = dict(zip(ranges, _largest_columns(rule, n, ranges), strict=True))
+
+    def head(c: HeadConstants) -> float:
+        return c.mean_and_keys(radius) * math.sqrt(columns[c.half_range(radius)]) + c.queries(radius)
+
+    value = constants.combine(head)
+    return _bound("refined.visibility", value, radius, n, f"mask {rule}", mask=str(rule))
+
+
+@bound("block_inf.max_token", needs="radius")
+def block_inf_max_token(layer: Attention | Constants, radius: float, n: int | None = None) -> Bound:
+    """The bound ‖V‖ + να + νβ in the norm max_i‖x_i‖ on both sides, any mask and n; ‖V‖(1+2a) without biases.
+
+    Row i moves by at most Σ_j P_ij(‖V‖ + ‖v_j − o_i‖‖a_i‖)‖ε_j‖ + ‖B_i‖‖ε_i‖, and Σ_j P_ij‖v_j − o_i‖ ≤ ν. The outputs of
+    the heads are joined token by token, so that a root of squares over heads is valid in this norm too. Ours.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens, which only matters for rotary embeddings; None for all their positions.
+
+    Returns:
+        A set bound in the norm max_i‖x_i‖.
+    """
+
+    def head(c: HeadConstants) -> float:
+        return c.value + c.nu(radius) * c.alpha(radius) + c.queries(radius)
+
+    value = Constants.of(layer, n).combine(head)
+    return _bound("block_inf.max_token", value, radius, None, "any mask", norm="max_i‖x_i‖")
+
+
+@bound("block_inf.frobenius", needs="radius, n")
+def block_inf_frobenius(layer: Attention | Constants, radius: float, n: int) -> Bound:
+    """The bound √n(‖V‖ + να + νβ) for Frobenius norms: ‖Y‖_F ≤ √n·max_i‖y_i‖ and max_i‖x_i‖ ≤ ‖X‖_F. Any mask. Ours.
+
+    Args:
+        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
+        radius: R.
+        n: number of tokens.
+
+    Returns:
+        A set bound.
+    """
+    value = math.sqrt(n) * block_inf_max_token(layer, radius, n).value
+    return _bound("block_inf.frobenius", value, radius, n, "any mask")
+
+
+@bound("newhouse2025.attention", needs="radius", without="query_bias, softcap, sinks, rotary")
+def newhouse2025_attention(layer: Attention, radius: float, *, scale: float = 3.0) -> Bound:
+    """The bound behind Lipschitz-constrained training, in root-mean-square norms: Newhouse et al. (2025).
+
+    (s/3) Σ_h ‖W_O^h‖‖W_V^h‖(1 + 2τd_head‖W_Q^h‖‖W_K^h‖r²) with ‖x‖_rms = ‖x‖/√d, ‖W‖_rms = ‖W‖·√(d_in/d_out), r = R/√d; any
+    mask, any n. With τ = 1/d_head and s = 1 it is the published constant; ``scale`` = 3 leaves the layer's output as it is.
+    In rms norms the width ratios cancel between neighbouring factors, so it equals the bound ``block_inf.max_token`` with
+    ‖W_OW_V‖ and ‖A‖ replaced by products of norms.
+
+    Args:
+        layer: the layer.
+        radius: R, the largest Euclidean norm of a token.
+        scale: s, the factor of the output times 3.
+
+    Returns:
+        A set bound in the norm max_i‖x_i‖/√d.
+    """
+    weights = layer_weights(layer)
+    d, dk, dv, d_out = layer.width, layer.head_width, layer.value_width, layer.output_width
+    r = radius / math.sqrt(d)
+    total = 0.0
+    for h, w in enumerate(weights.plain):
+        single = layer.head(h).to(weights.plain[h].R_K.dtype)
+        key = spectral(triangle(single.k.detach().mT)) * math.sqrt(d / dk)
+        query = w.query / abs(layer.tau) * math.sqrt(d / dk) if layer.tau else 0.0
+        value = w.value * math.sqrt(d / dv)
+        out = weights.image[h].out * math.sqrt(dv / d_out)
+        total += out * value * (1 + 2 * abs(layer.tau) * dk * query * key * r**2)
+    value = scale / 3 * total
+    return _bound("newhouse2025.attention", value, radius, None, "any mask", _NEWHOUSE, "max_i‖x_i‖/√d", scale=scale)
+
+
+@bound("large_radius.limit", needs="x", without="softcap, sinks")
+def large_radius_limit(layer: Attention, x: Tensor) -> Bound:
+    """What σ(rX) tends to as r → ∞ for one head: ‖V‖√(max_j #{i : argmax_l s_il = j}); for several, a bound: their sum.
+
+    When every row has a unique largest score, P tends to the 0–1 matrix of the choices and all covariances vanish. The
+    scores are those of r²·x_jᵀAx_i alone: biases are outgrown. Holds for almost every X (unique largest scores) and any
+    mask, without soft-cap and sinks. Regime of Castin et al.; formula derived in docs/theory.
+
+    Args:
+        layer: the layer.
+        x: tokens (n, d), their direction.
+
+    Returns:
+        A limit.
+    """
+    n = x.shape[0]
+    bare = Attention(
+        layer.q, layer.k, layer.v, heads=layer.heads, kv_heads=layer.kv_heads, scale=layer.scale, rotary=layer.rotary
+    )
+    q, k, _ = bare.to(torch.float64).project(x.detach().double()[None])
+    scores = q[0] @ k[0].repeat_interleave(layer.heads // layer.kv_heads, dim=0).mT
+    allowed = layer.score_rule(n, 1).allowed
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[0], -math.inf)
+    total = 0.0
+    for h, w in enumerate(layer_weights(layer).image):
+        sees = torch.isfinite(scores[h]).any(-1)
+        chosen = torch.bincount(scores[h].argmax(-1)[sees], minlength=n)
+        total += w.value * math.sqrt(int(chosen.max()))
+    where = "σ(rX) as r → ∞, almost every X, any mask"
+    return Bound("large_radius.limit", total, "limit", where, CASTIN, {"n": n, "heads": layer.heads})
+
+
+def causal_norm(a: float) -> float:
+    """Π(a) ≥ ‖P‖₂ for causal attention of any length whose scores vary by at most 2a within a row.
+
+    min(2e^{2a}, inf_t e^{a(1+t)}√((1+1/t)/(1−t))): P is at most e^{2a} times the Cesàro matrix (norm ≤ 2, Hardy); and with
+    w_j = j^{−t}, Pw ≤ e^{2at}/(1−t)·w and Pᵀw ≤ e^{2a}(1+1/t)·w (Schur).
+    """
+    best = 2 * exp(2 * a)
+    # Any t gives a valid bound; the minimiser moves from ½ to 0 as 1/(2a).
+    for step in range(1, 200):
+        t = step / 200 if a < 1 else step / (200 * max(1.0, a / 2))
+        best = min(best, exp(a * (1 + t)) * math.sqrt((1 + 1 / t) / (1 - t)))
+    return best
+
+
+def causal_column_sum(n: float, h: float) -> float:
+    """κ = Σ_{i≤n} 1/(1 + (i−1)e^{−2h}) ≥ every column sum of a causal P whose scores vary by at most 2h within a row."""
+    if math.isinf(n):
+        return math.inf
+    q = exp(-2 * h)
+    head = min(int(n), 100_000)
+    total = float((1 / (1 + q * torch.arange(head, dtype=torch.float64))).sum())
+    # The tail by the integral of a decreasing function, from above; equal to the sum up to one term.
+    if n > head:
+        total += (n - head) if q == 0 else math.log((1 + (n - 1) * q) / (1 + (head - 1) * q)) / q
+    return total * (1 + 1e-12)
+
+
+def exp(x: float) -> float:
+    """e^x, infinite instead of an overflow error."""
+    return math.exp(x) if x < 700 else math.inf
+
+
+# Rows of a mask looked at together.
+_ROWS = 512
+
+
+def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> list[float]:
+    """κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}) for every h of ``ranges``, a strip of rows at a time."""
+    everything = slice(0, n)
+    decay = torch.tensor([math.exp(-2 * h) for h in ranges], dtype=torch.float64)
+    sums = torch.zeros(1, 1, n, len(ranges), dtype=torch.float64)
+    for start in range(0, n, _ROWS):
+        rows = slice(start, min(n, start + _ROWS))
+        seen = mask.sees(rows, everything, n)
+        seen = torch.ones(1, 1, rows.stop - start, n) if seen is None else seen
+        counts = seen.sum(-1, keepdim=True).double().clamp_min(1)
+        sums = sums + seen.double().mT @ (1 / (1 + (counts - 1) * decay.to(counts)))
+    return [float(value) for value in sums.amax((0, 1, 2))]
+
+
+def _combined(layer: Attention | Constants, n: float, head: Callable[[HeadConstants], float]) -> float:
+    return Constants.of(layer, None if math.isinf(n) else int(n)).combine(head)
+
+
+def _bound(
+    name: str,
+    value: float,
+    radius: float,
+    n: float | None,
+    where: str,
+    reference: str = OURS,
+    norm: str = "Frobenius",
+    **further: float | str,
+) -> Bound:
+    """A set bound for n tokens in B_R; for n None or infinite, for any number of them."""
+    length = "any n" if n is None or math.isinf(n) else f"n = {n:g}" if isinstance(n, float) else f"n = {n}"
+    given: dict[str, Any] = {"R": radius} if n is None else {"R": radius, "n": n}
+    return Bound(
+        name, value, "set", f"tokens of norm ≤ {radius:g}, {length}, {where}", reference, given | further, norm=norm
+    )
