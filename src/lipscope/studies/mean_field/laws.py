@@ -65,7 +65,7 @@ class Sphere(Ball):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """N(0, s² I). Its support is all of R^d, so no bound for tokens in a ball holds for every sample."""
+    """The normal law N(0, s² I). Its support is all of R^d, so no bound for tokens in a ball holds for every sample."""
 
     dimension: int
     std: float

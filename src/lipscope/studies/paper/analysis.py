@@ -43,7 +43,7 @@ class Curve:
     rows: tuple[Row, ...]
 
     def values(self, column: str) -> tuple[list[int], list[float]]:
-        """N and a column, where the column has a value."""
+        """The lengths n and a column, where the column has a value."""
         kept = [(row["n"], float(row[column])) for row in self.rows if row.get(column) is not None]
         return [n for n, _ in kept], [value for _, value in kept]
 

@@ -6,15 +6,17 @@ Both are affine images x = D z + β of a ball ‖z‖ ≤ ρ (for LayerNorm with
     LayerNorm     D = diag(g) C    β = bias    ρ = √d      C removes the mean
     RMSNorm       D = diag(g)      β = 0       ρ = √d
 
-The search runs on z. With ε > 0 the inside of the ellipsoid is reached by tokens of small variance, its surface in the limit
-of large ones; with ε = 0 only the surface ‖z‖ = √d is reached.
+The search runs on z: ``tokens`` gives X from z, ``coordinates`` the z of the nearest admissible tokens, ``project`` the
+nearest admissible z, ``pull_back`` is Dᵀ, and ``affine`` gives D and β. No token of the set is longer than ``radius``, which
+is the R of set bounds. With ε > 0 the inside of the ellipsoid is reached by tokens of small variance, its surface in the
+limit of large ones; with ε = 0 only the surface ‖z‖ = √d is reached.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,44 +26,6 @@ from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 # The searches multiply several norms of tokens, and far beyond this float64 overflows. Scores that are too large for correct
 # digits are refused by their own size, which depends on the weights too.
 LARGEST_RADIUS = 1e30
-
-
-class Domain(Protocol):
-    """A set of tokens, and the coordinates z in which it is a ball.
-
-    Attributes:
-        size: ρ.
-    """
-
-    @property
-    def size(self) -> float:
-        """ρ."""
-        ...
-
-    @property
-    def radius(self) -> float:
-        """R: no token of the set is longer. The set bounds take it."""
-        ...
-
-    def tokens(self, z: Tensor) -> Tensor:
-        """X = D z + β, (…, n, d)."""
-        ...
-
-    def coordinates(self, X: Tensor) -> Tensor:
-        """The z of tokens, of the nearest admissible ones in the sense of z."""
-        ...
-
-    def project(self, z: Tensor) -> Tensor:
-        """The nearest admissible z."""
-        ...
-
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """Dᵀ·gradient."""
-        ...
-
-    def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """D (d, d) and β (d,) in the dtype of ``like`` (…, d)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,15 +46,15 @@ class Ball:
 
     @property
     def size(self) -> float:
-        """R."""
+        """The radius R."""
         return self.radius
 
     def tokens(self, z: Tensor) -> Tensor:
-        """Z itself."""
+        """The coordinates themselves."""
         return z
 
     def coordinates(self, X: Tensor) -> Tensor:
-        """X, with tokens outside the ball moved to its surface."""
+        """The tokens, those outside the ball moved to its surface."""
         return self.project(X)
 
     def project(self, z: Tensor) -> Tensor:
@@ -102,7 +66,7 @@ class Ball:
         return gradient
 
     def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """I and 0."""
+        """The identity and 0."""
         d = like.shape[-1]
         return torch.eye(d, dtype=like.dtype, device=like.device), like.new_zeros(d)
 
@@ -172,6 +136,9 @@ class NormImage:
 
     def __str__(self) -> str:
         return f"the image of {type(self.norm).__name__}, norm ≤ {self.radius:.6g}"
+
+
+Domain: TypeAlias = Ball | NormImage
 
 
 def domain_of(radius: float | None, norm: Normalisation | None, width: int) -> Domain:
