@@ -113,10 +113,10 @@ def probe_batch(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str
     rows = [b for b in lengths.argsort(descending=True, stable=True).tolist() if int(lengths[b])][:inputs]
     most = min(tokens, position_limit(handle.model) or tokens)
     kept = min(most, *(int(lengths[b]) for b in rows)) if len(rows) > 1 else min(most, int(lengths[rows[0]]))
-    places = torch.stack([real[b].nonzero()[:kept, 0] for b in rows])
+    positions = torch.stack([real[b].nonzero()[:kept, 0] for b in rows])
     which = torch.tensor(rows)[:, None]
     return {
-        key: value[which, places] if value.shape[:2] == (B, n) else value[rows] if value.shape[:1] == (B,) else value
+        key: value[which, positions] if value.shape[:2] == (B, n) else value[rows] if value.shape[:1] == (B,) else value
         for key, value in given.items()
     }
 

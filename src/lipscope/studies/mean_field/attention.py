@@ -72,7 +72,7 @@ class MeanFieldAttention:
             )
         if self.layer.rotary is not None:
             raise ValueError(
-                "rotary embeddings have no mean-field meaning: they turn tokens by their number. Leave them out with "
+                "rotary embeddings have no mean-field meaning: they rotate tokens by their number. Leave them out with "
                 "dataclasses.replace(layer, rotary=None)"
             )
         if self.layer.bias is not None:

@@ -1,6 +1,6 @@
 """How much the scores of a head must shrink: the largest γ ≤ 1 with which the target is met.
 
-The scores of a head are s_ij = γ·τ q_i·k_j + B_ij (bent by a soft-cap before B_ij, where there is one), so with
+The scores of a head are s_ij = γ·τ q_i·k_j + B_ij (soft-capped before B_ij is added, where there is a cap), so with
 r_ij = τ q_i·k_j the largest logit stays below t when γ r_ij ≤ c_ij for every visible pair, c_ij = t − B_ij: a closed form.
 σ is no simple function of γ (at γ = 0 every token attends evenly, and W_V alone counts), so its γ is found by search from 1
 downwards, and what was found is a value that was measured.
@@ -54,15 +54,15 @@ def largest_logits(call: CoreCall, gamma: Tensor | float = 1.0) -> Tensor:
 def factors_for_logits(call: CoreCall, target: float) -> Factors:
     """The largest γ ≤ 1 per head with which no visible logit exceeds ``target``."""
     raw, additive, visible = raw_scores(call)
-    room = target - additive
+    headroom = target - additive
     if call.rule.softcap is not None:
-        bent = (room / call.rule.softcap).clamp(-1, 1)
-        room = call.rule.softcap * torch.atanh(bent)
-    limit = (room / raw).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        capped = (headroom / call.rule.softcap).clamp(-1, 1)
+        headroom = call.rule.softcap * torch.atanh(capped)
+    limit = (headroom / raw).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     rising, falling = visible & (raw > 0), visible & (raw < 0)
     most = limit.masked_fill(~rising, torch.inf).amin((0, 2, 3)).clamp(max=1.0)
     least = limit.masked_fill(~falling, -torch.inf).amax((0, 2, 3))
-    even = (visible & (raw == 0) & (room < 0)).amax((0, 2, 3))
+    even = (visible & (raw == 0) & (headroom < 0)).amax((0, 2, 3))
     met = (most > 0) & (most >= least) & ~even
     # Where no factor is enough: the least value over a range of factors, each of which can be had.
     tried = [_logits(g * raw, additive, visible, call.rule.softcap) for g in (*_RANGE, 0.0)] if not bool(met.all()) else []

@@ -1,9 +1,9 @@
 """Where W_Q and W_K of every head are among a layer's parameters, and their rescaling.
 
-Layouts differ (separate matrices, GPT-2's fused ``Conv1D``, NeoX's heads in turn), but every row of W_Q and W_K, known from
-probing the layer, is a row of one of its parameters up to the score scale. So rows are found by direction, not by name, rows
-with one direction by trial, and the result is checked: after the rescaling, queries and keys must have changed by the asked
-factors and values not at all.
+Layouts differ (separate matrices, GPT-2's fused ``Conv1D``, NeoX's interleaved heads), but every row of W_Q and W_K, known
+from probing the layer, is a row of one of its parameters up to the score scale. So rows are found by direction, not by name,
+rows that share a direction by trial, and the result is checked: after the rescaling, queries and keys must have changed by
+the factors asked for, and values not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rows:
 def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | None]) -> tuple[Rows, Rows]:
     """Where the rows of W_Q and W_K, with their biases, are among the layer's parameters, up to a positive factor.
 
-    Rows that look the same are told apart by trial: every place in question is multiplied by a factor of its own, the layer
+    Rows that look the same are told apart by trial: every candidate row is multiplied by a factor of its own, the layer
     is probed once more, and what a row was multiplied by says where it is. The trial is taken back.
 
     Args:
@@ -43,7 +43,7 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
         again: probes it anew, with the parameters as they are then.
 
     Returns:
-        The places of W_Q and those of W_K.
+        The rows of W_Q and those of W_K.
 
     Raises:
         ValueError: when a row is not there (adapters, parametrisations), or serves as a query and as a key.
@@ -51,18 +51,18 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
     label = f"layer {layer.index} ({layer.name})"
     candidates = list(_matrices(layer))
     wanted = {"W_Q": _with_bias(plain.q, plain.q_bias), "W_K": _with_bias(plain.k, plain.k_bias)}
-    places = {what: _parallel(candidates, rows) for what, rows in wanted.items()}
+    locations = {what: _parallel(candidates, rows) for what, rows in wanted.items()}
     for what, rows in wanted.items():
         # Rotations leave rounding noise in a row of zeros.
         noise = _NOISE * torch.finfo(plain.dtype).eps * float(rows.norm(dim=1).max())
-        lost = [i for i, found in enumerate(places[what]) if not found and float(rows[i].norm()) > noise]
+        lost = [i for i, found in enumerate(locations[what]) if not found and float(rows[i].norm()) > noise]
         if lost:
             raise ValueError(
                 f"{label}: row {lost[0]} of its {what} is in none of its weight matrices, so {what} cannot be rescaled: "
                 "merge adapters and remove parametrisations first"
             )
-    doubtful = sorted({place for found in places.values() for group in found if len(group) > 1 for place in group})
-    factors = {place: 1 + rank / len(doubtful) for rank, place in enumerate(doubtful)}
+    doubtful = sorted({location for found in locations.values() for group in found if len(group) > 1 for location in group})
+    factors = {location: 1 + rank / len(doubtful) for rank, location in enumerate(doubtful)}
     if doubtful:
         trial = Rescaling()
         try:
@@ -75,12 +75,12 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
         moved = {"W_Q": _with_bias(tried.q, tried.q_bias), "W_K": _with_bias(tried.k, tried.k_bias)}
         for what, rows in wanted.items():
             ratio = ((moved[what] * rows).sum(1) / rows.square().sum(1)).tolist()
-            for i, group in enumerate(places[what]):
+            for i, group in enumerate(locations[what]):
                 if len(group) > 1:
-                    misses = [abs(factors[place] - ratio[i]) for place in group]
-                    places[what][i] = [group[misses.index(min(misses))]]
-    queries, keys = (Rows(candidates, [found[0] if found else (-1, -1) for found in places[what]]) for what in wanted)
-    if shared := ({place for place in queries.where if place[0] >= 0} & set(keys.where)):
+                    misses = [abs(factors[location] - ratio[i]) for location in group]
+                    locations[what][i] = [group[misses.index(min(misses))]]
+    queries, keys = (Rows(candidates, [found[0] if found else (-1, -1) for found in locations[what]]) for what in wanted)
+    if shared := ({location for location in queries.where if location[0] >= 0} & set(keys.where)):
         raise ValueError(
             f"{label}: row {min(shared)[1]} of one of its weights gives a query and a key, so they cannot be rescaled apart"
         )
@@ -90,15 +90,15 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
 def _parallel(
     candidates: list[tuple[nn.Parameter, nn.Parameter | None, bool]], wanted: Tensor
 ) -> list[list[tuple[int, int]]]:
-    """For every wanted row (rows, d + 1) the places with its direction; none for a row of zeros."""
-    places: list[list[tuple[int, int]]] = [[] for _ in range(wanted.shape[0])]
+    """For every wanted row (rows, d + 1) the parameter rows with its direction; none for a row of zeros."""
+    locations: list[list[tuple[int, int]]] = [[] for _ in range(wanted.shape[0])]
     direction = _unit(wanted)
     for index, (weight, bias, transposed) in enumerate(candidates):
         rows = _with_bias(weight.detach().mT if transposed else weight.detach(), bias)
         if rows.shape[1] == wanted.shape[1]:
             for i, row in (direction @ _unit(rows).mT >= 1 - _SAME).nonzero().tolist():
-                places[i].append((index, row))
-    return places
+                locations[i].append((index, row))
+    return locations
 
 
 def _with_bias(matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,15 +115,15 @@ class Rescaling:
 
     def scale(self, rows: Rows, factors: Tensor) -> None:
         """Multiply every row, and its bias, by its factor (rows,)."""
-        by_place: dict[tuple[int, int], float] = {}
-        for place, factor in zip(rows.where, factors.tolist(), strict=True):
-            if place[0] >= 0:
-                by_place[place] = factor
+        by_location: dict[tuple[int, int], float] = {}
+        for location, factor in zip(rows.where, factors.tolist(), strict=True):
+            if location[0] >= 0:
+                by_location[location] = factor
         with torch.no_grad():
-            for index in sorted({index for index, _ in by_place}):
+            for index in sorted({index for index, _ in by_location}):
                 weight, bias, transposed = rows.weights[index]
                 column = torch.ones(weight.shape[1 if transposed else 0], dtype=torch.float64)
-                for (at, row), factor in by_place.items():
+                for (at, row), factor in by_location.items():
                     if at == index:
                         column[row] = factor
                 self._multiply(weight, column if transposed else column[:, None])

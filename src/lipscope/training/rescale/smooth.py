@@ -2,8 +2,8 @@
 
 Multiplying W_Q^h, b_Q^h, W_K^h and b_K^h by √γ multiplies the scores of head h by γ, whatever rotations come in between
 (QK-clip, Kimi Team, *Kimi K2: Open Agentic Intelligence*, 2025, arXiv:2507.20534, uses the step while training). Query heads
-that share a key head agree on its factor: the key takes √max γ, each query the rest. Layers are treated in order, each on
-what the smoothed ones before it put out, so that the target holds for all of them at once.
+that share a key head agree on its factor: the key takes √max γ, each query the remaining factor. Layers are treated in
+order, each on what the smoothed ones before it put out, so that the target holds for all of them at once.
 
 What it costs is told by the language-model loss on the calibration text. Causal models: mean −ln p(next token) in nats.
 Masked models: the same at 15 % of the tokens, drawn from a seed and hidden. A model without a head has no loss; the relative
