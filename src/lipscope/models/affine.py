@@ -15,7 +15,6 @@ output, the layer is plain. QK-norm fails that test and takes the general path.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Call, Recording, replaying
+from lipscope.models.capture import Call, ReachedError, Recording, replaying
 from lipscope.models.seam import CoreCall, observing_core
 
 # Heads and places that are enough to tell layouts apart; the tables themselves are fitted to all.
@@ -98,10 +97,6 @@ def find_layout(seen: Tensor, reference: Tensor, allowed: float) -> Layout | Non
         return None
     best = min(candidates, key=lambda layout: layout.error(few, before))
     return best if best.error(seen, reference) <= allowed else None
-
-
-class _CoreReachedError(Exception):
-    """Stops a replay at the attention core."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,17 +177,39 @@ def torch_attention(layer: Layer, call: Call) -> Attention:
     return Attention.from_torch(module, mask=mask)
 
 
-def core_call(model: nn.Module, call: Call, tokens: Tensor, documents: tuple[int, ...] | None = None) -> CoreCall:
-    """What the attention core receives when ``call`` is replayed on ``tokens``."""
-    seen: list[CoreCall] = []
+def core_call(
+    model: nn.Module,
+    call: Call,
+    tokens: Tensor,
+    documents: tuple[int, ...] | None = None,
+    *,
+    graph: bool = False,
+    frozen: bool = True,
+) -> CoreCall:
+    """What the attention core receives when ``call`` is replayed on ``tokens``.
+
+    Args:
+        model: the model.
+        call: a recorded call of one of its attention modules.
+        tokens: what the module gets instead of what was recorded.
+        documents: lengths of the documents packed into each input.
+        graph: keep the graph that leads from the tokens to the core.
+        frozen: leave the parameters out of that graph.
+
+    Raises:
+        RuntimeError: when the core is never called.
+    """
 
     def observe(core: CoreCall) -> None:
-        seen.append(core)
-        raise _CoreReachedError
+        raise ReachedError(core)
 
-    with replaying(model, documents), observing_core(observe), torch.no_grad(), contextlib.suppress(_CoreReachedError):
-        call(tokens)
-    return seen[0]
+    with replaying(model, documents, frozen=frozen), observing_core(observe), torch.set_grad_enabled(graph):
+        try:
+            call(tokens)
+        except ReachedError as reached:
+            core: CoreCall = reached.found
+            return core
+    raise RuntimeError(f"the replay of {type(call.module).__name__} never reached its attention core")
 
 
 def find_projections(model: nn.Module, call: Call) -> AffineParts | None:

@@ -144,12 +144,12 @@ def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Ite
 _replaying: list[tuple[nn.Module, tuple[int, ...] | None]] = []
 
 
-class _ReachedError(Exception):
-    """Carries a tensor out of a forward pass that need not go on."""
+class ReachedError(Exception):
+    """Carries what was looked for out of a forward pass that need not go on."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, found: Any) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.found = found
 
 
 def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
@@ -158,12 +158,12 @@ def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
     def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
         tokens = tokens_of(args, kwargs)
         if tokens is not None:
-            raise _ReachedError(tokens)
+            raise ReachedError(tokens)
 
     def leaving(module: nn.Module, args: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None:
-            raise _ReachedError(tensor)
+            raise ReachedError(tensor)
 
     handle = (
         cut.module.register_forward_pre_hook(entering, with_kwargs=True)
@@ -172,8 +172,9 @@ def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
     )
     try:
         call(x)
-    except _ReachedError as reached:
-        return reached.tensor
+    except ReachedError as reached:
+        tensor: Tensor = reached.found
+        return tensor
     finally:
         handle.remove()
     raise RuntimeError(f"the replay of {type(call.module).__name__} never reached {type(cut.module).__name__}")

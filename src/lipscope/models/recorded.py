@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lipscope.attention.core import Linearisation, ungroup_queries
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask, same_mask
 from lipscope.attention.norms import Normalisation
@@ -135,9 +136,17 @@ class RecordedLayer:
         """The map of a scope, batch first, with everything else as recorded."""
         return scope_map(self.model.model, self.layer, self.recorded, scope, self.model.layers)
 
-    def core(self) -> CoreCall:
-        """What the attention core receives at the recorded tokens: q, k, v and the score rule."""
-        return core_call(self.model.model, self.call, self.call.tokens, self.recorded.documents)
+    def core(self, tokens: Tensor | None = None, *, graph: bool = False, frozen: bool = True) -> CoreCall:
+        """What the attention core receives at the recorded tokens, or at others: q, k, v and the score rule; see ``core_call``."""
+        tokens = self.call.tokens if tokens is None else tokens
+        return core_call(self.model.model, self.call, tokens, self.recorded.documents, graph=graph, frozen=frozen)
+
+    def joined_heads(self, tokens: Tensor, *, frozen: bool = True) -> Tensor:
+        """The heads at other tokens, side by side before W_O (B, n, H·dv), by operations with second derivatives."""
+        core, real = self.core(tokens, graph=True, frozen=frozen), self.recorded.real
+        outputs = Linearisation.at(core.q, core.k, core.v, core.rule).o
+        joined = ungroup_queries(outputs, core.q.shape[1]).transpose(1, 2).flatten(2)
+        return joined if real is None else joined * real[..., None].to(joined)
 
     @cached_property
     def attention(self) -> Attention | None:

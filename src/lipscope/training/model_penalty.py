@@ -15,22 +15,13 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, ungroup_queries
-from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Recording
 from lipscope.models.model import Model
-from lipscope.models.precision import double_throughout
-from lipscope.models.scopes import scope_tokens
-from lipscope.models.seam import CoreCall, observing_core, using_seam
-from lipscope.spectral.autodiff import differentiable_attention
+from lipscope.models.recorded import RecordedLayer
+from lipscope.models.seam import CoreCall
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.training.penalties import SOLVER, evaluating, full_precision, jasmin, max_logit, sigma_of_map
 
 Kind: TypeAlias = Literal["spectral", "jasmin", "max-logit", "weights"]
-
-
-class _ReachedError(Exception):
-    """Stops a replay whose rest is not needed."""
 
 
 class ModelPenalty:
@@ -95,7 +86,9 @@ class ModelPenalty:
         missing = [layer.name for layer in self.handle.layers if not layer.through_seam]
         if missing:
             raise ValueError(f"{missing[0]} keeps its own attention: a penalty needs the transformers attention interface")
-        self.layers = [self.handle.layer(i) for i in (range(len(self.handle.layers)) if layers is None else layers)]
+        self.layers = (
+            list(range(len(self.handle.layers))) if layers is None else [self.handle.layer(i).index for i in layers]
+        )
         with evaluating(model), full_precision(self.handle.device), torch.enable_grad():
             self._try_layers()
 
@@ -103,33 +96,32 @@ class ModelPenalty:
         """The mean penalty over layers at these inputs (``input_ids``, ``attention_mask``, … as for the model)."""
         with evaluating(self.handle.model), full_precision(self.handle.device):
             with torch.no_grad():
-                recording = self.handle.record(inputs)
-            values = torch.stack([self._layer(layer, recording) for layer in self.layers])
+                recorded = self.handle.record(inputs)
+            values = torch.stack([self._layer(recorded[layer]) for layer in self.layers])
         self.values = values.detach().tolist()
         return values.mean()
 
     def _try_layers(self) -> None:
         """Refuse now what every call would refuse: cores whose score terms are parameters."""
-        recording = self.handle.probe_recording
-        for layer in self.layers:
+        for layer in (self.handle.probe_recording[i] for i in self.layers):
             try:
-                self._core(layer, recording, scope_tokens(layer, recording, "attention").detach())
+                _core(layer, layer.tokens().detach())
             except NotImplementedError as error:
                 raise ValueError(
-                    f"{layer.name} has trained position biases or sinks in its scores, which a penalty cannot "
+                    f"{layer.layer.name} has trained position biases or sinks in its scores, which a penalty cannot "
                     f"differentiate: {error}"
                 ) from error
 
-    def _layer(self, layer: Layer, recording: Recording) -> Tensor:
-        x = scope_tokens(layer, recording, "attention").detach()
+    def _layer(self, layer: RecordedLayer) -> Tensor:
+        x = layer.tokens().detach()
         if self.kind == "spectral":
-            return sigma_of_map(lambda t: self._attention(layer, recording, t), x, self.solver).mean()
+            return sigma_of_map(lambda t: _attention(layer, t), x, self.solver).mean()
         if self.kind == "weights":
-            return self._weights(layer, recording, x)
-        call = self._core(layer, recording, x)
+            return self._weights(layer, x)
+        call, padding = _core(layer, x), layer.recorded.real
         raw = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).mT
         # Padded tokens are no queries of anybody.
-        real = None if recording.real is None else recording.real[:, None, :, None].to(raw.device)
+        real = None if padding is None else padding[:, None, :, None].to(raw.device)
         if self.kind == "max-logit":
             n, m = raw.shape[-2:]
             # Masks of long inputs are rules: there is no matrix of them to look into.
@@ -140,41 +132,26 @@ class ModelPenalty:
         P = call.rule.probabilities(raw)[0]
         return jasmin(P if real is None else P.masked_fill(~real, 0.0), self.k)
 
-    def _weights(self, layer: Layer, recording: Recording, x: Tensor) -> Tensor:
+    def _weights(self, layer: RecordedLayer, x: Tensor) -> Tensor:
         """Norms of x ↦ τq, k, v. All inputs share the same matrices, so one is as good as all of them."""
-        first = x[:1]
 
         def part(name: str) -> Tensor:
             def function(t: Tensor) -> Tensor:
-                call = self._core(layer, recording, t.expand(x.shape[0], -1, -1).contiguous())
-                projected: Tensor = getattr(call, name)
+                projected: Tensor = getattr(_core(layer, t.expand(x.shape[0], -1, -1).contiguous()), name)
                 return projected[:1].transpose(1, 2).flatten(2)
 
-            return sigma_of_map(function, first, self.solver).mean()
+            return sigma_of_map(function, x[:1], self.solver).mean()
 
         return part("q") + part("k") + part("v")
 
-    def _attention(self, layer: Layer, recording: Recording, x: Tensor) -> Tensor:
-        """The attention map of the layer with its parameters in the graph, (B, n, d)."""
-        call = self._core(layer, recording, x)
-        core = Linearisation.at(call.q, call.k, call.v, call.rule)
-        joined = ungroup_queries(core.o, call.q.shape[1]).transpose(1, 2).flatten(2).to(x)
-        output: Tensor = layer.out(joined)
-        output = output.reshape(*x.shape[:2], -1)
-        return output if recording.real is None else output * recording.real[..., None].to(output)
 
-    def _core(self, layer: Layer, recording: Recording, x: Tensor) -> CoreCall:
-        """What the attention core receives when the layer is replayed on tokens x, with the graph to its parameters."""
-        seen: list[CoreCall] = []
+def _core(layer: RecordedLayer, x: Tensor) -> CoreCall:
+    """What the attention core receives at tokens x, with the graph to the layer's parameters."""
+    return layer.core(x, graph=True, frozen=False)
 
-        def observe(call: CoreCall) -> None:
-            seen.append(call)
-            raise _ReachedError
 
-        model = self.handle.model
-        with using_seam(model), differentiable_attention(), double_throughout(self.handle.dtype), observing_core(observe):
-            try:
-                recording.hosts[layer.index](x)
-            except _ReachedError:
-                return seen[0]
-        raise RuntimeError(f"the replay of layer {layer.index} never reached its attention core")
+def _attention(layer: RecordedLayer, x: Tensor) -> Tensor:
+    """The attention map of the layer with its parameters in the graph, (B, n, d)."""
+    output: Tensor = layer.layer.out(layer.joined_heads(x, frozen=False).to(x))
+    output, real = output.reshape(*x.shape[:2], -1), layer.recorded.real
+    return output if real is None else output * real[..., None].to(output)

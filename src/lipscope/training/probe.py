@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.models.affine import plain_attention
-from lipscope.models.anatomy import Layer
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded
-from lipscope.models.solve import jacobian, solve_heads, solve_scope
+from lipscope.models.recorded import RecordedLayer
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm
@@ -29,7 +26,7 @@ _STRIDE = 100_003
 
 
 class WarmStart:
-    """A solver that starts from where it ended on the last problem of the same place in a measurement."""
+    """A solver that starts each problem of a measurement where it ended on the same problem of the last measurement."""
 
     def __init__(self, config: GolubKahan) -> None:
         self.config = replace(config, k=1, vectors=True)
@@ -43,14 +40,14 @@ class WarmStart:
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item."""
-        place, self._next = self._next, self._next + 1
-        start = self._known[place] if place < len(self._known) else None
+        number, self._next = self._next, self._next + 1
+        start = self._known[number] if number < len(self._known) else None
         if start is not None and start.shape != (operator.batch, operator.shape[1]):
             start = None
         # Another random direction every time: the interval needs one that knows nothing of the start it is mixed with.
         output = replace(self.config, seed=self.config.seed + _STRIDE * self._measurement).solve(operator, start)
         assert output.right is not None
-        self._known[place : place + 1] = [output.right[:, 0].clone()]
+        self._known[number : number + 1] = [output.right[:, 0].clone()]
         return output
 
 
@@ -74,41 +71,27 @@ class Probe:
 
     def measure(self) -> tuple[Reading, ...]:
         """One forward pass and one solve per layer. The model must be in eval mode; see ``undisturbed``."""
-        recording = self.handle.record(self.inputs)
-        readings: list[Reading] = []
-        for index in self.layers:
-            readings += self._layer(self.handle.layer(index), recording)
-        return tuple(readings)
+        self.handle.weights_changed()
+        recorded = self.handle.record(self.inputs)
+        return tuple(reading for index in self.layers for reading in self._layer(recorded[index]))
 
-    def _layer(self, layer: Layer, recording: Recorded) -> list[Reading]:
-        model, layers = self.handle.model, self.handle.layers
-        statistics = recording[layer.index].statistics
-        wanted = self.scope in ("attention", "head") or self.heads
-        # Found anew every time: the weights have changed.
-        plain = plain_attention(model, layer, recording) if wanted else None
-        operator = jacobian(model, layers, layer, recording, self.scope, plain)
-        result = solve_scope(operator, layer, recording, self._solver(layer, "layer"), self.scope)
-        readings = [_reading(layer.index, None, result, slice(None), statistics)]
+    def _layer(self, layer: RecordedLayer) -> list[Reading]:
+        result = layer.sigma(self.scope, solver=self._solver(layer, "layer"), certificate=False)
+        readings = [_reading(layer.index, None, result, slice(None), layer.statistics)]
         if self.heads:
-            operator = jacobian(model, layers, layer, recording, "head", plain)
-            chosen = list(range(layer.heads))
-            result = solve_heads(operator, layer, recording, self._solver(layer, "head"), chosen)
-            readings += [
-                _reading(layer.index, h, result, slice(h, None, layer.heads), _of_head(statistics, h)) for h in chosen
-            ]
+            result = layer.sigma("head", solver=self._solver(layer, "head"), certificate=False)
+            for h in range(layer.heads):
+                of_head = {name: values[:, h : h + 1] for name, values in layer.statistics.items()}
+                readings.append(_reading(layer.index, h, result, (slice(None), h), of_head))
         return readings
 
-    def _solver(self, layer: Layer, by: str) -> WarmStart:
+    def _solver(self, layer: RecordedLayer, by: str) -> WarmStart:
         solver = self._solvers[layer.index, by]
         solver.begin()
         return solver
 
 
-def _of_head(statistics: dict[str, Tensor], head: int) -> dict[str, Tensor]:
-    return {name: values[:, head : head + 1] for name, values in statistics.items()}
-
-
-def _reading(layer: int, head: int | None, result: SpectralNorm, items: slice, statistics: dict[str, Tensor]) -> Reading:
+def _reading(layer: int, head: int | None, result: SpectralNorm, items: Any, statistics: dict[str, Tensor]) -> Reading:
     """The largest σ over the inputs, as an interval, and what attention looks like on all of them."""
     shape = {name: float(values.max() if name == "max_logit" else values.mean()) for name, values in statistics.items()}
     return Reading(

@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, ungroup_queries
-from lipscope.models.anatomy import Layer, tokens_of
-from lipscope.models.capture import replaying
+from lipscope.models.anatomy import tokens_of
+from lipscope.models.capture import ReachedError, replaying
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded
-from lipscope.models.scopes import scope_map, scope_tokens
-from lipscope.models.seam import CoreCall, observing_core
+from lipscope.models.recorded import RecordedLayer
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
 
@@ -46,89 +43,58 @@ class EmbeddingGradient:
     embeddings: Tensor
 
 
-class _ReachedError(Exception):
-    """Stops a forward pass whose rest is not needed."""
-
-
-def embedding_gradient(handle: Model, recording: Recorded, layer: int, head: int | None = None) -> EmbeddingGradient:
+def embedding_gradient(layer: RecordedLayer, head: int | None = None) -> EmbeddingGradient:
     """∂σ/∂e of a layer (scope ``attention``), or of one head before W_O, at recorded inputs.
 
     Args:
-        handle: the model.
-        recording: a recorded forward pass on token ids.
-        layer: layer index.
+        layer: the layer at a recorded forward pass on token ids.
         head: head index, or None for the whole layer.
 
     Raises:
         ValueError: when the model has no embedding table.
         NotImplementedError: when the layer does more between its core and W_O than a linear map.
     """
-    where = handle.layer(layer)
     scope, heads = ("attention", None) if head is None else ("head", [head])
-    sigma = recording[layer].sigma(scope, heads=heads, solver=Auto(vectors=True))
+    sigma = layer.sigma(scope, heads=heads, solver=Auto(vectors=True))
     assert sigma.left is not None
     assert sigma.right is not None
-    B, n = recording.hosts[where.index].tokens.shape[:2]
+    B, n = layer.tokens().shape[:2]
     left = sigma.left.reshape(B, -1, n, sigma.left.shape[-1])[:, 0]
     right = sigma.right.reshape(B, -1, n, sigma.right.shape[-1])[:, 0]
-    values = sigma.estimate.reshape(B)
-    at_layer = _hessian_product(handle, where, recording, left, right, values, head)
-    x, e = _from_embeddings(handle, where, recording)
+    at_layer = _hessian_product(layer, left, right, sigma.estimate.reshape(B), head)
+    x, e = _from_embeddings(layer)
     (at_embeddings,) = torch.autograd.grad(x, e, at_layer.to(x))
     return EmbeddingGradient(sigma, at_layer, at_embeddings, e.detach())
 
 
-def _hessian_product(
-    handle: Model, where: Layer, recording: Recorded, left: Tensor, right: Tensor, values: Tensor, head: int | None
-) -> Tensor:
+def _hessian_product(layer: RecordedLayer, left: Tensor, right: Tensor, values: Tensor, head: int | None) -> Tensor:
     with torch.enable_grad():
-        x = scope_tokens(where, recording, "attention").detach().clone().requires_grad_()
-        if where.through_seam:
-            outputs = _core_outputs(handle, where, recording, x)
-            cotangent = _before_projection(handle, where, outputs, left, head)
+        x = layer.tokens().detach().clone().requires_grad_()
+        if layer.layer.through_seam:
+            outputs = layer.joined_heads(x)
+            cotangent = _before_projection(layer, outputs, left, head)
         else:
-            scope = "attention" if head is None else "head"
-            outputs = scope_map(handle.model, where, recording, scope, handle.layers)(x)
-            cotangent = left if head is None else _on_head(outputs, left, head, where.heads)
+            outputs = layer.map("attention" if head is None else "head")(x)
+            cotangent = left if head is None else _on_head(outputs, left, head, layer.heads)
         (slope,) = torch.autograd.grad((outputs * cotangent).sum(), x, create_graph=True)
         along = (slope * right).sum((1, 2))
         (gradient,) = torch.autograd.grad(along.sum(), x)
     # ⟨u, Jv⟩ = σ: holds only if what was differentiated is the map that was measured.
     if bool(((along.detach().double() - values).abs() > 1e-3 * values).any()):
         raise NotImplementedError(
-            f"layer {where.index} ({where.name}) does more than a linear map between attention and its output projection, "
-            "so the gradient of its σ is not available"
+            f"layer {layer.index} ({layer.layer.name}) does more than a linear map between attention and its output "
+            "projection, so the gradient of its σ is not available"
         )
     return gradient
 
 
-def _core_outputs(handle: Model, where: Layer, recording: Recorded, x: Tensor) -> Tensor:
-    """Heads side by side (B, n, H·dv), by operations that can be differentiated twice."""
-    seen: list[CoreCall] = []
-
-    def observe(call: CoreCall) -> None:
-        seen.append(call)
-        raise _ReachedError
-
-    with replaying(handle.model, recording.documents), observing_core(observe):
-        try:
-            recording.hosts[where.index](x)
-        except _ReachedError:
-            call = seen[0]
-        else:
-            raise RuntimeError(f"the replay of layer {where.index} never reached its attention core")
-    core = Linearisation.at(call.q, call.k, call.v, call.rule)
-    outputs = ungroup_queries(core.o, call.q.shape[1]).transpose(1, 2).flatten(2)
-    return outputs if recording.real is None else outputs * recording.real[..., None].to(outputs)
-
-
-def _before_projection(handle: Model, where: Layer, outputs: Tensor, left: Tensor, head: int | None) -> Tensor:
+def _before_projection(layer: RecordedLayer, outputs: Tensor, left: Tensor, head: int | None) -> Tensor:
     """The output direction u as the heads see it: through W_Oᵀ, or on one head alone."""
     if head is not None:
-        return _on_head(outputs, left, head, where.heads)
-    with replaying(handle.model):
+        return _on_head(outputs, left, head, layer.heads)
+    with replaying(layer.model.model):
         joined = torch.zeros_like(outputs).requires_grad_()
-        (cotangent,) = torch.autograd.grad(where.out(joined), joined, left.to(outputs))
+        (cotangent,) = torch.autograd.grad(layer.layer.out(joined), joined, left.to(outputs))
     return cotangent
 
 
@@ -153,36 +119,33 @@ def embedding_table(handle: Model) -> nn.Module:
     return table
 
 
-def _from_embeddings(handle: Model, where: Layer, recording: Recorded) -> tuple[Tensor, Tensor]:
+def _from_embeddings(layer: RecordedLayer) -> tuple[Tensor, Tensor]:
     """The tokens that the layer's attention sees, as a function of the embeddings: both tensors, in one graph."""
     embeddings: list[Tensor] = []
-    reached: list[Tensor] = []
-    calls = count()
+    calls, model = count(), layer.model
+    reached: Tensor | None = None
 
     def embedded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         embeddings.append(output.detach().clone().requires_grad_())
         return embeddings[-1]
 
     def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if next(calls) == where.occurrence:
-            tokens = tokens_of(args, kwargs)
-            assert tokens is not None
-            reached.append(tokens)
-            raise _ReachedError
+        if next(calls) == layer.layer.occurrence:
+            raise ReachedError(tokens_of(args, kwargs))
 
     # The table may sit in several modules that share its weights; the one that is called counts.
-    weight = embedding_table(handle).weight
-    tables = [part for part in handle.model.modules() if isinstance(part, nn.Embedding) and part.weight is weight]
+    weight = embedding_table(model).weight
+    tables = [part for part in model.model.modules() if isinstance(part, nn.Embedding) and part.weight is weight]
     hooks = [part.register_forward_hook(embedded) for part in tables]
-    hooks.append(where.host.register_forward_pre_hook(entering, with_kwargs=True))
+    hooks.append(layer.layer.host.register_forward_pre_hook(entering, with_kwargs=True))
     try:
-        with replaying(handle.model, recording.documents), torch.enable_grad():
-            recording.run()
-    except _ReachedError:
-        pass
+        with replaying(model.model, layer.recorded.documents), torch.enable_grad():
+            layer.recorded.run()
+    except ReachedError as stopped:
+        reached = stopped.found
     finally:
         for hook in hooks:
             hook.remove()
-    if len(embeddings) != 1 or not reached:
-        raise ValueError(f"{handle.name} does not embed its tokens once: substitutions cannot be scored")
-    return reached[0], embeddings[0]
+    if len(embeddings) != 1 or reached is None:
+        raise ValueError(f"{model.name} does not embed its tokens once: substitutions cannot be scored")
+    return reached, embeddings[0]

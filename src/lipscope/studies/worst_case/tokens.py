@@ -198,8 +198,7 @@ def _successors(
     tried: list[Trial],
 ) -> list[_Path]:  # fmt: skip
     """Paths one substitution longer that raise σ, each measured."""
-    recording = handle.record(handle.token_inputs(input_ids=path.ids))
-    gradient = embedding_gradient(handle, recording, layer, head)
+    gradient = embedding_gradient(handle.record(input_ids=path.ids)[layer], head)
     g, e = gradient.at_embeddings[0], gradient.embeddings[0]
     scores = (g @ words.embeddings.mT - (g * e).sum(-1, keepdim=True)).double()
     open_rows = words.replaceable(path.ids)
