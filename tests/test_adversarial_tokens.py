@@ -35,7 +35,7 @@ def test_gradient_through_the_model_equals_finite_differences(name, models):
     handle = models[name] if name in models else lipscope.load(FAMILIES[name]())
     recording = handle.record(handle.token_inputs(input_ids=IDS))
     for layer, head in ((0, None), (1, None), (1, 2)):
-        found = embedding_gradient(handle, recording, layer, head)
+        found = embedding_gradient(recording[layer], head)
         e = found.embeddings
         step = torch.randn(e.shape, generator=torch.Generator().manual_seed(2), dtype=e.dtype)
         h = 1e-5 * float(e.norm() / step.norm())
@@ -48,7 +48,7 @@ def test_two_ways_to_the_gradient_of_a_plain_layer(models):
     """Through the model by differentiating twice, and by hand from the layer's weights."""
     handle = models["gpt2"]
     recording = handle.record(handle.token_inputs(input_ids=IDS))
-    found = embedding_gradient(handle, recording, 1)
+    found = embedding_gradient(recording[1])
     plain, X = recording[1].attention, recording[1].tokens("attention")
     operator = AttentionOperator.at(plain, X)
     U, _, Vh = torch.linalg.svd(operator.to_dense())

@@ -120,18 +120,19 @@ def record(
 
 
 @contextmanager
-def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Iterator[None]:
+def replaying(model: nn.Module, documents: tuple[int, ...] | None = None, *, frozen: bool = True) -> Iterator[None]:
     """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64.
 
-    Inside itself, for the same model and documents, it does nothing: several replays in a row put it up once.
+    Inside itself, for the same model and documents, it does nothing: several replays in a row put it up once. Without
+    ``frozen``, parameters stay in the graph.
     """
-    if _replaying and _replaying[-1][0] is model and _replaying[-1][1] == documents:
+    if _replaying and _replaying[-1][0] is model and _replaying[-1][1:] == (documents, frozen):
         yield
         return
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad and frozen]
     for p in parameters:
         p.requires_grad_(False)
-    _replaying.append((model, documents))
+    _replaying.append((model, documents, frozen))
     try:
         with using_seam(model), packed(documents), differentiable_attention(), double_throughout(model_dtype(model)):
             yield
@@ -141,7 +142,7 @@ def replaying(model: nn.Module, documents: tuple[int, ...] | None = None) -> Ite
             p.requires_grad_(True)
 
 
-_replaying: list[tuple[nn.Module, tuple[int, ...] | None]] = []
+_replaying: list[tuple[nn.Module, tuple[int, ...] | None, bool]] = []
 
 
 class ReachedError(Exception):

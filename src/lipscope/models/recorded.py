@@ -137,7 +137,7 @@ class RecordedLayer:
         return scope_map(self.model.model, self.layer, self.recorded, scope, self.model.layers)
 
     def core(self, tokens: Tensor | None = None, *, graph: bool = False, frozen: bool = True) -> CoreCall:
-        """What the attention core receives at the recorded tokens, or at others: q, k, v and the score rule; see ``core_call``."""
+        """What the attention core receives at the recorded tokens, or at others: q, k, v and the rule; see ``core_call``."""
         tokens = self.call.tokens if tokens is None else tokens
         return core_call(self.model.model, self.call, tokens, self.recorded.documents, graph=graph, frozen=frozen)
 

@@ -17,23 +17,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.layer import Attention
-from lipscope.models.affine import core_call, plain_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Recording, model_dtype
+from lipscope.models.capture import model_dtype
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load_named
 from lipscope.models.model import Model
-from lipscope.models.scopes import scope_tokens
-from lipscope.models.solve import jacobian, solve_heads, solve_scope
+from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.models.text import Chunker, excerpt
+from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.training.rescale.factors import Factors, factors_for_logits, factors_for_sigma, largest_logits
 from lipscope.training.rescale.projections import Rescaling, check_rescaled, find_rows
@@ -123,21 +120,25 @@ class _Work:
         self.inputs = handle.token_inputs(input_ids=ids)
         self.ids = self.inputs["input_ids"]
         self.kind = loss_kind(module, handle.tokenizer)
-        self._descriptions: WeakKeyDictionary[Recording, dict[int, Attention | None]] = WeakKeyDictionary()
+
+    def _record(self) -> Recorded:
+        """A pass with the weights as they are now."""
+        self.handle.weights_changed()
+        return self.handle.record(self.inputs)
 
     def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
         handle = self.handle
         chosen = {index: handle.check_heads(index, heads) for index in layers}
         for index in layers:
             self._refuse_unscalable(handle.layer(index))
-        before, loss_before = handle.record(self.inputs), self._loss()
+        before, loss_before = self._record(), self._loss()
         found = self._measure(before, chosen)
         gamma = {index: torch.ones(handle.layer(index).heads, dtype=torch.float64) for index in layers}
         rescaling = Rescaling()
         try:
             for index in sorted(layers):
-                gamma[index] = self._rescale(handle.layer(index), chosen[index], rescaling)
-            after, loss_after = handle.record(self.inputs), self._loss()
+                gamma[index] = self._rescale(index, chosen[index], rescaling)
+            after, loss_after = self._record(), self._loss()
             reached = self._measure(after, chosen)
         except BaseException:
             # A module changed in place is given back as it was.
@@ -156,12 +157,11 @@ class _Work:
             notes=handle.notes,
         )  # fmt: skip
 
-    def _rescale(self, layer: Layer, chosen: list[int], rescaling: Rescaling) -> Tensor:
+    def _rescale(self, index: int, chosen: list[int], rescaling: Rescaling) -> Tensor:
         """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
-        recording = self.handle.record(self.inputs)
-        plain = self._plain(layer, recording)
-        assert plain is not None
-        needed = self._factors(layer, recording)
+        layer = self._record()[index]
+        plain, where = layer.weights(), layer.layer
+        needed = self._factors(layer)
         gamma = torch.ones(layer.heads, dtype=torch.float64)
         for h in chosen:
             if not float(needed.gamma[h]) > 0:
@@ -172,7 +172,7 @@ class _Work:
             gamma[h] = float(needed.gamma[h])
         if bool((gamma == 1).all()):
             return gamma
-        rows = find_rows(layer, plain, lambda: self._plain(layer, self.handle.record(self.inputs)))
+        rows = find_rows(where, plain, lambda: self._record()[index].attention)
         shrink = 1.0
         for _ in range(_ATTEMPTS):
             tried = torch.where(gamma < 1, gamma * shrink, gamma)
@@ -180,10 +180,9 @@ class _Work:
             attempt = Rescaling()
             for found, factors in zip(rows, (q, k), strict=True):
                 attempt.scale(found, factors.repeat_interleave(plain.head_width))
-            again = self.handle.record(self.inputs)
-            where = f"layer {layer.index} ({layer.name})"
-            check_rescaled(plain, self._plain(layer, again), q, k, where)
-            if self._meets(layer, again, chosen):
+            again = self._record()[index]
+            check_rescaled(plain, again.attention, q, k, f"layer {index} ({where.name})")
+            if self._meets(again, chosen):
                 rescaling.absorb(attempt)
                 return tried
             # Rounding of the rescaled weights: a little less, from the same weights.
@@ -191,56 +190,28 @@ class _Work:
             shrink *= 1 - _MARGIN
         raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
 
-    def _factors(self, layer: Layer, recording: Recording) -> Factors:
+    def _factors(self, layer: RecordedLayer) -> Factors:
         if self.by == "max-logit":
-            return factors_for_logits(self._call(layer, recording), self.target)
-        plain = self._plain(layer, recording)
-        assert plain is not None
-        tokens = scope_tokens(layer, recording, "head").contiguous()
-        return factors_for_sigma(plain, tokens, self.target, self.solver)
+            return factors_for_logits(layer.core(), self.target)
+        return factors_for_sigma(layer.weights(), layer.tokens("head").contiguous(), self.target, self.solver)
 
-    def _meets(self, layer: Layer, recording: Recording, chosen: list[int]) -> bool:
+    def _meets(self, layer: RecordedLayer, chosen: list[int]) -> bool:
         if self.by == "max-logit":
-            values = largest_logits(self._call(layer, recording))
+            values = largest_logits(layer.core())
         else:
-            values = self._sigma_of_heads(layer, recording)[2].amax(0)
+            values = layer.sigma("head", solver=self.solver, certificate=False).upper.amax(0).cpu()
         return bool((values[chosen] <= self.target).all())
 
-    def _plain(self, layer: Layer, recording: Recording) -> Attention | None:
-        """The layer with the weights it had when this was recorded; not from the handle, which takes weights for fixed."""
-        found = self._descriptions.setdefault(recording, {})
-        if layer.index not in found:
-            found[layer.index] = plain_attention(self.handle.model, layer, recording)
-        return found[layer.index]
-
-    def _call(self, layer: Layer, recording: Recording) -> Any:
-        host = recording.hosts[layer.index]
-        return core_call(self.handle.model, host, host.tokens, recording.documents)
-
-    def _sigma_of_heads(self, layer: Layer, recording: Recording) -> tuple[Tensor, Tensor, Tensor]:
-        """Lower end, estimate and upper end (B, H) of every head."""
-        plain = self._plain(layer, recording)
-        operator = jacobian(self.handle.model, self.handle.layers, layer, recording, "head", plain)
-        result = solve_heads(operator, layer, recording, self.solver, list(range(layer.heads)))
-        lower, estimate, upper = (v.reshape(-1, layer.heads).cpu() for v in (result.lower, result.estimate, result.upper))
-        return lower, estimate, upper
-
-    def _measure(
-        self, recording: Recording, chosen: dict[int, list[int]]
-    ) -> dict[tuple[int, int | None], tuple[float, Span]]:
+    def _measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
         """Largest logit and σ of every layer and of the chosen heads."""
         found: dict[tuple[int, int | None], tuple[float, Span]] = {}
-        for index in chosen:
-            layer = self.handle.layer(index)
-            logits = largest_logits(self._call(layer, recording))
-            plain = self._plain(layer, recording)
-            operator = jacobian(self.handle.model, self.handle.layers, layer, recording, "attention", plain)
-            whole = solve_scope(operator, layer, recording, self.solver, "attention")
-            ends = [float(v.max()) for v in (whole.lower, whole.estimate, whole.upper)]
-            found[index, None] = float(logits.max()), Span(*ends)
-            parts = self._sigma_of_heads(layer, recording)
-            for h in chosen[index]:
-                found[index, h] = float(logits[h]), Span(*(float(part[:, h].max()) for part in parts))
+        for index, heads in chosen.items():
+            layer = recorded[index]
+            logits = largest_logits(layer.core())
+            whole = layer.sigma(solver=self.solver, certificate=False)
+            parts = layer.sigma("head", solver=self.solver, certificate=False)
+            found[index, None] = float(logits.max()), _span(whole, slice(None))
+            found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
         return found
 
     def _loss(self) -> float | None:
@@ -255,8 +226,7 @@ class _Work:
             raise ValueError(f"{label} shares its weights with other layers, so they cannot be rescaled one by one")
         if not layer.through_seam:
             raise ValueError(f"{label} keeps its own attention and does not show its queries and keys: clip-qk needs them")
-        recording = self.handle.probe_recording
-        if self._plain(layer, recording) is not None:
+        if self.handle.probe_recording[layer.index].attention is not None:
             return
         norms = [name for name, part in layer.host.named_modules() if "norm" in type(part).__name__.lower()]
         if norms:
@@ -359,6 +329,11 @@ def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: in
     tokenizer = require_tokenizer(handle)
     documents = excerpt(read_text(os.fspath(text)), max(1_000_000, 50 * n * inputs), seed)
     return torch.tensor(Chunker(documents, tokenizer).chunks([n], inputs, seed)[n])
+
+
+def _span(result: SpectralNorm, items: Any) -> Span:
+    """The largest σ over the inputs."""
+    return Span(*(float(values[items].max()) for values in (result.lower, result.estimate, result.upper)))
 
 
 def _interleave(before: tuple[float, Span], after: tuple[float, Span]) -> tuple[float, float, Span, Span]:
