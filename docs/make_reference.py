@@ -232,7 +232,7 @@ def names() -> dict[str, str]:
     groups = {
         "Verbs": sorted((n for n in top if n[0].islower()), key=lambda n: (FIRST.find(f" {n} ") % 99, n)),
         "Layers": [n for n in ("Attention", "Rotary", "LayerNorm", "RMSNorm") if n in top],
-        "Results": [n for n in ("SpectralNorm", "Scan") if n in top],
+        "Results": [n for n in ("SpectralNorm", "Run") if n in top],
         "Solvers": [n for n in ("Auto", "GolubKahan", "Dense") if n in top],
     }
     groups["Models and operators"] = [n for n in top if not any(n in group for group in groups.values())]

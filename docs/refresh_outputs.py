@@ -71,10 +71,9 @@ def main() -> None:
     import torch
 
     from lipscope.models import load
-    from lipscope.runs import scan
 
     torch.set_num_threads(1)  # as the tests: searches end a little elsewhere with more
-    load.load = scan.load = lru_cache(maxsize=4)(load.load)  # type: ignore[assignment]
+    load.load = lru_cache(maxsize=4)(load.load)  # type: ignore[assignment]
     pages = [Path(name).resolve() for name in sys.argv[1:]]
     for page in pages:
         with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):

@@ -48,7 +48,8 @@ def with_bytes(name: str, dtype: torch.dtype | None) -> Any:
 
 def sweep_rows(directory: Path) -> list[dict[str, Any]]:
     """68 tasks: every scope, packed inputs, heads, windows, soft-caps, sinks, relative positions, both dtypes."""
-    from lipscope.runs import Block, ModelChoice, Plan, Store, run_plan
+    from lipscope.runs import Plan, Store, run_plan
+    from lipscope.runs.plan import Block, ModelChoice
 
     def of(*families: str) -> list[ModelChoice]:
         return [ModelChoice(str(directory / f"tiny-{family}"), loader=LOADER) for family in families]

@@ -10,7 +10,7 @@ import torch
 
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
-from lipscope.runs import ModelChoice
+from lipscope.runs.plan import ModelChoice
 from lipscope.studies.paper.cast import Cast, Member
 from lipscope.studies.paper.plan import QUICK, Settings
 from model_families import FAMILIES

@@ -11,8 +11,10 @@ import torch
 
 from lipscope.models.load import ByteTokenizer, load_named
 from lipscope.models.model import Model
-from lipscope.runs import Measured, ModelChoice, Plan
+from lipscope.runs import Plan
 from lipscope.runs.kinds import Text
+from lipscope.runs.plan import ModelChoice
+from lipscope.runs.registry import Measured
 
 LOADER = "sweep_cases:with_bytes"
 TEXT = "".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(1500))

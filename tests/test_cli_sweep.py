@@ -101,10 +101,10 @@ def test_failures_show_in_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("no luck")
 
-    monkeypatch.setattr("lipscope.models.recorded.layer_rows", fail)
+    monkeypatch.setattr("lipscope.runs.kinds.measured_rows", fail)
     result = runner.invoke(app, ["sweep", *FLAGS, "--store", "run.db"])
     assert result.exit_code == 1
-    assert "4 failed, the first at tiny, layer 0, scope attention, n = 8: ArithmeticError: no luck" in result.output
+    assert "4 failed, the first at tiny, layer 0, scope attention, n = 6: ArithmeticError: no luck" in result.output
     monkeypatch.undo()
 
 

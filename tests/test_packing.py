@@ -8,7 +8,7 @@ import torch
 import lipscope
 from lipscope.models.load import ByteTokenizer
 from lipscope.models.model import Model
-from lipscope.models.packing import packed_chunks
+from lipscope.models.text import packed_chunks
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import FAMILIES
 

@@ -27,27 +27,26 @@ from lipscope.report.summary import (
     which_curve,
 )
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import load_run
-from lipscope.runs.scan import Scan
+from lipscope.runs.run import Run, load_run
 from report_cases import make_rows, make_view, write_run
 
 
 def data_of(rows: list[dict[str, Any]]) -> ReportData:
-    return report_data([load_run(Scan(tuple(rows), {"text": "book"}))])
+    return report_data([load_run(Run(tuple(rows), {"text": "book"}))])
 
 
 def test_a_run_is_the_same_from_json_csv_and_python(tmp_path: Path) -> None:
     rows = make_rows()
     write_run(tmp_path / "run", rows)
     (tmp_path / "csv").mkdir()
-    Scan(tuple(rows)).to_csv(tmp_path / "csv" / "rows.csv")
-    sources = [tmp_path / "run", tmp_path / "run" / "rows.json", tmp_path / "csv", Scan(tuple(rows))]
+    Run(tuple(rows)).to_csv(tmp_path / "csv" / "rows.csv")
+    sources = [tmp_path / "run", tmp_path / "run" / "rows.json", tmp_path / "csv", Run(tuple(rows))]
     cells = [[(c.layer, c.head, c.points) for c in report_data([load_run(s)]).settings[0].cells] for s in sources]
     assert all(one == cells[0] for one in cells)
-    story = load_run(tmp_path / "run").story
+    story = load_run(tmp_path / "run").provenance
     assert (story.seeds, story.rtol, story.delta) == ((3,), (0.001,), (1e-6,))
     assert load_run(tmp_path / "run").rows[0]["text"] == "book"
-    assert load_run(tmp_path / "csv").story.command is None
+    assert load_run(tmp_path / "csv").provenance.command is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path: Path, content: str, message
 def test_rows_without_an_interval_are_counted_and_left_out() -> None:
     rows = make_rows()
     rows[3]["upper"] = float("inf")
-    run = load_run(Scan(tuple(rows)))
+    run = load_run(Run(tuple(rows)))
     assert (len(run.rows), run.left_out) == (len(rows) - 1, 1)
     assert any("1 rows of the run hold no interval" in line for line in sentences(report_data([run]).settings[0], run))
 
@@ -311,7 +310,7 @@ def test_a_setting_is_compared_with_its_like_and_any_difference_is_said(name: st
         strange = [
             row | {name: other} | {end: 3 * row[end] for end in ("lower", "estimate", "upper")} for row in rows
         ]  # fmt: skip
-        both, plain, odd = (load_run(Scan(tuple(some))) for some in (rows + strange, rows, strange))
+        both, plain, odd = (load_run(Run(tuple(some))) for some in (rows + strange, rows, strange))
         matched = comparisons(report_data([both, both]))
         assert len(matched) == 2
         for one in matched:
@@ -321,8 +320,8 @@ def test_a_setting_is_compared_with_its_like_and_any_difference_is_said(name: st
         (unlike,) = comparisons(report_data([plain, odd]))
         assert f"The runs differ in {name}: {rows[0][name]} and {other}." in comparison_sentences(unlike)
     # Rows of a scan have no column kind.
-    scan = load_run(Scan(tuple(row | {"kind": None} for row in rows)))
-    (alike,) = comparisons(report_data([scan, load_run(Scan(tuple(rows)))]))
+    scan = load_run(Run(tuple(row | {"kind": None} for row in rows)))
+    (alike,) = comparisons(report_data([scan, load_run(Run(tuple(rows)))]))
     assert "differ" not in " ".join(comparison_sentences(alike))
 
 
@@ -337,6 +336,6 @@ def test_settings_are_told_apart_and_carry_their_views(tmp_path: Path) -> None:
 
 def test_rows_of_a_scan_written_as_csv_come_back_as_they_were() -> None:
     rows = make_rows(heads=None)
-    read = list(csv.DictReader(io.StringIO(Scan(tuple(rows)).csv_text())))
+    read = list(csv.DictReader(io.StringIO(Run(tuple(rows)).csv_text())))
     assert float(read[0]["estimate"]) == rows[0]["estimate"]
-    assert json.loads(Scan(tuple(rows)).to_json()) == rows
+    assert json.loads(Run(tuple(rows)).to_json()) == rows

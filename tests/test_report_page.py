@@ -131,9 +131,9 @@ def test_words_that_repeat_are_kept_once() -> None:
 
 
 def load_run_of(rows: list[dict[str, Any]]) -> Any:
-    from lipscope.runs.scan import Scan
+    from lipscope.runs.run import Run
 
-    return load_run(Scan(tuple(rows), {"text": "book"}))
+    return load_run(Run(tuple(rows), {"text": "book"}))
 
 
 def assert_drawn_alike(chart: Chart) -> None:

@@ -1,4 +1,4 @@
-"""Token views: of a head against its dense Jacobian, written by a scan, and measured again for a store."""
+"""Token views: of a head against its dense Jacobian, written by a scan, and kept in a store."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
-from lipscope.report.token_views import measure_views
 from lipscope.runs.plan import Plan
-from lipscope.runs.run import load_run
+from lipscope.runs.run import LONGEST_VIEW, load_run, worst_inputs
 from lipscope.runs.sweep import run_plan
-from lipscope.runs.work import forget_models
-from lipscope.runs.worst_tokens import LONGEST, worst_inputs
 from model_families import FAMILIES
 from report_cases import make_rows
 from sweep_cases import TEXT, plan_of, save_models
@@ -74,14 +71,14 @@ def test_scope_head_needs_a_head() -> None:
 
 
 def test_the_worst_input_of_the_worst_places_is_looked_at() -> None:
-    rows = make_rows(layers=3, heads=2, lengths=(8, 32, 2 * LONGEST), inputs=3)
+    rows = make_rows(layers=3, heads=2, lengths=(8, 32, 2 * LONGEST_VIEW), inputs=3)
     found = worst_inputs(rows, 2)
     assert [(row["layer"], row["head"], row["n"]) for row in found] == [(2, 1, 32), (2, 0, 32)]
     for row in found:
         rivals = [r for r in rows if (r["layer"], r["head"], r["n"]) == (row["layer"], row["head"], row["n"])]
         assert row["estimate"] == max(r["estimate"] for r in rivals)
-    long = [r for r in rows if r["n"] > LONGEST]
-    assert worst_inputs(long, 1)[0]["n"] == 2 * LONGEST
+    long = [r for r in rows if r["n"] > LONGEST_VIEW]
+    assert worst_inputs(long, 1)[0]["n"] == 2 * LONGEST_VIEW
 
 
 def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
@@ -103,11 +100,11 @@ def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
     done = runner.invoke(app, [*scan, "--views", "2", "--out", str(out)])
     assert done.exit_code == 0, done.output
     run = load_run(out)
-    assert run.story.seeds == (5,)
-    assert run.story.environments[0]["versions"]["lipscope"] == lipscope.__version__
-    assert run.story.command is not None
-    assert run.story.command.startswith(f"lipscope scan tiny --text {tmp_path / 'text.txt'}")
-    assert "--seed 5" in run.story.command
+    assert run.provenance.seeds == (5,)
+    assert run.provenance.environments[0]["versions"]["lipscope"] == lipscope.__version__
+    assert run.provenance.command is not None
+    assert run.provenance.command.startswith(f"lipscope scan tiny --text {tmp_path / 'text.txt'}")
+    assert "--seed 5" in run.provenance.command
     views = json.loads((out / "tokens.json").read_text())
     assert len(views) == 2
     for view in views:
@@ -117,7 +114,7 @@ def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
         assert "".join(view["tokens"]) in TEXT
         assert sum(view["energy"]) == pytest.approx(1, abs=1e-4)
     # The command that it names makes the same rows again.
-    again = runner.invoke(app, [*run.story.command.replace(str(out), str(tmp_path / "again")).split()[1:]])
+    again = runner.invoke(app, [*run.provenance.command.replace(str(out), str(tmp_path / "again")).split()[1:]])
     assert again.exit_code == 0, again.output
     times = {"seconds"}
     rows = [json.loads((place / "rows.json").read_text()) for place in (out, tmp_path / "again")]
@@ -129,58 +126,36 @@ def test_a_scan_keeps_its_story_and_its_views(tmp_path: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(TEXT)
-    plan = Plan.of(
-        models=["tiny"], texts=[str(tmp_path / "text.txt")], scopes=["attention", "block"], lengths=[6, 9], inputs=2
-    )
-    run_plan(plan, tmp_path / "run.db")
+    run_plan(plan_with_views(tmp_path, 1), tmp_path / "run.db")
     return tmp_path / "run.db"
 
 
-def test_the_inputs_of_a_sweep_are_found_again(store: Path) -> None:
+def plan_with_views(place: Path, views: int) -> Plan:
+    return Plan.of(
+        models=["tiny"],
+        texts=[str(place / "text.txt")],
+        scopes=["attention", "block"],
+        lengths=[6, 9],
+        inputs=2,
+        views=views,
+    )
+
+
+def test_a_sweep_looks_at_its_worst_inputs(store: Path) -> None:
     run = load_run(store)
-    said: list[str] = []
-    views = measure_views(run, 2, say=said.append)
-    assert len(views) == 2
-    for view in views:
+    assert [view["scope"] for view in run.views] == ["attention", "block"]
+    for view in run.views:
         (row,) = [r for r in run.rows if all(r[name] == view[name] for name in ("layer", "scope", "n", "input"))]
         assert view["estimate"] == pytest.approx(row["estimate"], rel=2e-3)
         assert "".join(view["tokens"]) in TEXT
-    assert any("scope block are left out, as they take long" in line for line in said)
-    assert len(measure_views(run, 1, every_scope=True)) == 2
-
-
-def test_another_model_or_text_is_noticed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load_run(store)
-
-    def other(name: str, files: object = None) -> Loaded:
-        found = load_tiny(name)
-        with torch.no_grad():
-            found.model.get_input_embeddings().weight.mul_(2)
-        return found
-
-    said: list[str] = []
-    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", other))
-    forget_models()
-    assert measure_views(run, 1, say=said.append) == []
-    assert "is not the one that was measured" in said[0]
-    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load_tiny))
-    forget_models()
-    (store.parent / "text.txt").write_text(TEXT[::-1])
-    assert measure_views(run, 1, say=said.append) == []
-    assert "text.txt' here is not the one that was measured" in said[-2]
-
-
-def test_a_store_of_someone_else_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_models(tmp_path)
-    run_plan(plan_of(tmp_path, scopes=["attention"], lengths=[6], inputs=1), tmp_path / "run.db")
-    run = load_run(tmp_path / "run.db")
-    assert "sweep_cases:with_bytes" in (run.story.plan or "")
-    called: list[Any] = []
-    monkeypatch.setattr("sweep_cases.with_bytes", lambda *given: called.append(given))
-    said: list[str] = []
-    assert measure_views(run, 1, every_scope=True, say=said.append) == []
-    assert called == []
-    assert "needs more trust than a report gives" in said[0]
+        assert (view["model"], view["text"]) == (row["model"], row["text"])
+    # Views are no rows of the table, and what is asked for later is measured then, and nothing twice.
+    assert {row["kind"] for row in run.rows} == {"text"}
+    again = run_plan(plan_with_views(store.parent, 2), store)
+    assert (again.measured, again.failed, again.kept) == (0, 0, again.tasks)
+    more = load_run(store).views
+    assert len(more) == 4
+    assert [view for view in more if view in run.views] == list(run.views)
 
 
 def test_the_report_of_a_store(store: Path, tmp_path: Path) -> None:
@@ -188,7 +163,19 @@ def test_the_report_of_a_store(store: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Token view" in page
-    assert page.count('class="panel view"') == 3 - 1  # two layers at scope attention
+    assert page.count('class="panel view"') == 2
     assert "lipscope sweep plan.toml --store run.db" in page
     assert "scopes = [&#34;attention&#34;, &#34;block&#34;]" in page
-    assert runner.invoke(app, ["report", str(store), "--views", "-1"]).exit_code == 2
+
+
+def test_a_report_reads_a_store_and_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may come from someone else: whatever its plan names, neither models nor loaders are touched."""
+    save_models(tmp_path)
+    run_plan(plan_of(tmp_path, scopes=["attention"], lengths=[6], inputs=1), tmp_path / "run.db")
+    called: list[Any] = []
+    monkeypatch.setattr("sweep_cases.with_bytes", lambda *given: called.append(given))
+    done = runner.invoke(app, ["report", str(tmp_path / "run.db"), "--out", str(tmp_path / "report.html")])
+    assert done.exit_code == 0, done.output
+    assert "sweep_cases:with_bytes" in (load_run(tmp_path / "run.db").provenance.plan or "")
+    assert "No token views were measured" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert called == []

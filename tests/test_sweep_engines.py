@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
-from lipscope.runs import Dask, EngineError, Plan, Store, expand, run_plan
-from lipscope.runs.engines import make_engine
+from lipscope.runs import Dask, Plan, Store, expand, run_plan
+from lipscope.runs.engines import EngineError, make_engine
 from lipscope.runs.sweep import Step
 from sweep_cases import plan_of, save_models
 
@@ -89,12 +89,12 @@ def test_a_killed_worker_changes_nothing(
         seen.append(step)
         if step.tasks == 5:
             # Both workers have a job under way and another one waiting.
-            assert len(engine._workers()) == 2
+            assert len(engine.connected()) == 2
             os.kill(cluster.workers[0].pid, signal.SIGKILL)
 
     deadline = time.monotonic() + 60
     with engine:
-        while len(engine._workers()) < 2:
+        while len(engine.connected()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     there = run_plan(expansion, tmp_path / "there.db", engine=engine, progress=kill_one)
@@ -108,7 +108,7 @@ def test_a_killed_worker_changes_nothing(
     assert [r | {"seconds": 0} for r in mine] == [r | {"seconds": 0} for r in theirs]
     # A worker of another version is refused before a row is kept.
     with monkeypatch.context() as other:
-        other.setattr("lipscope.runs.engines.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
+        other.setattr("lipscope.runs.work.environment", lambda threads: {"versions": {"lipscope": "0.0.0"}})
         with pytest.raises(EngineError, match=r"has lipscope .*, this process has 0\.0\.0"), Dask(cluster.address):
             pass
     # One worker is left: another number of workers, the same table.

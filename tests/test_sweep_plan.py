@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.runs import Block, ModelChoice, Plan, dry_run, expand, register_quantity, run_plan
-from lipscope.runs.registry import QUANTITIES
+from lipscope.runs import Plan, expand, run_plan
+from lipscope.runs.plan import Block, ModelChoice
+from lipscope.runs.registry import QUANTITIES, register_quantity
 from lipscope.runs.store import Store
+from lipscope.runs.sweep import dry_run
 from lipscope.runs.work import model_fingerprint, run_job
 from sweep_cases import LOADER, plan_of, save_models, with_bytes
 

@@ -21,21 +21,18 @@ import pandas
 import pyarrow.parquet
 import pytest
 
-from lipscope.runs import (
+from lipscope.runs import Plan, Store, StoreError, expand, export, run_plan
+from lipscope.runs.estimate import Work
+from lipscope.runs.rows import IDENTITY_COLUMNS, digest, table_digest, to_record
+from lipscope.runs.schema import (
+    MIGRATIONS,
+    VERSION,
     ForeignFileError,
     LockedStoreError,
     NewerStoreError,
-    Plan,
-    Store,
-    StoreError,
     StoreFullError,
-    expand,
-    export_table,
-    run_plan,
+    migrate,
 )
-from lipscope.runs.estimate import Work
-from lipscope.runs.rows import IDENTITY_COLUMNS, digest, table_digest, to_record
-from lipscope.runs.schema import MIGRATIONS, VERSION, migrate
 from lipscope.runs.sweep import kept_notices
 from lipscope.runs.tasks import Task
 from lipscope.runs.work import Outcome
@@ -46,7 +43,7 @@ WHERE = {"versions": {"lipscope": "0"}, "threads": 1}
 
 def made_up_task(number: int) -> Task:
     identity = {"layer": number % 12, "scope": "attention", "n": 8 + number, "dtype": "float32", "number": number}
-    return Task(digest(identity), identity, {"model": "m", "text": "t", "kind": "text"}, Work(1e9, 1, 1, 3))
+    return Task(digest(identity), identity, {"model": "m", "text": "t", "kind": "text"}, Work(1e9, 3, 3))
 
 
 def made_up_outcome(number: int, rows: int = 3) -> Outcome:
@@ -87,7 +84,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         assert store.progress() == (3, 3, 0)
         assert store.environments() == [WHERE]
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            store._connection.execute("DELETE FROM rows")
+            store.connection.execute("DELETE FROM rows")
 
 
 def test_a_longer_plan_measures_only_what_is_new(place: Path, tmp_path: Path) -> None:
@@ -210,12 +207,12 @@ def test_an_older_store_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
     filled(tmp_path / "new.db", 2)
     for write in (False, True):
         with Store(path, write=write) as store:
-            assert store._connection.execute("PRAGMA user_version").fetchone()[0] == VERSION
+            assert store.connection.execute("PRAGMA user_version").fetchone()[0] == VERSION
             assert store.progress() == (2, 2, 0)
             with Store(tmp_path / "new.db") as new:
                 assert store.rows() == new.rows()
                 layout = "SELECT sql FROM sqlite_schema ORDER BY name"
-                assert store._connection.execute(layout).fetchall() == new._connection.execute(layout).fetchall()
+                assert store.connection.execute(layout).fetchall() == new.connection.execute(layout).fetchall()
 
 
 def test_a_newer_store_is_refused_unchanged(tmp_path: Path) -> None:
@@ -324,8 +321,8 @@ def test_a_full_disk_stops_cleanly_and_the_sweep_goes_on_later(
 
     def narrow(self: Store, *arguments: Any) -> int:
         run = begin(self, *arguments)
-        pages = self._connection.execute("PRAGMA page_count").fetchone()[0]
-        self._connection.execute(f"PRAGMA max_page_count = {pages + 4}")
+        pages = self.connection.execute("PRAGMA page_count").fetchone()[0]
+        self.connection.execute(f"PRAGMA max_page_count = {pages + 4}")
         return run
 
     monkeypatch.setattr(Store, "begin_run", narrow)
@@ -345,26 +342,26 @@ def test_export_table(tmp_path: Path, place: Path) -> None:
     run_plan(small(place), tmp_path / "run.db")
     with Store(tmp_path / "run.db") as store:
         rows = store.rows()
-    text, count = export_table(tmp_path / "run.db", "csv")
+    text, count = export(tmp_path / "run.db", "csv")
     assert count == len(rows) == 24
     read = list(csv.DictReader(io.StringIO(text or "")))
     assert [float(r["estimate"]) for r in read] == [r["estimate"] for r in rows]
-    assert json.loads(export_table(tmp_path / "run.db", "json")[0] or "") == rows
-    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet")
+    assert json.loads(export(tmp_path / "run.db", "json")[0] or "") == rows
+    export(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet")
     table = pandas.read_parquet(tmp_path / "rows.parquet")
     assert list(table.columns) == list(rows[0])
     assert table["estimate"].tolist() == [r["estimate"] for r in rows]
     about = pyarrow.parquet.read_schema(tmp_path / "rows.parquet").metadata
     assert about[b"lipscope.plan"].decode() == small(place).text
     filled(tmp_path / "infinite.db", 1)
-    assert json.loads(export_table(tmp_path / "infinite.db", "json")[0] or "")[0]["upper"] is None
+    assert json.loads(export(tmp_path / "infinite.db", "json")[0] or "")[0]["upper"] is None
     for arguments, message in (
         (("xlsx",), "format must be"),
         (("parquet",), "binary"),
         (("csv", tmp_path / "no" / "x"), "no directory"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            export_table(tmp_path / "run.db", *arguments)
+            export(tmp_path / "run.db", *arguments)
     assert not list(tmp_path.glob(".*part"))
 
 
@@ -376,7 +373,7 @@ def test_exported_rows_tell_measurements_apart(tmp_path: Path, place: Path) -> N
     model = small(place).blocks[0].models[1]
     for change in changes:
         run_plan(small(place, **({"models": [model], "lengths": [6], "inputs": 2} | change)), tmp_path / "run.db")
-    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet", all_plans=True)
+    export(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet", all_plans=True)
     table = pandas.read_parquet(tmp_path / "rows.parquet")
     assert len(table) == 2 * len(changes) + 1
     what = ["input", *IDENTITY_COLUMNS]
@@ -397,8 +394,8 @@ def test_a_column_of_several_types_is_text_in_parquet(tmp_path: Path) -> None:
     with Store(tmp_path / "run.db", write=True) as store:
         run = store.begin_run("plan", [task], "none", WHERE)
         store.save(Outcome(task, rows, None, None, 0.1, WHERE), run)
-    assert [row["mixed"] for row in json.loads(export_table(tmp_path / "run.db", "json")[0] or "")] == values
-    export_table(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet")
+    assert [row["mixed"] for row in json.loads(export(tmp_path / "run.db", "json")[0] or "")] == values
+    export(tmp_path / "run.db", "parquet", tmp_path / "rows.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
     assert table["mixed"].to_pylist() == ["1.5", "none", None, "true", "[1, 2]", '{"a": 1}']
     assert table["whole"].to_pylist() == list(range(len(values)))

@@ -14,8 +14,9 @@ from .measure.influence import influence as influence
 from .measure.sigma import local_lipschitz as local_lipschitz
 from .models.load import load as load
 from .models.model import Model as Model
-from .runs.scan import Scan as Scan
+from .runs.run import Run as Run
 from .runs.scan import scan as scan
+from .runs.sweep import run_plan as run_plan
 from .spectral.autodiff import AutodiffOperator as AutodiffOperator
 from .spectral.golub_kahan import GolubKahan as GolubKahan
 from .spectral.operator import Operator as Operator

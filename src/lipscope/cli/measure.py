@@ -18,7 +18,7 @@ from lipscope.rounding import interval, round_down, round_up, span
 
 if TYPE_CHECKING:
     from lipscope.models.tokens import TokenView
-    from lipscope.runs.scan import Scan
+    from lipscope.runs.run import Run
     from lipscope.spectral.result import SpectralNorm
 
 
@@ -80,7 +80,7 @@ def scan(
             seed=seed,
             pack=pack,
             certificate=certificate,
-            tokens=looks,
+            views=looks,
             memory=memory,
             progress=progress,
         )
@@ -178,13 +178,13 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
     return shlex.join(line)
 
 
-def _write(result: Scan, directory: Path, command: str) -> None:
+def _write(result: Run, directory: Path, command: str) -> None:
     import torch
 
-    from lipscope.runs.scan_files import write_scan
+    from lipscope.runs.files import write_run
     from lipscope.runs.work import environment
 
-    write_scan(result, directory, command=command, environment=environment(torch.get_num_threads()))
+    write_run(result, directory, command=command, environment=environment(torch.get_num_threads()))
     notice(f"rows are in {directory}")
 
 
@@ -219,7 +219,7 @@ def _caption(result: SpectralNorm) -> str:
     return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
 
 
-def _print_scan(result: Scan, text: str, top: int) -> None:
+def _print_scan(result: Run, text: str, top: int) -> None:
     first = result.rows[0]
     summaries = result.worst()
     fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}

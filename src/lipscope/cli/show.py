@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import option
 from lipscope.cli.terminal import notice, print_table
-
-if TYPE_CHECKING:
-    from lipscope.runs.run import Run
 
 RunPath = Annotated[
     Path, typer.Argument(help="A store of `lipscope sweep`, or what `lipscope scan --out` wrote.", show_default=False)
@@ -25,7 +21,6 @@ def report(
     other: Annotated[Path | None, typer.Argument(help="A second run to compare with.", show_default=False)] = None,
     out: Annotated[Path, option("The HTML file to write.", default=True)] = Path("report.html"),
     figures: Annotated[Path | None, option("Also write the figures here, as PNG, PDF and SVG.")] = None,
-    views: Annotated[int | None, option(f"Of a store: {opt.VIEWS.lower()}; 3 by default, where that is quick.")] = None,
     all_plans: opt.AllPlans = False,
 ) -> None:
     """Write one HTML file that shows how smooth a model is, where it is not, and why; or compares two runs."""
@@ -34,7 +29,7 @@ def report(
     from lipscope.runs.run import load_run
 
     paths = [run] if other is None else [run, other]
-    data = report_data([_with_views(load_run(path, all_plans=all_plans), views) for path in paths])
+    data = report_data([load_run(path, all_plans=all_plans) for path in paths])
     page = save_page(data, out)
     if figures is not None:
         from lipscope.report.draw_print import write_figures
@@ -50,15 +45,12 @@ def view(
         str, option("Address to listen on; others than 127.0.0.1 open it to the network.", default=True)
     ] = "127.0.0.1",
     port: Annotated[int, option("Port; any free one by default.")] = 0,
-    views: Annotated[int, option(f"Of a store: {opt.VIEWS.lower()}.", default=True)] = 0,
     open_browser: Annotated[bool, option("Open it in the browser.", "--open")] = False,
 ) -> None:
     """Serve the report on this machine, with new rows as a sweep finds them, until Ctrl-C."""
     from lipscope.report.server import ReportServer
-    from lipscope.runs.run import load_run
 
-    looks = list(_with_views(load_run(run), views).views) if views else []
-    with ReportServer(run, host=host, port=port, tokens=looks) as server:
+    with ReportServer(run, host=host, port=port) as server:
         typer.echo(f"The report is at {server.url}")
         typer.echo("It is read-only, and only those who know this address can see it. Ctrl-C ends it.")
         if open_browser:
@@ -69,18 +61,6 @@ def view(
             server.serve_forever()
         except KeyboardInterrupt:
             notice("stopped")
-
-
-def _with_views(run: Run, count: int | None) -> Run:
-    """Token views for a sweep, where they are not there yet and the models are at hand."""
-    from lipscope.report.token_views import measure_views
-
-    if count is not None and count < 0:
-        raise ValueError(f"--views must be at least 0, got {count}")
-    if run.tasks is None or run.views or count == 0:
-        return run
-    views = measure_views(run, 3 if count is None else count, every_scope=count is not None, say=notice)
-    return dataclasses.replace(run, views=views)
 
 
 def models() -> None:

@@ -49,7 +49,10 @@ def sweep(
     pack: opt.Pack = False,
     rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None,
     seed: Annotated[int | None, option("Seed of everything drawn, 0 by default.")] = None,
+    certificate: opt.Certificate = None,
     dtype: opt.Dtype = None,
+    memory: opt.Memory = None,
+    views: Annotated[int | None, option(f"{opt.VIEWS}; 3 by default, where that is quick.")] = None,
     threads: opt.Threads = None,
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
@@ -71,6 +74,9 @@ def sweep(
         "seed": seed,
         "dtype": None if dtype is None else dtype.value,
         "threads": threads,
+        "certificate": certificate,
+        "memory": memory,
+        "views": views,
     }
     with gentle_end():
         chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None})
@@ -105,9 +111,9 @@ def export(
     all_plans: opt.AllPlans = False,
 ) -> None:
     """Write the table of a sweep for other tools, one column per quantity."""
-    from lipscope.runs.export import export_table
+    from lipscope.runs.files import export as write_table
 
-    content, count = export_table(store, format.value, out, all_plans=all_plans)
+    content, count = write_table(store, format.value, out, all_plans=all_plans)
     if content is not None:
         typer.echo(content, nl=False)
     else:
@@ -128,6 +134,9 @@ def _plan(file: Path | None, flags: dict[str, Any]) -> Plan:
             flags[name] = indices(_flag(name)[2:], flags[name]) or "all"
     if flags.pop("per_head", False) or "heads" in flags:
         flags["scopes"] = list(dict.fromkeys([*flags.get("scopes", []), "head"]))
+    if flags.get("kind") != "packed" and set(flags.get("scopes", ())) <= {"head", "attention"}:
+        # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
+        flags.setdefault("views", 3)
     return Plan.of(**flags)
 
 

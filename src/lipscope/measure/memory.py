@@ -27,6 +27,8 @@ from lipscope.attention.tiles import visited_entries
 from lipscope.measure.cost import OUTPUTS, PROJECTIONS, TOKENS, TYPICAL_PAIRS
 from lipscope.spectral.basis import FEWEST, one_sided, together_within
 
+# Where autograd computes the products: blocks keep activations for the backward pass.
+AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
 # Vectors of the Krylov bases that a typical solve needs.
 TYPICAL_VECTORS = 24
 # What the solver takes for its bases when nobody limits it.

@@ -26,7 +26,6 @@ from lipscope.measure.memory import (
 from lipscope.models.affine import core_call
 from lipscope.models.model import Model
 
-AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
 BLOCK_ACTIVATIONS = 34
 RECORDED = 3
 

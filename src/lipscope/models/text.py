@@ -7,6 +7,7 @@ from a seed. Special tokens are those of the model's tokenizer ([CLS] … [SEP],
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,52 @@ def input_batches(chunks: dict[int, list[list[int]]], batch_tokens: int) -> Iter
         size = max(1, batch_tokens // n)
         for first in range(0, len(inputs), size):
             yield n, first, inputs[first : first + size]
+
+
+def packed_chunks(
+    documents: Sequence[str], tokenizer: Any, lengths: Sequence[int], inputs: int, seed: int = 0
+) -> dict[int, list[list[list[int]]]]:
+    """``inputs`` chunks of exactly n tokens for every length, each a list of documents; the last one is cut to fit.
+
+    A text of one document is packed paragraph by paragraph. Documents come in seeded random order and are used once.
+
+    Raises:
+        ValueError: when the text has too few tokens; says how many there are.
+    """
+    if len(documents) == 1:
+        documents = [part for part in re.split(r"\n\s*\n", documents[0]) if part.strip()]
+    prefix, suffix = special_tokens(tokenizer)
+    tokenised = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in documents]
+    least = len(prefix) + len(suffix) + 1
+    queue = [[*prefix, *ids, *suffix] for ids in tokenised if ids]
+    available = sum(map(len, queue))
+    random.Random(seed).shuffle(queue)
+    result: dict[int, list[list[list[int]]]] = {}
+    for n in lengths:
+        result[n] = []
+        for _ in range(inputs):
+            chunk: list[list[int]] = []
+            room = n
+            while room:
+                if not queue:
+                    raise ValueError(
+                        f"the text has {available} tokens in {len(tokenised)} documents, too few for {inputs} packed chunks "
+                        f"of each length {', '.join(map(str, lengths))}"
+                    )
+                document = queue.pop()
+                take = room if len(document) >= room else len(document)
+                if 0 < room - take < least:
+                    # What is left would not hold another document: leave more of it.
+                    take = room - least
+                if take < least:
+                    continue
+                if take < len(document):
+                    # Cut inside the text, so that the closing special tokens stay.
+                    document = [*document[: take - len(suffix)], *suffix]
+                chunk.append(document)
+                room -= len(document)
+            result[n].append(chunk)
+    return result
 
 
 def chunk_of(handle: Model, documents: Sequence[str], n: int, seed: int = 0) -> Tensor:

@@ -36,7 +36,7 @@ def write_report(
     """Write the report of a run, or of two side by side, as one HTML file.
 
     Args:
-        source: the store of a sweep, what ``lipscope scan --out`` wrote, or a ``Scan``.
+        source: the store of a sweep, what ``lipscope scan --out`` wrote, or a ``Run``.
         out: the file to write.
         compare: a second run.
         all_plans: of a store, the rows of every plan it served.
@@ -46,10 +46,10 @@ def write_report(
 
     Example:
         >>> import tempfile
-        >>> from lipscope.runs.scan import Scan
+        >>> from lipscope.runs.run import Run
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     page = write_report(Scan((row,)), f"{directory}/report.html").read_text(encoding="utf-8")
+        ...     page = write_report(Run((row,)), f"{directory}/report.html").read_text(encoding="utf-8")
         >>> "How smooth is m?" in page
         True
     """

@@ -137,7 +137,7 @@ def _title(data: ReportData, *, changes: bool) -> tuple[str, str]:
 
 
 def _run_words(run: Run) -> dict[str, Any]:
-    story = run.story
+    story = run.provenance
     facts = [("rows", str(len(run.rows))), ("lengths n", listed(sorted({row["n"] for row in run.rows})))]
     named = (
         ("models", "model"), ("texts", "text"), ("scopes", "scope"), ("masks", "mask"), ("floating type", "dtype"),
@@ -224,8 +224,8 @@ def _tokens_command(setting: Setting, cell: Cell) -> str | None:
 def _views_command(run: Run) -> str:
     """What measures the token views of the six worst places."""
     if run.path is not None and run.tasks is not None:
-        return f"lipscope report {shlex.quote(run.path.name)} --views 6"
-    return f"{run.story.command or 'lipscope scan … --out DIR'} --views 6"
+        return f"lipscope sweep plan.toml --store {shlex.quote(run.path.name)}  # with views = 6 in the plan"
+    return f"{run.provenance.command or 'lipscope scan … --out DIR'} --views 6"
 
 
 def _scopes_command(setting: Setting) -> str:

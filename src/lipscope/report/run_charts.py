@@ -39,9 +39,9 @@ def growth(source: Source | ReportData) -> Chart:
         source: what ``lipscope.scan`` returned or wrote, the store of a sweep, or a ``ReportData``.
 
     Example:
-        >>> from lipscope.runs.scan import Scan
+        >>> from lipscope.runs.run import Run
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
-        >>> chart = growth(Scan((row, row | {"n": 16, "estimate": 1.2})))
+        >>> chart = growth(Run((row, row | {"n": 16, "estimate": 1.2})))
         >>> chart.series[1].name, chart.series[1].y
         ('layer 0', [1.1, 1.2])
     """

@@ -37,7 +37,6 @@ class ReportServer(ThreadingHTTPServer):
         path: what to show.
         host: the address to listen on.
         port: the port, 0 for any that is free.
-        tokens: token views to add to those of the run.
     """
 
     daemon_threads = True
@@ -48,10 +47,8 @@ class ReportServer(ThreadingHTTPServer):
         *,
         host: str = LOOPBACK,
         port: int = 0,
-        tokens: list[dict[str, Any]] | None = None,
     ) -> None:
         self.path = Path(path)
-        self._views = tokens or []
         self.secret = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         self._made: tuple[str, float, Page, tuple[Run, ...]] | None = None
@@ -89,8 +86,6 @@ class ReportServer(ThreadingHTTPServer):
             if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < _LEAST_PAUSE):
                 return self._made[0], self._made[2], self._made[3]
             run = load_run(self.path)
-            if self._views:
-                run = Run(**{**vars(run), "views": [*run.views, *self._views]})
             data = report_data([run])
             page = Page(data, version)
             self._made = (version, time.monotonic(), page, data.runs)

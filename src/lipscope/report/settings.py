@@ -199,10 +199,9 @@ def report_data(runs: Sequence[Run]) -> ReportData:
         ValueError: when a run has no rows to show.
 
     Example:
-        >>> from lipscope.runs.scan import Scan
-        >>> from lipscope.runs.run import load_run
+        >>> from lipscope.runs.run import Run, load_run
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
-        >>> data = report_data([load_run(Scan((row, row | {"n": 16, "estimate": 1.2})))])
+        >>> data = report_data([load_run(Run((row, row | {"n": 16, "estimate": 1.2})))])
         >>> [(point.n, point.median) for point in data.settings[0].worst.points]
         [(8, 1.1), (16, 1.2)]
     """

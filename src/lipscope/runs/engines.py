@@ -60,9 +60,16 @@ class Engine(Protocol):
 
 
 class InProcess:
-    """One job after the other in this process; every task counts as soon as it is done."""
+    """One job after the other in this process; every task counts as soon as it is done.
+
+    Args:
+        stop: raise the error of the first task that fails; else failures are kept beside the rows.
+    """
 
     name = "in-process"
+
+    def __init__(self, *, stop: bool = False) -> None:
+        self.stop = stop
 
     def __enter__(self) -> InProcess:
         return self
@@ -75,7 +82,7 @@ class InProcess:
         from lipscope.runs.work import run_job
 
         for job in jobs:
-            yield from run_job(job)
+            yield from run_job(job, stop=self.stop)
 
 
 class Dask:
@@ -156,12 +163,16 @@ class Dask:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """The outcomes, job by job, as workers finish them. Few jobs are under way at once: a plan may have very many."""
-        waiting = iter(jobs)
+        from lipscope.runs.tasks import handed_out
+
+        if any(job.live is not None for job in jobs):
+            raise EngineError("a plan that holds a model in memory runs in this process only: name the model")
+        waiting = iter(handed_out(jobs))
         under_way: dict[Any, Job] = {}
         results = import_module("distributed").as_completed(loop=self._client.loop)
         while True:
             # One job at work and one in waiting for every worker; a worker runs one at a time whatever its threads.
-            room = 2 * max(len(self._workers()), 1) - len(under_way)
+            room = 2 * max(len(self.connected()), 1) - len(under_way)
             for _, job in zip(range(room), waiting, strict=False):
                 future = self._client.submit(run_packed_job, pickle.dumps(job), pure=False)
                 under_way[future] = job
@@ -177,7 +188,7 @@ class Dask:
         while not results.has_ready():
             if self._client.status not in ("running", "connecting"):
                 raise EngineError(f"the connection to the scheduler is lost ({self._client.status}). {_RESUME}")
-            if self._workers():
+            if self.connected():
                 alone_since = None
             elif alone_since is None:
                 alone_since = time.monotonic()
@@ -206,7 +217,7 @@ class Dask:
         where = environment(job.threads)
         return [Outcome(task, (), line, line, 0.0, where) for task in job.tasks]
 
-    def _workers(self) -> dict[str, Any]:
+    def connected(self) -> dict[str, Any]:
         """The workers, as of at most a second ago."""
         asked, found = self._seen
         if time.monotonic() - asked > 1 or not found:
@@ -220,7 +231,7 @@ class Dask:
     def _check_workers(self) -> None:
         """Wait for the first worker, and refuse workers that would measure something else."""
         deadline = time.monotonic() + self.patience
-        while not self._workers():
+        while not self.connected():
             if time.monotonic() > deadline:
                 raise EngineError(f"the scheduler at {self.scheduler} has had no worker for {self.patience:g} s: start some")
             time.sleep(0.05)

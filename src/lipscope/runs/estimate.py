@@ -1,24 +1,21 @@
-"""What a sweep will take: a cost model, stated here and calibrated by measuring a sample of its own tasks.
+"""What a run will take: work by a formula, time by measuring a sample of its own tasks, memory by ``models.memory``.
 
 Work of one task: the forward pass is left out (it costs less than one measured layer), and σ of B inputs takes about k = 20
 pairs of products (J·u, Jᵀ·g) for each input. With P weights in the map, H heads of d_h and n tokens, a pair takes
 
     4·n·P + 16·n²·H·d_h        floating-point operations (twice that where autograd computes it: scopes around attention)
 
-Memory of one worker: Python and torch, the weights of the models it keeps, the recorded pass (3 tensors per layer), two
-Krylov bases of 32 vectors (never more than the solver's own limit of 1 GiB), and 8 score matrices per head, or the tiles
-that stand for them; scopes that go through autograd keep the activations of their blocks as well.
+Memory of one worker: Python and torch, the weights of the models it keeps, and what σ of a scope takes beside them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lipscope.attention.tiled import current_tiling
-from lipscope.measure.cost import PAIRS, pair_flops
+from lipscope.measure.memory import AUTOGRAD_SCOPES
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -27,12 +24,11 @@ if TYPE_CHECKING:
 BASE_BYTES = 400 << 20
 # Weights that a process keeps; the model in use stays whatever its size.
 KEEP_BYTES = 1 << 29
-_KRYLOV_BYTES = 1 << 30
-_BLOCK_ACTIVATIONS = 34
-_AUTOGRAD = ("norm+attention", "attention+residual", "block", "model")
 
 # A core's rate before anything was measured, only used to choose the sample.
 NOMINAL_RATE = 2e10
+# Operator pairs of a solve, with room for the harder ones.
+_PAIRS = 20
 
 
 @dataclass(frozen=True)
@@ -41,46 +37,25 @@ class Work:
 
     Attributes:
         flops: floating-point operations.
-        bytes: memory beside the weights.
-        weights: bytes of the model.
+        inputs: sequences in its forward pass.
         rows: rows that it gives.
     """
 
     flops: float
-    bytes: float
-    weights: float
+    inputs: int
     rows: int
 
 
 def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, effort: float = 1.0) -> Work:
-    """The cost model of this module for one task."""
+    """The formula of this module for one task."""
     layer, scope = handle.layer(setting["layer"]), setting["scope"]
     layers = len(handle.layers) if scope == "model" else 1
     inside = layer.host if scope in ("head", "attention", "norm+attention") else layer.block
-    width = _width(handle, setting["layer"])
-    size = handle.dtype.itemsize
-    autograd = 2 if scope in _AUTOGRAD else 1
+    width = int(handle.probe_recording.hosts[layer.index].tokens.shape[-1])
     parameters = sum(p.numel() for p in inside.parameters()) * layers
-    # With the probabilities at hand, every entry of a score matrix takes 8·(d_k + d_v) operations.
-    pair = autograd * pair_flops(n, parameters, n * n * layers, 16 * width)
-    scores = min(8 * layer.heads * n * n, _most_scores(inputs, size))
-    activations = _BLOCK_ACTIVATIONS * n * width * layers if scope in _AUTOGRAD else 0
-    memory = inputs * size * (3 * len(handle.layers) * n * width + scores * layers + activations)
-    memory += min(_KRYLOV_BYTES, inputs * size * 64 * n * width)
-    weights = sum(p.numel() * p.element_size() for p in handle.model.parameters())
+    pair = (2 if scope in AUTOGRAD_SCOPES else 1) * (4.0 * n * parameters + 16.0 * n * n * layers * width)
     heads = setting.get("heads")
-    return Work(effort * inputs * PAIRS * pair, memory, weights, inputs * (1 if heads is None else len(heads)))
-
-
-def _most_scores(inputs: int, element_size: int) -> float:
-    """Numbers per input beyond which tiles take the place of score matrices, with what is kept of them."""
-    tiling = current_tiling()
-    return (8 * tiling.dense + tiling.keep) / (inputs * element_size)
-
-
-def _width(handle: Model, layer: int) -> int:
-    call = handle.probe_recording.hosts[handle.layer(layer).index]
-    return int(call.tokens.shape[-1])
+    return Work(effort * inputs * _PAIRS * pair, inputs, inputs * (1 if heads is None else len(heads)))
 
 
 Group = tuple[str | None, str]
@@ -100,6 +75,7 @@ class Estimate:
         rows: rows that they give.
         seconds: time on ``workers`` workers.
         bytes: memory of all workers together.
+        planned: of these, what measuring takes in one worker beside its weights.
         rates: floating-point operations per second by model and scope, as measured.
     """
 
@@ -107,6 +83,7 @@ class Estimate:
     rows: int
     seconds: float
     bytes: float
+    planned: int
     rates: dict[Group, float]
 
 
@@ -115,14 +92,66 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
 
     Workers are taken to run at the rate of one alone, and the longest job to be the least time.
     """
+    from lipscope.runs.tasks import handed_out
+    from lipscope.runs.work import model_of, weight_bytes
+
     tasks = [task for job in jobs for task in job.tasks]
-    lengths = [sum(_seconds(task, rates) for task in job.tasks) for job in jobs]
+    lengths = [sum(_seconds(task, rates) for task in job.tasks) for job in handed_out(jobs)]
     seconds = max(sum(lengths) / workers, max(lengths, default=0.0))
-    memory = max((BASE_BYTES + task.work.weights + task.work.bytes for task in tasks), default=0.0)
+    planned, memory = 0, 0
+    weights: dict[str, int] = {}
+    known: dict[Pass, int] = {}
+    for job in jobs:
+        handle = model_of(job)
+        weights[job.fingerprint] = weight_bytes(handle)
+        for one in _passes(job):
+            if one not in known:
+                known[one] = planned_bytes(handle, one)
+            planned = max(planned, known[one])
+            memory = max(memory, BASE_BYTES + weights[job.fingerprint] + known[one])
     # A process keeps models while they fit; this one has loaded all of them to look at the plan.
-    models = sum({task.labels["model"]: task.work.weights for task in tasks}.values())
-    memory += max(0.0, min(models, KEEP_BYTES) - max((task.work.weights for task in tasks), default=0.0))
-    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, rates)
+    memory += max(0, min(sum(weights.values()), KEEP_BYTES) - max(weights.values(), default=0))
+    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, planned, rates)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the memory of some tasks depends on: the layers of one scope on one forward pass.
+
+    Attributes:
+        model: the model's fingerprint.
+        n: tokens per input.
+        inputs: inputs.
+        scope: what is measured.
+        layers: where.
+        memory: bytes that it is limited to, or None.
+    """
+
+    model: str
+    n: int
+    inputs: int
+    scope: str
+    layers: tuple[int, ...]
+    memory: int | None = None
+
+
+def planned_bytes(handle: Model, one: Pass) -> int:
+    """Memory that a pass and the layers measured on it take beside the weights, as ``models.memory`` plans it."""
+    from lipscope.models.memory import plan_layers
+
+    return plan_layers(handle, one.n, one.layers, inputs=one.inputs, scope=one.scope, memory=one.memory).total
+
+
+def _passes(job: Job) -> Iterable[Pass]:
+    by_scope: dict[str, list[Task]] = {}
+    for task in job.tasks:
+        by_scope.setdefault(task.identity["scope"], []).append(task)
+    for scope, tasks in by_scope.items():
+        first = tasks[0]
+        limit = first.identity.get("memory")
+        layers = tuple(task.identity["layer"] for task in tasks)
+        n, inputs = first.identity["n"], first.work.inputs
+        yield Pass(job.fingerprint, n, inputs, scope, layers, None if limit is None else limit["limit"])
 
 
 def calibrate(
@@ -136,8 +165,6 @@ def calibrate(
         known: rates known from finished tasks; not measured again.
         budget: seconds at the nominal rate.
     """
-    from dataclasses import replace
-
     rates = dict(known or {})
     samples: dict[Group, tuple[Job, Task]] = {}
     for job in jobs:

@@ -1,24 +1,35 @@
-"""The two kinds of tasks that measure text: inputs of exactly n tokens, and inputs packed with several documents."""
+"""The kinds of tasks that measure text: inputs of exactly n tokens, inputs packed with several documents, single tokens.
+
+All that the driver asks of a model's layers stands here: recording a pass, and the rows of one layer on it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from lipscope.attention.tiled import Tiling, using_tiling
+from lipscope.measure.memory import read_bytes
 from lipscope.models.corpora import read_text
+from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.model import Model
-from lipscope.models.packing import measure_packed_recordings, packed_chunks, record_packed
 from lipscope.models.recorded import Recorded
-from lipscope.models.text import Chunker, excerpt_for, input_batches
+from lipscope.models.text import Chunker, excerpt_for, input_batches, packed_chunks
+from lipscope.models.tokens import token_view
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row, load_object
 from lipscope.runs.rows import SHORT_DIGEST, digest
-from lipscope.spectral.solvers import Auto
+from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
+LIVE_DOCUMENTS = "a list of documents"
+
+Settings = tuple[dict[str, Any], ...]
 
 
 class Text:
@@ -28,72 +39,110 @@ class Text:
     effort = 1.0
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
-        """The same chunks and batches as ``lipscope.scan`` with the same seed."""
-        settings = layer_settings(block, handle)
+        """One pass per batch of inputs; with limited memory one per batch and scope."""
+        groups = _groups(block, handle)
         for name, documents, fingerprint in _texts(block, handle):
             chunks = Chunker(documents, handle.tokenizer).chunks(block.sizes, block.inputs, block.seed)
-            for n, first, ids in input_batches(chunks, block.batch_tokens):
-                identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
-                yield Pass(identity, {"ids": ids, "first": first}, n, len(ids), name, settings)
+            for settings in groups:
+                for n, inputs in chunks.items():
+                    limit = _limit(block, handle, settings, n, batch_size(n, block.inputs, block.batch_tokens))
+                    together = n if limit and limit["alone"] else block.batch_tokens
+                    for _, first, ids in input_batches({n: inputs}, together):
+                        identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
+                        payload = {"ids": ids, "first": first}
+                        if limit:
+                            identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(ids))
+                        yield Pass(identity, payload, n, len(ids), name, settings)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
         """One forward pass."""
-        return handle.record(handle.token_inputs(input_ids=torch.tensor(payload["ids"])))
+        with _tiling(payload):
+            return handle.record(input_ids=torch.tensor(payload["ids"]))
 
     def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope, with the quantities asked for."""
-        rows = recorded[task["layer"]].rows(
-            task["scope"], heads=task["heads"], solver=Auto(**task["solver"]), first_input=payload["first"]
-        )
+        rows = measured_rows(recorded, payload, task, payload["first"])
         for row in rows:
             row["input_digest"] = digest(payload["ids"][row["input"] - payload["first"]])[:SHORT_DIGEST]
         return add_quantities(Measured(handle, recorded, task, rows))
 
 
 class Packed:
-    """σ of inputs that hold several documents which do not see each other, and of each document alone."""
+    """σ of inputs that hold several documents which do not see each other, and of each document alone.
+
+    The Jacobian of such an input is block diagonal, so its σ is the largest one of its documents.
+    """
 
     coordinates = COORDINATES
     effort = 2.0
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
-        """One pass per packed chunk."""
+        """One pass per packed chunk; with limited memory one per chunk and scope."""
         if block.quantities:
             raise ValueError("kind 'packed' measures no further quantities")
-        settings = layer_settings(block, handle)
+        groups = _groups(block, handle)
         for name, documents, fingerprint in _texts(block, handle):
             bundles = packed_chunks(documents, handle.tokenizer, block.sizes, block.inputs, block.seed)
-            for n, bundle in bundles.items():
-                for which, chunk in enumerate(bundle):
-                    identity = {"text": fingerprint, "n": n, "first": which, "batch": digest(chunk)}
-                    yield Pass(identity, {"chunk": chunk, "which": which}, n, 1, name, settings)
+            for settings in groups:
+                for n, bundle in bundles.items():
+                    limit = _limit(block, handle, settings, n, 1)
+                    for which, chunk in enumerate(bundle):
+                        identity = {"text": fingerprint, "n": n, "first": which, "batch": digest(chunk)}
+                        payload = {"chunk": chunk, "first": which}
+                        if limit:
+                            identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(chunk) + 1)
+                        yield Pass(identity, payload, n, 1, name, settings)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> list[tuple[int | None, Recorded]]:
-        """The chunk, and each document alone."""
-        return record_packed(handle, payload["chunk"])
+        """The chunk (None), and each document alone (0, 1, …)."""
+        with _tiling(payload):
+            inputs, lengths = handle.packed_inputs(payload["chunk"])
+            together = handle.record(inputs, documents=lengths)
+            alone = [handle.record(input_ids=torch.tensor(ids)) for ids in payload["chunk"]]
+        return [(None, together), *enumerate(alone)]
 
     def measure(self, handle: Model, recorded: Any, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope."""
-        rows = measure_packed_recordings(
-            handle, recorded, layers=[task["layer"]], scope=task["scope"], heads=task["heads"],
-            solver=Auto(**task["solver"]), which=payload["which"],
-        )  # fmt: skip
-        return [row | {"input_digest": digest(payload["chunk"])[:SHORT_DIGEST]} for row in rows]
+        return [
+            row | {"document": document, "input_digest": digest(payload["chunk"])[:SHORT_DIGEST]}
+            for document, recording in recorded
+            for row in measured_rows(recording, payload, task, payload["first"])
+        ]
 
 
-def layer_settings(block: Block, handle: Model) -> tuple[dict[str, Any], ...]:
-    """Layer, scope and heads of every task; refuses those that the model does not have."""
-    settings = []
-    for scope in block.scopes:
-        for layer in handle.check_layers(None if isinstance(block.layers, str) else block.layers, scope):
-            heads = None
-            if scope == "head":
-                heads = handle.check_heads(layer, None if isinstance(block.heads, str) else block.heads)
-            else:
-                # Building the map says whether the layer has it; nothing is computed.
-                handle.probe_recording[layer].map(scope)
-            settings.append({"layer": layer, "scope": scope, "heads": heads})
-    return tuple(settings)
+class Tokens:
+    """One layer or head at one input, token by token: who carries the worst direction, and who moves whom."""
+
+    coordinates = COORDINATES
+    effort = 10.0
+
+    def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
+        """Nothing: which inputs are the worst is known when a block is measured; see ``lipscope.runs.sweep``."""
+        return iter(())
+
+    def record(self, handle: Model, payload: dict[str, Any]) -> None:
+        """A view records its own pass."""
+
+    def measure(self, handle: Model, recorded: None, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+        """The view, as a row of its own."""
+        head = None if task["heads"] is None else task["heads"][0]
+        view = token_view(handle, payload["ids"], task["layer"], scope=task["scope"], head=head)
+        return [view.to_dict() | {"input": payload["first"]}]
+
+
+def measured_rows(recording: Recorded, payload: dict[str, Any], task: dict[str, Any], first_input: int) -> list[Row]:
+    """The rows of one layer and scope on a recorded pass, as the task says."""
+    solver: Solver = payload["solver"] if "solver" in payload else Auto(**task["solver"])
+    limit = task.get("memory")
+    with _tiling(payload):
+        return recording[task["layer"]].rows(
+            task["scope"],
+            heads=task["heads"],
+            solver=within(solver, limit["room"]) if limit else solver,
+            certificate=task.get("certificate"),
+            memory=limit["certificate"] if limit else None,
+            first_input=first_input,
+        )
 
 
 def add_quantities(at: Measured) -> list[Row]:
@@ -110,10 +159,64 @@ def add_quantities(at: Measured) -> list[Row]:
     return rows
 
 
+def layer_settings(block: Block, handle: Model) -> Settings:
+    """Layer, scope and heads of every task; refuses those that the model does not have."""
+    settings = []
+    for scope in block.scopes:
+        for layer in handle.check_layers(None if isinstance(block.layers, str) else block.layers, scope):
+            heads = None
+            if scope == "head":
+                heads = handle.check_heads(layer, None if isinstance(block.heads, str) else block.heads)
+            else:
+                # Building the map says whether the layer has it; nothing is computed.
+                handle.probe_recording[layer].map(scope)
+            settings.append({"layer": layer, "scope": scope, "heads": heads})
+    return tuple(settings)
+
+
+def _groups(block: Block, handle: Model) -> list[Settings]:
+    """The tasks that share a pass: all of them, or those of one scope where every scope has a memory plan of its own."""
+    settings = layer_settings(block, handle)
+    if block.memory is None:
+        return [settings]
+    return [tuple(one for one in settings if one["scope"] == scope) for scope in block.scopes]
+
+
+def _limit(block: Block, handle: Model, settings: Settings, n: int, inputs: int) -> dict[str, Any] | None:
+    """How the layers of one scope keep to the memory of a block, as JSON values; None without a limit."""
+    if block.memory is None:
+        return None
+    solver = block.live.solver if block.live is not None and block.live.solver is not None else Auto(**block.solver)
+    layers, scope = [one["layer"] for one in settings], settings[0]["scope"]
+    plan = plan_layers(handle, n, layers, inputs=inputs, scope=scope, memory=block.memory, triplets=triplets(solver))
+    within(solver, plan.room)
+    tiling = asdict(plan.tiling) | {"tile": list(plan.tiling.tile)}
+    return {"limit": read_bytes(block.memory), "alone": plan.alone, "room": plan.room, "tiling": tiling}
+
+
+def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[str, Any]:
+    """The limit with the bytes that a certificate may take beside the recorded passes of so many inputs."""
+    return limit | {"certificate": max(1, limit["limit"] - recorded_bytes(handle, n, inputs))}
+
+
+@contextmanager
+def _tiling(payload: dict[str, Any]) -> Iterator[None]:
+    """Inside, products are computed as planned; without a limit, as usual."""
+    if "memory" not in payload:
+        yield
+        return
+    planned = payload["memory"]["tiling"]
+    with using_tiling(Tiling(**planned | {"tile": tuple(planned["tile"])})):
+        yield
+
+
 def _texts(block: Block, handle: Model) -> Iterator[tuple[str, list[str], str]]:
     handle.check_lengths(block.sizes)
-    if not block.texts:
+    given: dict[str, list[str]] = {}
+    if block.live is not None and block.live.documents is not None:
+        given[LIVE_DOCUMENTS] = list(block.live.documents)
+    elif not block.texts:
         raise ValueError(f"kind {block.kind!r} needs texts: names of corpora, files or directories")
-    for name in block.texts:
-        documents = read_text(os.fspath(name))
+    for name in given or block.texts:
+        documents = given[name] if given else read_text(os.fspath(name))
         yield name, excerpt_for(documents, block.sizes, block.inputs, block.seed), digest(documents)

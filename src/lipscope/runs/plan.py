@@ -1,9 +1,8 @@
-"""Plans as TOML text: the standard library reads TOML but does not write it.
+"""What a run measures: models × texts × layers × heads × scopes × lengths × inputs, as data.
 
-What a sweep measures: models × texts × layers × heads × scopes × lengths × inputs, as data.
-
-A plan is a list of blocks; each block is one such product. It comes from Python, from a TOML file, or from the command
-line. What can be refused without loading a model is refused here; ``lipscope.runs.tasks`` refuses the rest.
+A plan is a list of blocks; each block is one such product. It comes from Python, from a TOML file (written here, as the
+standard library only reads TOML), or from the command line. What can be refused without loading a model is refused here;
+``lipscope.runs.tasks`` refuses the rest.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from lipscope.measure.scopes import SCOPES
+from lipscope.measure.scopes import SCOPES, check_scope
 from lipscope.runs.registry import kind_path, quantity_path
 
 
@@ -92,14 +91,30 @@ class ModelChoice:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name of a model must be a string, got {self.name!r}")
-        for setting in ("part", "loader"):
+        for setting, kind, words in (
+            ("part", str | None, "a string"),
+            ("loader", str | None, "a string"),
+            ("allow_pickle", bool, "true or false"),
+            ("trust_remote_code", bool, "true or false"),
+        ):
             value = getattr(self, setting)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{setting} of model {self.name!r} must be a string, got {value!r}")
-        for setting in ("allow_pickle", "trust_remote_code"):
-            value = getattr(self, setting)
-            if not isinstance(value, bool):
-                raise ValueError(f"{setting} of model {self.name!r} must be true or false, got {value!r}")
+            if not isinstance(value, kind):
+                raise ValueError(f"{setting} of model {self.name!r} must be {words}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Live:
+    """Objects in this process that stand for what a plan otherwise names. Such a plan has no text, and no worker gets it.
+
+    Attributes:
+        model: a ``lipscope.Model``.
+        documents: the text.
+        solver: how to solve.
+    """
+
+    model: Any
+    documents: Sequence[str] | None = None
+    solver: Any = None
 
 
 @dataclass(frozen=True)
@@ -111,10 +126,10 @@ class Block:
         texts: names of corpora, files or directories.
         layers: layer indices (negative ones count from the end), or ``"all"``.
         heads: head indices for scope ``head``, or ``"all"``.
-        scopes: which maps; see ``lipscope.models.scopes``.
+        scopes: which maps; see ``lipscope.measure.scopes``.
         lengths: numbers of tokens, or a string such as ``"8:512:log"``.
         inputs: inputs per length, disjoint in the text.
-        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:TaskKind"``; see ``lipscope.runs.registry``.
+        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:Kind"``; see ``lipscope.runs.registry``.
         quantities: further columns to measure for every row, by name or as ``"package.module:function"``.
         options: settings of the kind.
         dtype: ``"float32"`` or ``"float64"``; that of the weights by default.
@@ -125,6 +140,10 @@ class Block:
         max_steps: most operator pairs (J, Jᵀ) per input.
         batch_tokens: most tokens in one forward pass. Inputs that share a pass share matrix products, so it is part of a
             row's identity.
+        certificate: also compute certified upper ends; by default where they cost no more than the measurement.
+        memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included.
+        views: look at so many of the worst layers or heads of every scope token by token; for kind ``text``.
+        live: objects in place of names, for a run in this process; see ``Live``.
     """
 
     models: tuple[ModelChoice, ...]
@@ -144,33 +163,28 @@ class Block:
     interval: float = 0.1
     max_steps: int = 300
     batch_tokens: int = 4096
+    certificate: bool | None = None
+    memory: int | str | None = None
+    views: int = 0
+    live: Live | None = None
 
     def __post_init__(self) -> None:
-        models = self.models if isinstance(self.models, (list, tuple)) else (self.models,)
-        object.__setattr__(self, "models", tuple(_model(m) for m in models))
-        for name in ("texts", "scopes", "quantities"):
-            object.__setattr__(self, name, _strings(name, getattr(self, name)))
-        for name in ("layers", "heads"):
-            object.__setattr__(self, name, _indices(name, getattr(self, name)))
-        object.__setattr__(self, "lengths", _lengths(self.lengths))
-        for name, least in (("inputs", 1), ("batch_tokens", 1), ("max_steps", 1), ("seed", 0)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least, _LARGEST))
-        for name in ("rtol", "delta", "interval"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        for name, coerce in _COERCIONS.items():
+            object.__setattr__(self, name, coerce(name, getattr(self, name)))
         if not self.models:
             raise ValueError("models must name at least one model")
         if not self.scopes:
             raise ValueError(f"scopes must name at least one of {', '.join(SCOPES)}")
         for scope in self.scopes:
-            if scope not in SCOPES:
-                raise ValueError(f"unknown scope {scope!r}; scopes of a model are: {', '.join(SCOPES)}")
+            check_scope(scope)
         if self.heads != "all" and "head" not in self.scopes:
             raise ValueError(f"heads are measured at scope 'head', but the scopes are {', '.join(self.scopes)}")
         if self.dtype not in (None, "float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
-        if not isinstance(self.options, Mapping):
-            raise ValueError(f"options must be a table, got {self.options!r}")
-        _refuse_unwritable("options", self.options)
+        if self.certificate not in (None, True, False):
+            raise ValueError(f"certificate must be true or false, got {self.certificate!r}")
+        if self.views and self.kind != "text":
+            raise ValueError(f"views exist for kind 'text', not for {self.kind!r}")
         kind_path(self.kind)
         for quantity in self.quantities:
             quantity_path(quantity)
@@ -180,18 +194,27 @@ class Block:
         """The solver knows what it can do; asked now, a wrong setting fails here and not in every task."""
         from lipscope.spectral.solvers import Auto
 
-        Auto(**self.solver)
+        if self.live is None or self.live.solver is None:
+            Auto(**self.solver)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The lengths in ascending order."""
-        return _lengths(self.lengths)
+        return _lengths("lengths", self.lengths)
 
     @property
     def solver(self) -> dict[str, Any]:
-        """Options of the solver ``Auto``."""
-        return {"rtol": self.rtol, "delta": self.delta, "interval": self.interval or None, "max_steps": self.max_steps,
-                "seed": self.seed}  # fmt: skip
+        """Options of the solver: of ``Auto``, unless the block holds another one."""
+        if self.live is not None and self.live.solver is not None:
+            given = self.live.solver
+            return asdict(given) if is_dataclass(given) and not isinstance(given, type) else {"solver": str(given)}
+        return {
+            "rtol": self.rtol,
+            "delta": self.delta,
+            "interval": self.interval or None,
+            "max_steps": self.max_steps,
+            "seed": self.seed,
+        }
 
 
 @dataclass(frozen=True)
@@ -201,7 +224,7 @@ class Plan:
     Attributes:
         blocks: the products; a measurement that several blocks ask for is done once.
         threads: torch threads of every task. Sums depend on it in their last bits, so it belongs to the plan.
-        text: the plan as it was written; written anew for a plan that was made in Python.
+        text: the plan as it was written; written anew for a plan that was made in Python, empty for one with live objects.
 
     Example:
         >>> plan = Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8, 16], inputs=2)
@@ -216,11 +239,16 @@ class Plan:
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", _integer("threads", self.threads, 1, _MOST_THREADS))
+        object.__setattr__(self, "threads", _whole(1, _MOST_THREADS)("threads", self.threads))
         if not self.blocks:
             raise ValueError("a plan needs at least one block")
-        if not self.text:
+        if not self.text and not self.is_live:
             object.__setattr__(self, "text", to_toml(self._as_dictionary()))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it holds objects of this process instead of names."""
+        return any(block.live is not None for block in self.blocks)
 
     @classmethod
     def of(cls, *, threads: int = 1, **settings: Any) -> Plan:
@@ -273,17 +301,21 @@ class Plan:
                 value = getattr(block, f.name)
                 if f.name == "models":
                     value = [_plain_model(m) for m in value]
-                if value is not None and not (f.name == "options" and not value):
+                if value is not None and value != {}:
                     table[f.name] = value
             blocks.append(table)
         return {"threads": self.threads, "block": blocks}
 
 
 def _refuse_unknown(given: Mapping[str, Any], where: str) -> None:
-    known = [f.name for f in fields(Block)]
+    known = [f.name for f in fields(Block) if f.name != "live"]
     for name in given:
         if name not in known:
             raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
+
+
+def _models(name: str, value: Any) -> tuple[ModelChoice, ...]:
+    return tuple(_model(given) for given in (value if isinstance(value, (list, tuple)) else (value,)))
 
 
 def _model(given: Any) -> ModelChoice:
@@ -319,22 +351,25 @@ def _indices(name: str, value: Any) -> tuple[int, ...] | str:
     return tuple(dict.fromkeys(value))
 
 
-def _lengths(value: Any) -> tuple[int, ...]:
+def _lengths(name: str, value: Any) -> tuple[int, ...]:
     from lipscope.models.text import parse_lengths
 
     if isinstance(value, str):
         return tuple(parse_lengths(value))
     if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int and v >= 1 for v in value):
-        raise ValueError(f"lengths must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
+        raise ValueError(f"{name} must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
     return tuple(sorted(set(value)))
 
 
-def _integer(name: str, value: Any, least: int, most: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value!r}")
-    return value
+def _whole(least: int, most: int = _LARGEST) -> Callable[[str, Any], int]:
+    def coerce(name: str, value: Any) -> int:
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if value > most:
+            raise ValueError(f"{name} must be at most {most}, got {value!r}")
+        return value
+
+    return coerce
 
 
 def _number(name: str, value: Any) -> float:
@@ -343,6 +378,21 @@ def _number(name: str, value: Any) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and not negative, got {value!r}")
     return float(value)
+
+
+def _memory(name: str, value: Any) -> int | str | None:
+    from lipscope.measure.memory import read_bytes
+
+    if value is not None:
+        read_bytes(value)
+    return value if value is None or isinstance(value, str) else int(value)
+
+
+def _options(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a table, got {value!r}")
+    _refuse_unwritable(name, value)
+    return value
 
 
 def _refuse_unwritable(where: str, value: Any) -> None:
@@ -362,3 +412,16 @@ def _refuse_unwritable(where: str, value: Any) -> None:
             pass
         case _:
             raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")
+
+
+_COERCIONS: dict[str, Callable[[str, Any], Any]] = {
+    "models": _models,
+    **dict.fromkeys(("texts", "scopes", "quantities"), _strings),
+    **dict.fromkeys(("layers", "heads"), _indices),
+    "lengths": _lengths,
+    **dict.fromkeys(("inputs", "batch_tokens", "max_steps"), _whole(1)),
+    **dict.fromkeys(("seed", "views"), _whole(0)),
+    **dict.fromkeys(("rtol", "delta", "interval"), _number),
+    "memory": _memory,
+    "options": _options,
+}

@@ -39,6 +39,12 @@ IDENTITY_COLUMNS = {
 }  # fmt: skip
 SHORT_DIGEST = 12
 
+# What a view of a layer, token by token, says; see ``lipscope.models.tokens.TokenView.to_dict``.
+VIEW_COLUMNS = (
+    "model", "text", "layer", "head", "scope", "n", "input", "lower", "estimate", "upper", "upper_kind", "delta", "tokens",
+    "energy", "singular_values", "influence",
+)  # fmt: skip
+
 # Differ from run to run; no part of what was measured.
 TIME_COLUMNS = ("seconds",)
 

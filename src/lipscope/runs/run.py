@@ -1,32 +1,45 @@
-"""One run, wherever it comes from: the store of a sweep, the files of a scan, or a ``Scan`` itself, as rows and their story.
+"""A run: rows, what was asked for, and how they came about; made by a scan, or read from a store or from a scan's files.
 
-Everything a report shows is made from a ``Run``. Rows keep all their columns; those without an interval for σ (a kind of a
-sweep may measure something else) are counted and left out.
+Nothing here needs torch. ``load_run`` gives a run to a report: rows keep all their columns; those without an interval for σ
+(a kind of a sweep may measure something else) are counted and left out.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lipscope.runs.scan import Scan
+from lipscope.rounding import interval
+
+if TYPE_CHECKING:
+    from lipscope.runs.fit import GrowthFit
 
 Row = dict[str, Any]
-Source = str | os.PathLike[str] | Scan
 
+# Beyond it an influence matrix is more than a page shows, and its n² entries take longer than the scan itself.
+LONGEST_VIEW = 48
+_SHOWN = 24
 _SQLITE = b"SQLite format 3\x00"
-_WHOLE = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
+_WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
 _NEEDED = ("layer", "n", "lower", "estimate", "upper")
+_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
+_OPTIONAL = (
+    "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
+    "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Story:
+class Provenance:
     """How a run came about; what is not known is None or empty.
 
     Attributes:
@@ -47,37 +60,153 @@ class Story:
     environments: tuple[Mapping[str, Any], ...] = ()
     created: str | None = None
 
+    @classmethod
+    def of_scan(cls, run: Mapping[str, Any]) -> Provenance:
+        """From what ``run.json`` holds: ``about``, ``command``, ``environment`` and ``created``."""
+        about = run.get("about") or {}
+        solver = about.get("solver")
+        options = solver if isinstance(solver, dict) else {}
+        return cls(
+            command=run.get("command"),
+            created=run.get("created"),
+            seeds=() if "seed" not in about else (about["seed"],),
+            rtol=() if "rtol" not in options else (options["rtol"],),
+            delta=() if "delta" not in options else (options["delta"],),
+            environments=(run["environment"],) if run.get("environment") else (),
+        )
+
 
 @dataclass(frozen=True)
 class Run:
-    """Rows and their story.
+    """Rows of a scan or a sweep: plain dictionaries with the same keys, one per layer, head and input.
+
+    ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
+    ``lipscope.measure.columns.COLUMNS`` says what every key means.
 
     Attributes:
-        name: what the run is called on the page.
-        rows: its rows, all with the same columns.
-        story: how it came about.
-        views: token views, as ``TokenView.to_dict`` writes them, with ``model`` and ``text``.
-        left_out: rows without an interval for σ.
+        rows: the rows.
+        about: of a scan, what was asked for, as JSON values: text, lengths, inputs, seed, solver, …
+        views: the worst places token by token, when they were asked for; see ``lipscope.models.tokens.TokenView.to_dict``.
+        name: what the run is called on a page.
+        provenance: how it came about.
+        left_out: rows without an interval for σ, in a report.
         tasks: of a sweep: tasks asked for, done, failed.
         failures: why tasks failed, one line each.
-        path: where it was read from, None for a ``Scan``.
+        path: where it was read from, if it was.
     """
 
-    name: str
     rows: Sequence[Row]
-    story: Story = field(default_factory=Story)
+    about: Mapping[str, Any] = field(default_factory=dict)
     views: Sequence[Row] = ()
+    name: str = "scan"
+    provenance: Provenance = field(default_factory=Provenance)
     left_out: int = 0
     tasks: tuple[int, int, int] | None = None
     failures: Sequence[str] = ()
     path: Path | None = None
 
+    @classmethod
+    def read(cls, source: str | os.PathLike[str], *, all_plans: bool = False) -> Run:
+        """Read the store of a sweep, or a directory or a rows file that ``lipscope scan --out`` wrote.
+
+        Args:
+            source: where it is.
+            all_plans: of a store, the rows of every plan it served.
+
+        Raises:
+            FileNotFoundError: when there is nothing there.
+            ValueError: when it is neither a store nor the rows of a scan; says what is missing.
+        """
+        path = Path(source)
+        if path.is_dir():
+            found = [path / name for name in ("rows.json", "rows.csv") if (path / name).is_file()]
+            if not found:
+                raise ValueError(
+                    f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
+                )
+            return _from_files(found[0], path.name or str(path))
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")
+        if is_store(path):
+            return _from_store(path, all_plans)
+        return _from_files(path, path.parent.name if path.stem == "rows" and path.parent.name else path.stem)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
+        return import_module("pandas").DataFrame(list(self.rows))
+
+    def csv_text(self) -> str:
+        """The rows as CSV."""
+        file = io.StringIO()
+        writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return file.getvalue()
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as CSV."""
+        Path(path).write_text(self.csv_text(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The rows as JSON."""
+        return json.dumps(list(self.rows), indent=1)
+
+    def fit(self, *, level: float = 0.95, seed: int = 0) -> dict[tuple[int, int | None], GrowthFit]:
+        """σ against n for every (layer, head): a power law, and a saturating curve to compare; see ``fit_growth``."""
+        from lipscope.runs.fit import fit_growth
+
+        return {
+            place: fit_growth([r["n"] for r in rows], [r["estimate"] for r in rows], level=level, seed=seed)
+            for place, rows in by_place(self.rows).items()
+        }
+
+    def worst(self) -> list[Row]:
+        """One summary per (layer, head), the largest median σ at the longest length first."""
+        summaries = []
+        for (layer, head), rows in by_place(self.rows).items():
+            longest = max(r["n"] for r in rows)
+            at = [r for r in rows if r["n"] == longest]
+            summaries.append(
+                {
+                    "layer": layer,
+                    "head": head,
+                    "n": longest,
+                    "inputs": len(at),
+                    "median": statistics.median(r["estimate"] for r in at),
+                    "lower": min(r["lower"] for r in at),
+                    "upper": max(r["upper"] for r in at),
+                    "radius_rms": statistics.fmean(r["radius_rms"] for r in at),
+                    "entropy": _mean(r["entropy"] for r in at),
+                    "sink_mass": _mean(r["sink_mass"] for r in at),
+                }
+            )
+        return sorted(summaries, key=lambda s: -float(s["median"]))
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "empty run"
+        first = self.rows[0]
+        lines = [f"{first['model']}: {len(self.rows)} measurements of σ[{first['scope']}], {first['dtype']}"]
+        lines += [f"  note: {first['notes']}"] if first["notes"] else []
+        for s in self.worst()[:_SHOWN]:
+            where = f"layer {s['layer']}" + ("" if s["head"] is None else f" head {s['head']}")
+            lines.append(
+                f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in {interval(s['lower'], s['upper'])}"
+            )
+        return "\n".join(lines)
+
+
+Source = str | os.PathLike[str] | Run
+
 
 def load_run(source: Source, *, all_plans: bool = False) -> Run:
-    """Read a run.
+    """A run as a report shows it: rows with an interval, all with the columns that a report looks at.
 
     Args:
-        source: the store of a sweep, a directory or a rows file that ``lipscope scan --out`` wrote, or a ``Scan``.
+        source: a run, or what ``Run.read`` takes.
         all_plans: of a store, the rows of every plan it served.
 
     Raises:
@@ -86,25 +215,22 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
 
     Example:
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
-        >>> load_run(Scan((row,))).rows[0]["scope"] is None
+        >>> load_run(Run((row,))).rows[0]["scope"] is None
         True
     """
-    if isinstance(source, Scan):
-        views = [{"model": source.about.get("model"), "text": source.about.get("text"), **v.to_dict()} for v in source.views]
-        return _run("scan", source.rows, _story({"about": source.about}), views, text=source.about.get("text"))
-    path = Path(source)
-    if path.is_dir():
-        found = [path / name for name in ("rows.json", "rows.csv") if (path / name).is_file()]
-        if not found:
-            raise ValueError(
-                f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
-            )
-        return _scan_files(found[0], path.name or str(path))
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")
-    if is_store(path):
-        return _store(path, all_plans)
-    return _scan_files(path, path.parent.name if path.stem == "rows" and path.parent.name else path.stem)
+    run = source if isinstance(source, Run) else Run.read(source, all_plans=all_plans)
+    common = dict.fromkeys(("model", "text", "kind", "options", *_OPTIONAL))
+    rows = [common | dict(row) for row in run.rows]
+    if rows:
+        for column in _NEEDED:
+            if all(column not in row for row in run.rows):
+                raise ValueError(
+                    f"the rows of {run.name} have no column {column!r}: they do not come from a scan or a sweep"
+                )
+    for row in rows:
+        row["text"] = row["text"] if row["text"] is not None else run.about.get("text")
+    kept = [row for row in rows if all(_finite(row.get(column)) for column in _NEEDED)]
+    return replace(run, rows=kept, left_out=run.left_out + len(rows) - len(kept))
 
 
 def is_store(path: Path) -> bool:
@@ -115,24 +241,62 @@ def is_store(path: Path) -> bool:
         return file.read(len(_SQLITE)) == _SQLITE
 
 
-def _store(path: Path, all_plans: bool) -> Run:
+def by_place(rows: Iterable[Row]) -> dict[tuple[int, int | None], list[Row]]:
+    """Rows by (layer, head), without those of single documents in a packed input."""
+    places: dict[tuple[int, int | None], list[Row]] = {}
+    for row in rows:
+        if row["document"] is None:
+            places.setdefault((row["layer"], row["head"]), []).append(row)
+    return places
+
+
+def worst_inputs(rows: Iterable[Row], count: int) -> list[Row]:
+    """For the ``count`` layers or heads with the largest median σ at their longest n, the row of their worst input.
+
+    That input is looked for at the longest measured n up to ``LONGEST_VIEW``; at the shortest when all are longer.
+
+    Example:
+        >>> cell = {"layer": 0, "head": None, "document": None, "n": 8}
+        >>> rows = [cell | {"input": 0, "estimate": 1.0}, cell | {"input": 1, "estimate": 3.0}]
+        >>> [row["input"] for row in worst_inputs(rows, 1)]
+        [1]
+    """
+
+    def median(cell: list[Row]) -> float:
+        longest = max(row["n"] for row in cell)
+        return statistics.median(float(row["estimate"]) for row in cell if row["n"] == longest)
+
+    found = []
+    for cell in sorted(by_place(rows).values(), key=median, reverse=True)[:count]:
+        lengths = {row["n"] for row in cell}
+        n = max((n for n in lengths if n <= LONGEST_VIEW), default=min(lengths))
+        found.append(max((row for row in cell if row["n"] == n), key=lambda row: float(row["estimate"])))
+    return found
+
+
+def _from_store(path: Path, all_plans: bool) -> Run:
     from lipscope.runs.store import Store
 
     with Store(path) as store:
-        rows, plan, environments = store.rows(all_plans=all_plans), store.plan(), store.environments()
+        rows, views = store.rows(all_plans=all_plans), store.views(all_plans=all_plans)
+        plan, environments = store.plan(), store.environments()
         tasks, failures = store.progress(), store.failures()
     reasons = [
         f"{failure['model']}, layer {failure['layer']}, scope {failure['scope']}, n = {failure['n']}: {failure['error']}"
         for failure in failures
     ]
-    story = Story(
-        command=f"lipscope sweep plan.toml --store {path.name}", plan=plan, seeds=_values(rows, "seed"),
-        rtol=_values(rows, "rtol"), delta=_values(rows, "delta_asked"), environments=tuple(environments),
-    )  # fmt: skip
-    return _run(path.stem, rows, story, [], tasks=tasks, failures=reasons, path=path)
+    provenance = Provenance(
+        command=f"lipscope sweep plan.toml --store {path.name}",
+        plan=plan,
+        seeds=_values(rows, "seed"),
+        rtol=_values(rows, "rtol"),
+        delta=_values(rows, "delta_asked"),
+        environments=tuple(environments),
+    )
+    return Run(rows, {}, views, path.stem, provenance, tasks=tasks, failures=reasons, path=path)
 
 
-def _scan_files(path: Path, name: str) -> Run:
+def _from_files(path: Path, name: str) -> Run:
     try:
         text = path.read_text(encoding="utf-8")
         rows = _from_csv(text) if path.suffix == ".csv" else json.loads(text)
@@ -140,9 +304,9 @@ def _scan_files(path: Path, name: str) -> Run:
         raise ValueError(f"{path} is neither a store nor the rows of a scan: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not the rows of a scan: it must be a list of rows")
-    about = _beside(path, "run.json", {})
+    told = _beside(path, "run.json", {})
     views = _beside(path, "tokens.json", [])
-    return _run(name, rows, _story(about), views, text=(about.get("about") or {}).get("text"), path=path)
+    return Run(rows, told.get("about") or {}, views, name, Provenance.of_scan(told), path=path)
 
 
 def _beside(path: Path, name: str, default: Any) -> Any:
@@ -158,35 +322,6 @@ def _beside(path: Path, name: str, default: Any) -> Any:
     return found
 
 
-def _story(run: Mapping[str, Any]) -> Story:
-    about = run.get("about") or {}
-    solver = about.get("solver")
-    options = solver if isinstance(solver, dict) else {}
-    return Story(
-        command=run.get("command"), created=run.get("created"),
-        seeds=() if "seed" not in about else (about["seed"],),
-        rtol=() if "rtol" not in options else (options["rtol"],),
-        delta=() if "delta" not in options else (options["delta"],),
-        environments=(run["environment"],) if run.get("environment") else (),
-    )  # fmt: skip
-
-
-def _run(
-    name: str, rows: Sequence[Mapping[str, Any]], story: Story, views: Sequence[Row], *, text: str | None = None, **more: Any
-) -> Run:
-    """The rows that hold an interval, all with the columns that a report looks at."""
-    common = dict.fromkeys(("model", "text", "kind", "options", *_OPTIONAL))
-    complete = [common | dict(row) for row in rows]
-    if complete:
-        for column in _NEEDED:
-            if all(column not in row for row in rows):
-                raise ValueError(f"the rows of {name} have no column {column!r}: they do not come from a scan or a sweep")
-    for row in complete:
-        row["text"] = row["text"] if row["text"] is not None else text
-    kept = [row for row in complete if all(_finite(row.get(column)) for column in _NEEDED)]
-    return Run(name, kept, story, views, len(complete) - len(kept), **more)
-
-
 def _from_csv(text: str) -> list[Row]:
     return [{name: _value(name, cell) for name, cell in row.items()} for row in csv.DictReader(text.splitlines())]
 
@@ -196,7 +331,7 @@ def _value(name: str, cell: str | None) -> Any:
         return None
     if cell in ("True", "False"):
         return cell == "True"
-    if name in _WHOLE:
+    if name in _WHOLE_NUMBERS:
         return int(cell)
     if name in _WORDS:
         return cell
@@ -214,8 +349,6 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
-_OPTIONAL = (
-    "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
-    "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
-)  # fmt: skip
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lipscope.runs.recovery import Recovery, damage, recover
-from lipscope.runs.rows import IDENTITY_COLUMNS, digest, from_record, identity_columns, to_record
+from lipscope.runs.rows import IDENTITY_COLUMNS, VIEW_COLUMNS, digest, from_record, identity_columns, to_record
 from lipscope.runs.schema import (
     APPLICATION_ID,
     DAMAGED,
@@ -95,6 +95,8 @@ def _owner(text: str) -> str:
         return ""
 
 
+# The kind of tasks that look at tokens: what they measure is no row of the table.
+VIEWS = "tokens"
 _LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
 
 
@@ -102,11 +104,12 @@ class Store:
     """An open store.
 
     Args:
-        path: the file; made when it does not exist and ``write`` is on.
+        path: the file, made when it does not exist and ``write`` is on; None for a store in memory.
         write: hold the lock and allow writing.
 
     Attributes:
         recovery: what was saved and lost when the file was damaged, else None.
+        connection: to SQLite.
 
     Raises:
         LockedStoreError: when another process writes to it.
@@ -114,7 +117,14 @@ class Store:
         ForeignFileError: when the file is something else.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, write: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, *, write: bool = False) -> None:
+        self.recovery: Recovery | None = None
+        self._lock: StoreLock | None = None
+        if path is None:
+            self.path = Path("memory")
+            self.connection = sqlite3.connect(":memory:", isolation_level=None)
+            migrate(self.connection)
+            return
         # One file has one lock, whatever links lead to it.
         self.path = Path(path).resolve()
         if not write and not self.path.exists():
@@ -124,7 +134,6 @@ class Store:
             missing = self.path.parent if Path(path).parent.is_dir() else Path(path).parent
             raise FileNotFoundError(f"there is no directory {str(missing)!r} for the store")
         self._lock = StoreLock(self.path) if write else None
-        self.recovery: Recovery | None = None
         try:
             self._open(write)
         except BaseException:
@@ -146,19 +155,19 @@ class Store:
                         f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
                         "is: name another --store"
                     )
-            self._connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+            self.connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
             if write:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                self._connection.execute("PRAGMA synchronous = FULL")
-            if self._connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+                self.connection.execute("PRAGMA journal_mode = WAL")
+                self.connection.execute("PRAGMA synchronous = FULL")
+            if self.connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
                 lock = self._lock or StoreLock(self.path)
                 try:
-                    migrate(self._connection)
+                    migrate(self.connection)
                 finally:
                     if self._lock is None:
                         lock.release()
             if not write:
-                self._connection.execute("PRAGMA query_only = ON")
+                self.connection.execute("PRAGMA query_only = ON")
 
     def _damage(self) -> str | None:
         """What is wrong with the file; refuses files that are sound but not ours."""
@@ -186,8 +195,8 @@ class Store:
 
     def close(self) -> None:
         """Close the file and release the lock."""
-        if hasattr(self, "_connection"):
-            self._connection.close()
+        if hasattr(self, "connection"):
+            self.connection.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -212,6 +221,12 @@ class Store:
             ).lastrowid
             assert run is not None
         return run
+
+    def add_tasks(self, run: int, tasks: Iterable[Task]) -> None:
+        """Note further tasks that the plan of a run asks for."""
+        with self._transaction() as db:
+            (plan,) = db.execute("SELECT plan FROM runs WHERE id = ?", (run,)).fetchone()
+            db.executemany("INSERT OR IGNORE INTO plan_tasks VALUES (?, ?)", ((plan, task.key) for task in tasks))
 
     def finish_run(self, run: int) -> None:
         """Note that a run came to its end."""
@@ -244,7 +259,7 @@ class Store:
 
     def _environment(self, content: dict[str, Any]) -> int:
         known = digest(content)
-        db = self._connection
+        db = self.connection
         db.execute("INSERT OR IGNORE INTO environments (digest, content) VALUES (?, ?)", (known, json.dumps(content)))
         number: int = db.execute("SELECT id FROM environments WHERE digest = ?", (known,)).fetchone()[0]
         return number
@@ -253,7 +268,7 @@ class Store:
 
     def tasks(self, status: str) -> set[str]:
         """Keys of the tasks that are ``done`` or ``failed``."""
-        return {key for (key,) in self._connection.execute("SELECT key FROM tasks WHERE status = ?", (status,))}
+        return {key for (key,) in self.connection.execute("SELECT key FROM tasks WHERE status = ?", (status,))}
 
     def provenance(self) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         """For every finished task: the labels it was measured under, and where it ran."""
@@ -261,13 +276,13 @@ class Store:
             "SELECT key, labels, content FROM tasks JOIN environments ON environments.id = tasks.environment "
             "WHERE status = 'done'"
         )
-        return {key: (json.loads(labels), json.loads(content)) for key, labels, content in self._connection.execute(query)}
+        return {key: (json.loads(labels), json.loads(content)) for key, labels, content in self.connection.execute(query)}
 
     def failures(self, keys: Collection[str] | None = None) -> list[dict[str, Any]]:
         """Failed tasks: key, labels, layer, scope, n, error, trace, attempts."""
         found = []
         query = "SELECT key, labels, identity, error, trace, attempts FROM tasks WHERE status = 'failed' ORDER BY id"
-        for key, labels, identity, error, trace, attempts in self._connection.execute(query):
+        for key, labels, identity, error, trace, attempts in self.connection.execute(query):
             if keys is None or key in keys:
                 about: dict[str, Any] = {name: json.loads(identity).get(name) for name in ("layer", "scope", "n")}
                 found.append(
@@ -281,13 +296,13 @@ class Store:
             "SELECT json_extract(labels, '$.model'), json_extract(identity, '$.scope'), "
             "sum(flops) / max(sum(seconds), 1e-9) FROM tasks WHERE status = 'done' GROUP BY 1, 2"
         )
-        return {(model, scope): rate for model, scope, rate in self._connection.execute(query)}
+        return {(model, scope): rate for model, scope, rate in self.connection.execute(query)}
 
     def seconds(self) -> float:
         """Time that the tasks of the last plan took, added up."""
         asked = f"SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}"
         query = f"SELECT coalesce(sum(seconds), 0) FROM tasks WHERE key IN ({asked})"
-        total: float = self._connection.execute(query).fetchone()[0]
+        total: float = self.connection.execute(query).fetchone()[0]
         return total
 
     def progress(self) -> tuple[int, int, int]:
@@ -296,29 +311,28 @@ class Store:
             "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0) FROM plan_tasks "
             f"LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = {_LAST_PLAN}"
         )
-        asked, done, failed = self._connection.execute(query).fetchone()
+        asked, done, failed = self.connection.execute(query).fetchone()
         return asked, done, failed
 
     def plan(self) -> str | None:
         """The last plan, as it was written."""
         query = f"SELECT text FROM plans WHERE id = {_LAST_PLAN}"
-        found = self._connection.execute(query).fetchone()
+        found = self.connection.execute(query).fetchone()
         return None if found is None else str(found[0])
 
     def environments(self) -> list[dict[str, Any]]:
         """Where tasks of this store ran."""
-        return [json.loads(text) for (text,) in self._connection.execute("SELECT content FROM environments ORDER BY id")]
+        return [json.loads(text) for (text,) in self.connection.execute("SELECT content FROM environments ORDER BY id")]
 
     def rows(self, *, all_plans: bool = False) -> list[dict[str, Any]]:
         """The rows of the last plan (or of all) as flat dictionaries with the same columns, in a fixed order.
 
         Each has what it is (model, layer, …), what was measured, and what it was measured with (seed, rtol, …).
         """
-        which = "" if all_plans else f"WHERE task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}) "
         order = "kind, model, text, dtype, scope, layer, head, n, input, document, key"
-        query = f"SELECT {RECORD} FROM rows {which}ORDER BY {order}"
-        records = self._connection.execute(query).fetchall()
-        identities = self._connection.execute("SELECT key, identity FROM tasks")
+        query = f"SELECT {RECORD} FROM rows WHERE kind IS NOT '{VIEWS}'{_planned(all_plans)} ORDER BY {order}"
+        records = self.connection.execute(query).fetchall()
+        identities = self.connection.execute("SELECT key, identity FROM tasks")
         about = {key: identity_columns(json.loads(identity)) for key, identity in identities}
         # A column that a kind or quantity measured under the same name is the kind's.
         found = [{**about[record[1]], **from_record(record)} for record in records]
@@ -326,19 +340,37 @@ class Store:
         columns = list(dict.fromkeys(name for row in found for name in row if name not in trailing))
         return [{name: row.get(name) for name in (*columns, *trailing)} for row in found]
 
+    def rows_of(self, tasks: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """What was measured, by the key of its task, in the order in which it was measured."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for record in self.connection.execute(f"SELECT {RECORD} FROM rows ORDER BY id"):
+            if record[1] in tasks:
+                found.setdefault(record[1], []).append(from_record(record))
+        return found
+
+    def views(self, *, all_plans: bool = False) -> list[dict[str, Any]]:
+        """The worst places of the last plan (or of all), token by token; see ``lipscope.models.tokens.TokenView``."""
+        query = f"SELECT {RECORD} FROM rows WHERE kind = '{VIEWS}'{_planned(all_plans)} ORDER BY id"
+        found = (from_record(record) for record in self.connection.execute(query))
+        return [{name: row.get(name) for name in VIEW_COLUMNS} for row in found]
+
     # ── plumbing ──
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with explained(self.path):
-            self._connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute("BEGIN IMMEDIATE")
             try:
-                yield self._connection
-                self._connection.execute("COMMIT")
+                yield self.connection
+                self.connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                if self.connection.in_transaction:
+                    self.connection.execute("ROLLBACK")
                 raise
+
+
+def _planned(all_plans: bool) -> str:
+    return "" if all_plans else f" AND task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN})"
 
 
 def _now() -> str:

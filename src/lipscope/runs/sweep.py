@@ -9,20 +9,28 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lipscope.runs.engines import Engine, InProcess
-from lipscope.runs.estimate import Estimate, calibrate, estimate
+from lipscope.runs.estimate import Estimate, Work, calibrate, estimate
 from lipscope.runs.plan import Plan
 from lipscope.runs.recovery import Recovery
-from lipscope.runs.rows import table_digest
-from lipscope.runs.store import Store
-from lipscope.runs.tasks import Expansion, Task, expand
+from lipscope.runs.rows import digest, table_digest
+from lipscope.runs.run import worst_inputs
+from lipscope.runs.store import VIEWS, Store
+from lipscope.runs.tasks import Expansion, Job, Task, expand
 from lipscope.runs.work import environment, run_job
 
 Progress = Callable[["Step"], None]
+
+VIEWS_KIND = "lipscope.runs.kinds:Tokens"
+# A view finds eight singular values, and a column of influence for every token.
+_LOOK = 10.0
+# What a view has in common with the task that it looks into.
+_SAME = ("model", "loader", "dtype", "threads", "text", "n", "layer", "scope")
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class Summary:
 
 def run_plan(
     plan: Plan | Expansion,
-    store: str | os.PathLike[str],
+    store: str | os.PathLike[str] | Store,
     *,
     engine: Engine | None = None,
     retry_failed: bool = False,
@@ -89,7 +97,7 @@ def run_plan(
 
     Args:
         plan: the plan, or its expansion.
-        store: the file of the store; made when it does not exist.
+        store: the file of the store, made when it does not exist; or a store that is open for writing.
         engine: who computes; this process by default.
         retry_failed: also measure tasks that failed before.
         progress: called at the start and after every task.
@@ -115,40 +123,94 @@ def run_plan(
     """
     start = time.monotonic()
     expansion = plan if isinstance(plan, Expansion) else expand(plan)
-    engine = engine or InProcess()
-    with Store(store, write=True) as ledger:
-        if ledger.recovery is not None and notice is not None:
+    if expansion.plan.is_live and not isinstance(store, Store):
+        raise ValueError("a plan that holds objects of this process has no text to keep: run it into Store(None)")
+    engine, notice = engine or InProcess(), notice or (lambda _: None)
+    with nullcontext(store) if isinstance(store, Store) else Store(store, write=True) as ledger:
+        if ledger.recovery is not None:
             notice(str(ledger.recovery))
         tasks = expansion.tasks
         keys = {task.key for task in tasks}
-        had = ledger.tasks("done") & keys
-        jobs = expansion.pending(had if retry_failed else had | ledger.tasks("failed"))
-        total = sum(job.flops for job in jobs)
-        all_tasks = sum(len(job.tasks) for job in jobs)
+        done, failed = ledger.tasks("done"), set() if retry_failed else ledger.tasks("failed")
+        jobs = expansion.pending(done | failed)
         here = environment(expansion.plan.threads)
-        if notice is not None:
-            for sentence in kept_notices(ledger, tasks, here):
-                notice(sentence)
+        for sentence in kept_notices(ledger, tasks, here):
+            notice(sentence)
         run = ledger.begin_run(expansion.plan.text, tasks, engine.name, here)
-        done, measured, failed = 0.0, 0, 0
-        if progress is not None:
-            progress(Step(done, total, 0, all_tasks, failed))
-        if jobs:
-            with engine:
-                for outcome in engine.run(jobs):
-                    ledger.save(outcome, run)
-                    done += outcome.task.work.flops
-                    measured += 1
-                    failed += outcome.error is not None
-                    if progress is not None:
-                        progress(Step(done, total, measured, all_tasks, failed, outcome.task))
+        step = Step(0.0, sum(job.flops for job in jobs), 0, sum(len(job.tasks) for job in jobs), 0)
+        with engine if jobs or any(job.views for job in expansion.jobs) else nullcontext():
+            for now in _steps(engine, jobs, ledger, run, step):
+                step = now
+                if progress is not None:
+                    progress(step)
+            views = view_jobs(expansion, ledger)
+            looks = [task for job in views for task in job.tasks]
+            ledger.add_tasks(run, looks)
+            for _ in _steps(engine, [job for job in views if job.tasks[0].key not in done | failed], ledger, run, step):
+                pass
         ledger.finish_run(run)
         rows = ledger.rows()
-        failures = ledger.failures(keys)
+        failures = ledger.failures(keys | {task.key for task in looks})
         return Summary(
-            len(tasks), len(had), measured - failed, len(failures), len(rows), time.monotonic() - start, table_digest(rows),
-            failures, ledger.recovery,
-        )  # fmt: skip
+            tasks=len(tasks),
+            kept=len(done & keys),
+            measured=step.tasks - step.failed,
+            failed=len(failures),
+            rows=len(rows),
+            seconds=time.monotonic() - start,
+            digest=table_digest(rows),
+            failures=failures,
+            recovery=ledger.recovery,
+        )
+
+
+def _steps(engine: Engine, jobs: Sequence[Job], ledger: Store, run: int, step: Step) -> Iterator[Step]:
+    """Run the jobs and keep every outcome; yields where the run stands, first of all before it starts."""
+    yield step
+    for outcome in engine.run(jobs) if jobs else ():
+        ledger.save(outcome, run)
+        step = replace(
+            step,
+            done=step.done + outcome.task.work.flops,
+            tasks=step.tasks + 1,
+            failed=step.failed + (outcome.error is not None),
+            task=outcome.task,
+        )
+        yield step
+
+
+def view_jobs(expansion: Expansion, ledger: Store) -> list[Job]:
+    """One job for each of the worst places that the plan wants to see token by token; their blocks must be measured."""
+    groups: dict[tuple[Any, ...], list[tuple[Job, Task]]] = {}
+    for job in expansion.jobs:
+        for task in job.tasks if job.views else ():
+            group = (job.fingerprint, job.dtype, task.identity["text"], task.identity["scope"], job.views)
+            groups.setdefault(group, []).append((job, task))
+    jobs = []
+    for (*_, count), members in groups.items():
+        measured = ledger.rows_of({task.key for _, task in members})
+        places = {}
+        for job, task in members:
+            for row in measured.get(task.key, ()):
+                places[row["key"]] = (job, task)
+        rows = [row for found in measured.values() for row in found]
+        for row in worst_inputs(rows, count):
+            job, task = places[row["key"]]
+            ids = job.payload["ids"][row["input"] - job.payload["first"]]
+            kept = {
+                name: task.identity[name] for name in ("model", "loader", "dtype", "threads", "text", "n", "layer", "scope")
+            }
+            identity = kept | {
+                "kind": VIEWS_KIND,
+                "heads": None if row["head"] is None else [row["head"]],
+                "first": row["input"],
+                "batch": digest([ids]),
+            }
+            work = Work(_LOOK * task.work.flops / task.work.inputs, 1, 1)
+            view = Task(digest(identity), identity, task.labels | {"kind": VIEWS}, work)
+            payload = {"ids": ids, "first": row["input"]}
+            jobs.append(replace(job, kind=VIEWS_KIND, payload=payload, tasks=(view,), views=0))
+    return jobs
 
 
 def dry_run(

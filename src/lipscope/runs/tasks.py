@@ -16,8 +16,8 @@ from typing import Any
 from lipscope.models.load import ZOO
 from lipscope.models.model import Model
 from lipscope.runs.estimate import Work, task_work
-from lipscope.runs.plan import Block, ModelChoice, Plan
-from lipscope.runs.registry import Pass, TaskKind, kind_path, load_object, quantity_path
+from lipscope.runs.plan import Block, Live, ModelChoice, Plan
+from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
 from lipscope.runs.rows import digest
 from lipscope.runs.work import forget_models, loaded_model
 from lipscope.spectral.result import dtype_name
@@ -55,6 +55,8 @@ class Job:
         threads: torch threads.
         payload: the pass.
         tasks: what to measure on it.
+        views: how many of the worst places of its block are looked at token by token.
+        live: the model itself, in this process only.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class Job:
     threads: int
     payload: dict[str, Any]
     tasks: tuple[Task, ...]
+    views: int = 0
+    live: Model | None = None
 
     @property
     def flops(self) -> float:
@@ -77,7 +81,7 @@ class Expansion:
 
     Attributes:
         plan: the plan.
-        jobs: the jobs, model by model, the largest first.
+        jobs: the jobs, model by model, one for every forward pass, in the plan's order.
     """
 
     plan: Plan
@@ -104,29 +108,47 @@ def expand(plan: Plan) -> Expansion:
     Raises:
         FileNotFoundError: when a model or a text is not there; names those that are.
         ValueError: when a layer, head, scope or length does not exist in a model, or a text is too short.
+        MemoryError: when a block's ``memory`` is too small for one of its lengths.
     """
-    forget_models()
+    if not plan.is_live:
+        forget_models()
     seen: set[str] = set()
     names: dict[str, str] = {}
     # Model by model, not block by block: one model at a time is in memory, and each is loaded once.
     wanted: dict[tuple[ModelChoice, str | None], list[tuple[int, Block, str]]] = {}
     for number, block in enumerate(plan.blocks, start=1):
         for named in block.models:
-            wanted.setdefault((_anywhere(named), block.dtype), []).append((number, block, named.name))
-    ordered: list[Job] = []
+            choice = named if block.live is not None else _anywhere(named)
+            wanted.setdefault((choice, block.dtype), []).append((number, block, named.name))
+    jobs: list[Job] = []
     for (choice, dtype), uses in wanted.items():
-        jobs: list[Job] = []
         for number, block, name in uses:
             try:
-                handle, fingerprint = loaded_model(choice, dtype)
+                handle, fingerprint = _live(block.live) if block.live is not None else loaded_model(choice, dtype)
                 _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {name!r}")
                 _refuse_namesakes(names, handle, fingerprint)
                 jobs += _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
             except (ValueError, FileNotFoundError) as error:
                 where = f"block {number}: " if len(plan.blocks) > 1 else ""
                 raise type(error)(f"{where}{error}") from error
-        ordered += sorted(jobs, key=lambda job: -job.flops)
-    return Expansion(plan, tuple(ordered))
+    return Expansion(plan, tuple(jobs))
+
+
+def handed_out(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs as workers get them: model by model, none of much more than half a minute, the largest first.
+
+    The pass of a job that is cut runs once in every part: its bits are the same.
+    """
+    by_model: dict[tuple[str, str | None], list[Job]] = {}
+    for job in jobs:
+        parts = (dataclasses.replace(job, tasks=part) for part in _split(job.tasks))
+        by_model.setdefault((job.fingerprint, job.dtype), []).extend(parts)
+    return [job for same in by_model.values() for job in sorted(same, key=lambda job: -job.flops)]
+
+
+def _live(live: Live) -> tuple[Model, str]:
+    """A model in memory is itself: nothing outlives the process, so its weights need not be hashed."""
+    return live.model, digest(["live", id(live.model)])
 
 
 def _anywhere(choice: ModelChoice) -> ModelChoice:
@@ -140,41 +162,55 @@ def _anywhere(choice: ModelChoice) -> ModelChoice:
 def _jobs_of(
     plan: Plan, block: Block, choice: ModelChoice, handle: Model, fingerprint: str, names: dict[str, str], seen: set[str]
 ) -> list[Job]:
-    kind: TaskKind = load_object(kind_path(block.kind))()
-    common = {
-        "kind": kind_path(block.kind), "model": fingerprint, "loader": choice.loader,
-        "dtype": dtype_name(handle.dtype), "solver": block.solver,
-        "seed": block.seed, "threads": plan.threads, "quantities": [quantity_path(q) for q in block.quantities],
+    path = kind_path(block.kind)
+    kind: TaskKind = load_object(path)()
+    common: dict[str, Any] = {
+        "kind": path,
+        "model": fingerprint,
+        "loader": choice.loader,
+        "dtype": dtype_name(handle.dtype),
+        "solver": block.solver,
+        "seed": block.seed,
+        "threads": plan.threads,
+        "quantities": [quantity_path(q) for q in block.quantities],
         "options": dict(block.options),
-    }  # fmt: skip
+    }
+    if block.certificate is not None:
+        common["certificate"] = block.certificate
+    live = block.live
+    held = {} if live is None or live.solver is None else {"solver": live.solver}
     jobs = []
     for one in kind.expand(block, handle):
         if one.text is not None:
             _refuse_twins(names, one.identity["text"], f"text {one.text!r}")
         labels = {"model": handle.name, "text": one.text, "kind": block.kind}
         tasks = []
-        for task in _tasks_of(one, common, labels, handle, kind.effort):
-            if task.key not in seen:
-                seen.add(task.key)
-                tasks.append(task)
-        jobs += [
-            Job(kind_path(block.kind), choice, fingerprint, block.dtype, plan.threads, one.payload, part)
-            for part in _split(tasks)
-        ]
+        for setting in one.settings:
+            identity = common | one.identity | setting
+            key = digest(identity)
+            if key not in seen:
+                seen.add(key)
+                work = task_work(handle, setting, n=one.n, inputs=one.inputs, effort=kind.effort)
+                tasks.append(Task(key, identity, labels, work))
+        if tasks:
+            jobs.append(
+                Job(
+                    path,
+                    choice,
+                    fingerprint,
+                    block.dtype,
+                    plan.threads,
+                    one.payload | held,
+                    tuple(tasks),
+                    views=block.views,
+                    live=None if live is None else live.model,
+                )
+            )
     return jobs
 
 
-def _tasks_of(
-    one: Pass, common: dict[str, Any], labels: dict[str, str | None], handle: Model, effort: float
-) -> Iterable[Task]:
-    for setting in one.settings:
-        identity = common | one.identity | setting
-        work = task_work(handle, setting, n=one.n, inputs=one.inputs, effort=effort)
-        yield Task(digest(identity), identity, labels, work)
-
-
 def _split(tasks: Sequence[Task]) -> Iterable[tuple[Task, ...]]:
-    """Tasks of one pass in jobs of bounded work. The pass runs once more in each: its bits are the same."""
+    """Tasks of one pass in parts of bounded work."""
     part: list[Task] = []
     for task in tasks:
         if part and sum(t.work.flops for t in part) + task.work.flops > _JOB_FLOPS:

@@ -209,16 +209,23 @@ class Outcome:
 _one_at_a_time = threading.RLock()
 
 
-def run_job(job: Job) -> Iterator[Outcome]:
-    """Measure the tasks of a job one after the other; a task that fails does not stop the others."""
+def run_job(job: Job, *, stop: bool = False) -> Iterator[Outcome]:
+    """Measure the tasks of a job one after the other.
+
+    Args:
+        job: the pass and its tasks.
+        stop: raise the error of a task that fails; else it is the outcome of that task, and the others go on.
+    """
     kind: TaskKind = load_object(job.kind)()
     where = environment(job.threads)
     start = time.perf_counter()
     with _one_at_a_time, torch_threads(job.threads):
         try:
-            handle = loaded_model(job.model, job.dtype, job.fingerprint).handle
+            handle = model_of(job)
             recorded = kind.record(handle, job.payload)
         except Exception as error:
+            if stop:
+                raise
             for task in job.tasks:
                 yield _failed(task, error, start, where)
             return
@@ -231,7 +238,14 @@ def run_job(job: Job) -> Iterator[Outcome]:
                     raise ValueError(f"kind {job.kind} gave rows that {', '.join(kind.coordinates)} do not tell apart")
                 yield Outcome(task, keyed, None, None, time.perf_counter() - start, where)
             except Exception as error:
+                if stop:
+                    raise
                 yield _failed(task, error, start, where)
+
+
+def model_of(job: Job) -> Model:
+    """The model of a job: the one it holds, or the one it names."""
+    return job.live if job.live is not None else loaded_model(job.model, job.dtype, job.fingerprint).handle
 
 
 def row_key(task: Task, row: Row, coordinates: tuple[str, ...]) -> str:

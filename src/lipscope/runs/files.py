@@ -1,4 +1,8 @@
-"""The table of a store as a file for other tools: Parquet, CSV or JSON."""
+"""Runs as files: the table of a store for other tools, and the directory that a scan writes.
+
+``rows.csv`` and ``rows.json`` hold the rows of a scan, ``fits.csv`` the growth of σ with n, ``run.json`` what was asked for,
+with which command and versions, and ``tokens.json`` the worst places token by token.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,25 @@ import io
 import json
 import math
 import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lipscope.runs.rows import IDENTITY_COLUMNS
+from lipscope.runs.run import Run
 from lipscope.runs.schema import KEY_COLUMNS
 from lipscope.runs.store import Store
 
 FORMATS = ("parquet", "csv", "json")
+RUN_FORMAT = 1
 _NUMBERS = ("layer", "head", "n", "input", "document")
+_FIT = ("c", "alpha", "alpha_low", "alpha_high", "level", "aic_power", "aic_saturating", "better")
 
 
-def export_table(
+def export(
     store: str | os.PathLike[str], format: str, out: str | os.PathLike[str] | None = None, *, all_plans: bool = False
 ) -> tuple[str | None, int]:
     """Write the rows of the last plan (or of all plans) with one column per quantity.
@@ -54,6 +63,46 @@ def export_table(
         return text, len(rows)
     _replace(Path(out), lambda part: part.write_text(text, encoding="utf-8"))
     return None, len(rows)
+
+
+def write_run(
+    run: Run,
+    directory: str | os.PathLike[str],
+    *,
+    command: str | None = None,
+    environment: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a scan into a directory, which is made when it does not exist.
+
+    Args:
+        run: what ``scan`` returned.
+        directory: where to.
+        command: the command line that makes it again.
+        environment: versions and hardware; see ``lipscope.runs.work.environment``.
+    """
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    run.to_csv(place / "rows.csv")
+    (place / "rows.json").write_text(run.to_json(), encoding="utf-8")
+    told = {
+        "format": RUN_FORMAT,
+        "about": dict(run.about),
+        "command": command,
+        "environment": None if environment is None else dict(environment),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    (place / "run.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    (place / "tokens.json").write_text(json.dumps(list(run.views)), encoding="utf-8")
+    fits = place / "fits.csv"
+    if len({row["n"] for row in run.rows}) < 3:
+        # Of an earlier scan into the same directory.
+        fits.unlink(missing_ok=True)
+        return
+    with fits.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("layer", "head", *_FIT))
+        for (layer, head), fit in run.fit().items():
+            writer.writerow((layer, head, *(getattr(fit, name) for name in _FIT)))
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:
