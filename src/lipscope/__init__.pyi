@@ -16,7 +16,7 @@ from .models.load import load as load
 from .models.model import Model as Model
 from .runs.run import Run as Run
 from .runs.scan import scan as scan
-from .runs.sweep import run_plan as run_plan
+from .runs.sweep import sweep as sweep
 from .spectral.autodiff import AutodiffOperator as AutodiffOperator
 from .spectral.golub_kahan import GolubKahan as GolubKahan
 from .spectral.operator import Operator as Operator

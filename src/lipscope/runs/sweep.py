@@ -164,6 +164,10 @@ def run_plan(
         )
 
 
+# The verb of the package: ``lipscope.sweep(plan, store)``.
+sweep = run_plan
+
+
 def _steps(engine: Engine, jobs: Sequence[Job], ledger: Store, run: int, step: Step) -> Iterator[Step]:
     """Run the jobs and keep every outcome; yields where the run stands, first of all before it starts."""
     yield step
