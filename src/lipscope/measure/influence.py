@@ -8,7 +8,8 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.operators import BlockOperator
-from lipscope.measure.sigma import ATTENTION_SCOPES, check_tokens, make_operator, working_dtype
+from lipscope.measure.scopes import check_scope
+from lipscope.measure.sigma import TorchMap, as_layer, check_tokens, working_dtype
 from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -41,15 +42,15 @@ def influence(
                 [0.5000, 0.5000]], dtype=torch.float64)
     """
     batched = check_tokens(X)
-    tokens = batched.to(working_dtype(map, X))
-    if not isinstance(map, Attention):
-        matrices = _blocks_by_rows(make_operator(map, tokens, scope, mask, bare=X.ndim == 2))
+    layer = as_layer(map, mask, bare=X.ndim == 2)
+    tokens = batched.to(working_dtype(layer, X))
+    if not isinstance(layer, Attention):
+        matrices = _blocks_by_rows(layer.operator(tokens, scope or ("map" if isinstance(layer, TorchMap) else "attention")))
         return matrices if X.ndim == 3 else matrices[0]
-    if scope not in (None, *ATTENTION_SCOPES):
-        raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(ATTENTION_SCOPES)}")
-    layer = (map if mask is None else map.with_mask(mask)).to(tokens.dtype, tokens.device)
+    check_scope(scope or "attention", ("attention", "head"), of="influence")
     if tokens.shape[-1] != layer.width:
         raise ValueError(f"X has tokens of width {tokens.shape[-1]}, but the layer takes width {layer.width}")
+    layer = layer.to(tokens.dtype, tokens.device)
     matrices = torch.stack([_of_layer(layer, x[None], b, scope == "head", rtol) for b, x in enumerate(tokens)])
     return matrices if X.ndim == 3 else matrices[0]
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lipscope.attention.layer import Attention
+from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.variants import Variant
 from lipscope.measure.certificate import add_certificate
-from lipscope.measure.memory import MemoryPlan, plan_memory, read_bytes
+from lipscope.measure.memory import plan_memory, read_bytes
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
-ATTENTION_SCOPES = ("attention", "head")
-
 
 def local_lipschitz(
-    map: Attention | Variant | TensorMap,
+    map: Layer | TensorMap,
     X: Tensor,
     *,
     scope: str | None = None,
@@ -70,107 +73,123 @@ def local_lipschitz(
         1.0
     """
     batched = check_tokens(X)
-    compute = dtype or working_dtype(map, X)
+    layer = as_layer(map, mask, bare=X.ndim == 2)
+    compute = dtype or working_dtype(layer, X)
     if compute not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {compute}")
-    if mask is not None and isinstance(map, Attention | Variant):
-        map, mask = map.with_mask(mask), None
+    scope = scope or ("map" if isinstance(layer, TorchMap) else "attention")
     solver = solver or Auto()
-
-    def measure(part: Attention | Variant | TensorMap, tokens: Tensor, solver: Solver) -> SpectralNorm:
-        operator = make_operator(part, tokens.to(compute), scope, mask, bare=X.ndim == 2, norm=norm)
-        return summarise(
-            solver.solve(operator),
-            operator,
-            scope=scope or ("attention" if isinstance(map, Attention | Variant) else "map"),
-            mask=str(map.mask) if isinstance(map, Attention | Variant) else None,
-            input_dtype=_given_dtypes(map, X),
-        )
-
-    if memory is None:
-        result = measure(map, batched, solver)
+    attention = layer if isinstance(layer, Attention) else None
+    if attention is None and certificate:
+        raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
+    if attention is None and memory is not None:
+        raise ValueError("memory is planned for Attention layers only: what a general map takes is not known beforehand")
+    about: dict[str, Any] = {"scope": scope, "mask": None if layer.mask is None else str(layer.mask)}
+    about["input_dtype"] = _given_dtypes(layer, X)
+    tokens = batched.to(compute)
+    limit = None if memory is None else read_bytes(memory)
+    if attention is None or limit is None:
+        result = sigma(layer.operator(tokens, scope, norm), solver, **about)
     else:
-        plan, solver = _planned(map, batched, compute, scope, solver, memory)
+        inputs, n = tokens.shape[:2]
+        how: dict[str, Any] = {"dtype": compute, "inputs": inputs, "limit": limit, "triplets": triplets(solver)}
+        plan = plan_memory(attention, n, scope=scope, **how)
+        kept = within(solver, plan.room)
         with plan.in_force():
             if plan.alone:
-                assert isinstance(map, Attention)
-                result = join_batches([measure(map.for_input(b), x[None], solver) for b, x in enumerate(batched)])
+                parts = (attention.for_input(b).operator(tokens[b : b + 1], scope, norm) for b in range(inputs))
+                result = join_batches([sigma(part, kept, **about) for part in parts])
             else:
-                result = measure(map, batched, solver)
+                result = sigma(attention.operator(tokens, scope, norm), kept, **about)
+    result = add_certificate(result, attention, batched, wanted=certificate, norm=norm, memory=limit)
     shape = () if X.ndim == 2 else (X.shape[0],)
-    if isinstance(map, Attention) and scope == "head":
-        shape = (*shape, map.heads)
-    if certificate and not isinstance(map, Attention):
-        raise ValueError("a certificate needs an Attention layer: general maps have no closed-form bound")
-    if isinstance(map, Attention):
-        limit = None if memory is None else read_bytes(memory)
-        result = add_certificate(result, map, batched, wanted=certificate, norm=norm, memory=limit)
-    return reshape_batch(result, shape)
+    return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
 
-def _planned(
-    map: Attention | Variant | TensorMap,
-    X: Tensor,
-    dtype: torch.dtype,
-    scope: str | None,
-    solver: Solver,
-    memory: float | str,
-) -> tuple[MemoryPlan, Solver]:
-    """How to keep to ``memory``, and the solver that does."""
-    if not isinstance(map, Attention):
-        raise ValueError("memory is planned for Attention layers only: what a general map takes is not known beforehand")
-    plan = plan_memory(
-        map, X.shape[1], dtype=dtype, inputs=len(X), limit=read_bytes(memory), scope=scope or "attention",
-        triplets=triplets(solver),
-    )  # fmt: skip
-    return plan, within(solver, plan.room)
-
-
-def make_operator(
-    map: Attention | Variant | TensorMap,
-    X: Tensor,
-    scope: str | None = None,
-    mask: MaskLike = None,
+def sigma(
+    operator: Operator,
+    solver: Solver | None = None,
     *,
-    bare: bool = False,
+    scope: str,
+    mask: str | None = None,
+    input_dtype: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    layer: Attention | None = None,
+    X: Tensor | None = None,
     norm: Normalisation | None = None,
-) -> Operator:
-    """The Jacobian operator of ``map`` at X (B, n, d) for a scope.
+    heads: Sequence[int] | None = None,
+    certificate: bool | None = None,
+    memory: int | None = None,
+) -> SpectralNorm:
+    """From the Jacobian to σ: the one place that solves, allows for rounding, enters the certificate and shapes the result.
 
     Args:
-        map: an attention layer or any torch callable.
-        X: tokens (B, n, d), float32 or float64.
-        scope: see ``local_lipschitz``.
-        mask: replaces the layer's own mask.
-        bare: the callable takes tokens without a batch dimension.
-        norm: the normalisation of scope ``"norm+attention"``.
-
-    Returns:
-        An operator with one item per input, or per (input, head).
+        operator: the Jacobian, one item per problem.
+        solver: ``Auto()`` by default.
+        scope: which map it belongs to.
+        mask: who sees whom, in words.
+        input_dtype: dtype of what was handed in, in words; that of the operator by default.
+        shape: shape of the result; a flat batch by default.
+        layer: what was measured as an ``Attention``, for the certificate.
+        X: its tokens; without them no certificate is computed.
+        norm: its normalisation, for scope ``"norm+attention"``.
+        heads: its heads, for scope ``"head"``.
+        certificate: see ``local_lipschitz``.
+        memory: bytes that the matrices of the certificate may take.
     """
+    result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
+    if X is not None:
+        result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
+    if shape is None:
+        return result
+    known = math.prod(size for size in shape if size != -1)
+    return reshape_batch(result, tuple(operator.batch // known if size == -1 else size for size in shape))
+
+
+@dataclass(frozen=True)
+class TorchMap:
+    """Any torch callable on tokens as a layer: its Jacobian comes from automatic differentiation.
+
+    Attributes:
+        function: the callable.
+        bare: it takes tokens without a batch dimension.
+    """
+
+    function: TensorMap
+    bare: bool = False
+    mask = None
+    dtype = None
+    heads = 1
+
+    def operator(self, X: Tensor, scope: str = "map", norm: Normalisation | None = None) -> Operator:
+        """The Jacobian at tokens X (B, n, d); the scope is a label."""
+        if scope == "head" or norm is not None:
+            raise ValueError(f"scope {scope!r} needs an Attention layer: a callable is measured as one map")
+        return AutodiffOperator(self.function, X, batched=not self.bare)
+
+
+def as_layer(map: Layer | TensorMap, mask: MaskLike = None, *, bare: bool = False) -> Layer | TorchMap:
+    """A layer as it is (under another mask, if one is given), any other callable wrapped."""
     if isinstance(map, Attention | Variant):
-        layer = map if mask is None else map.with_mask(mask)
-        return layer.operator(X, scope or "attention", norm)
+        return map if mask is None else map.with_mask(mask)
     if mask is not None:
         raise ValueError("mask applies to Attention layers only; put the mask inside the callable")
     if not callable(map):
         raise TypeError(f"map must be an Attention or a callable, got {type(map).__name__}")
-    if scope in ATTENTION_SCOPES[1:]:
-        raise ValueError(f"scope {scope!r} needs an Attention layer: a callable is measured as one map")
-    return AutodiffOperator(map, X, batched=not bare)
+    return TorchMap(map, bare)
 
 
-def working_dtype(map: Attention | Variant | TensorMap, X: Tensor) -> torch.dtype:
+def working_dtype(layer: Layer | TorchMap, X: Tensor) -> torch.dtype:
     """The wider dtype of tokens and weights, at least float32."""
-    given = torch.promote_types(X.dtype, map.dtype) if isinstance(map, Attention | Variant) else X.dtype
+    given = X.dtype if layer.dtype is None else torch.promote_types(X.dtype, layer.dtype)
     return given if given in (torch.float32, torch.float64) else torch.float32
 
 
-def _given_dtypes(map: Attention | Variant | TensorMap, X: Tensor) -> str:
+def _given_dtypes(layer: Layer | TorchMap, X: Tensor) -> str:
     tokens = dtype_name(X.dtype)
-    if not isinstance(map, Attention | Variant) or map.dtype == X.dtype:
+    if layer.dtype is None or layer.dtype == X.dtype:
         return tokens
-    return f"{tokens} tokens, {dtype_name(map.dtype)} weights"
+    return f"{tokens} tokens, {dtype_name(layer.dtype)} weights"
 
 
 def check_tokens(X: Tensor) -> Tensor:

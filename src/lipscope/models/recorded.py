@@ -23,18 +23,19 @@ from lipscope.attention.masks import Causal, Full, Mask, Packed, as_mask, same_m
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import HeadOperator
 from lipscope.attention.row_statistics import row_statistics
-from lipscope.measure.certificate import add_certificate, head_items
-from lipscope.measure.scopes import check_scope
+from lipscope.measure.certificate import head_items
+from lipscope.measure.scopes import LAYER_SCOPES, check_scope
+from lipscope.measure.sigma import sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording
 from lipscope.models.rows import layer_rows
-from lipscope.models.scopes import HeadOfOperator, scope_map, scope_operator, scope_tokens
+from lipscope.models.scopes import HeadsOperator, scope_map, scope_operator, scope_tokens
 from lipscope.models.seam import CoreCall
 from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SolverOutput, SpectralNorm, reshape_batch, summarise
-from lipscope.spectral.solvers import Auto, Solver
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Solver
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -259,22 +260,26 @@ class RecordedLayer:
         """
         chosen = self.model.check_heads(self.index, heads) if check_scope(scope) == "head" else None
         operator = self.operator(scope, analytic=analytic)
-        output, operator = _solve(operator, solver or Auto(), self.heads, chosen)
-        result = summarise(output, operator, scope=scope, mask=self.mask)
-        if certificate is not False:
-            has_one = scope in ("attention", "head", "norm+attention")
-            norm = self.norm_before if scope == "norm+attention" else None
-            result = add_certificate(
-                result,
-                self.attention if has_one else None,
-                self.tokens(scope),
-                wanted=certificate,
-                heads=chosen,
-                norm=norm,
-                memory=memory,
-            )
-        items = len(result.status)
-        return reshape_batch(result, (items,) if chosen is None else (items // len(chosen), len(chosen)))
+        if chosen is not None:
+            if isinstance(operator, HeadOperator):
+                items = head_items(operator.batch // self.heads, self.heads, chosen)
+                operator = operator.select(items.to(operator.device))
+            else:
+                operator = HeadsOperator.of(operator, chosen, self.heads)
+        known = certificate is not False and scope in LAYER_SCOPES
+        return sigma(
+            operator,
+            solver,
+            scope=scope,
+            mask=self.mask,
+            shape=(-1,) if chosen is None else (-1, len(chosen)),
+            layer=self.attention if known else None,
+            X=self.tokens(scope),
+            norm=self.norm_before if known and scope == "norm+attention" else None,
+            heads=chosen,
+            certificate=certificate,
+            memory=memory,
+        )
 
     def rows(
         self,
@@ -314,23 +319,3 @@ class RecordedLayer:
             candidates.append(Packed(self.recorded.documents, causal=self.layer.causal))
         named = next((candidate for candidate in candidates if same_mask(candidate, mask, n)), None)
         return attention if named is None else attention.with_mask(named)
-
-
-def _solve(operator: Operator, solver: Solver, heads: int, chosen: list[int] | None) -> tuple[SolverOutput, Operator]:
-    """Leading singular values, ordered (input, head) where heads were chosen, and the operator of these items."""
-    if chosen is None:
-        return solver.solve(operator), operator
-    if isinstance(operator, HeadOperator):
-        operator = operator.select(head_items(operator.batch // heads, heads, chosen).to(operator.device))
-        return solver.solve(operator), operator
-    inputs = operator.batch
-    parts = SolverOutput.cat([solver.solve(HeadOfOperator(operator, h, heads)) for h in chosen])
-    order = [h * inputs + b for b in range(inputs) for h in range(len(chosen))]
-    for name, value in vars(parts).items():
-        if isinstance(value, Tensor):
-            setattr(parts, name, value[order])
-        elif isinstance(value, list):
-            setattr(parts, name, [value[i] for i in order])
-    # Of this operator only shape, batch and rounding are read: one item per input and head.
-    items = torch.arange(inputs, device=operator.device).repeat_interleave(len(chosen))
-    return parts, HeadOfOperator(operator.select(items), 0, heads)

@@ -14,6 +14,7 @@ Outputs at padding tokens are set to zero, so σ is that of the unpadded sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -84,16 +85,28 @@ def scope_operator(model: nn.Module, layer: Layer, recording: Recording, scope: 
     )
 
 
-class HeadOfOperator(Operator):
-    """One head of an operator whose outputs are all heads side by side, (n, H·dv): rows of the Jacobian."""
+class HeadsOperator(Operator):
+    """Single heads of an operator whose outputs are all heads side by side, (n, H·dv): rows of its Jacobians.
 
-    def __init__(self, parent: Operator, head: int, heads: int) -> None:
+    Args:
+        parent: one item per item of this operator.
+        head: the head of every item.
+        heads: number of heads H.
+    """
+
+    def __init__(self, parent: Operator, head: Tensor, heads: int) -> None:
         n, width = parent.output_shape
         if width % heads:
             raise ValueError(f"{heads} heads do not divide the {width} inputs of the output projection")
         self.parent, self.head, self.heads = parent, head, heads
         self.batch, self.dtype, self.device = parent.batch, parent.dtype, parent.device
         self.input_shape, self.output_shape = parent.input_shape, (n, width // heads)
+
+    @classmethod
+    def of(cls, parent: Operator, chosen: Sequence[int], heads: int) -> HeadsOperator:
+        """The chosen heads of every item of ``parent``, ordered (item, head)."""
+        items = torch.arange(parent.batch, device=parent.device).repeat_interleave(len(chosen))
+        return cls(parent.select(items), torch.tensor(chosen, device=parent.device).repeat(parent.batch), heads)
 
     @property
     def rounding_error(self) -> float:
@@ -103,18 +116,19 @@ class HeadOfOperator(Operator):
     def matvec(self, u: Tensor) -> Tensor:
         """The head's columns of J·u."""
         n, dv = self.output_shape
-        return self.parent.matvec(u).reshape(-1, n, self.heads, dv)[:, :, self.head].flatten(1)
+        image = self.parent.matvec(u).reshape(-1, n, self.heads, dv)
+        return image[torch.arange(self.batch, device=self.device), :, self.head].flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """Jᵀ of a cotangent that is zero on the other heads."""
         n, dv = self.output_shape
-        full = g.new_zeros(g.shape[0], n, self.heads, dv)
-        full[:, :, self.head] = g.reshape(-1, n, dv)
+        full = g.new_zeros(self.batch, n, self.heads, dv)
+        full[torch.arange(self.batch, device=self.device), :, self.head] = g.reshape(-1, n, dv)
         return self.parent.rmatvec(full.flatten(1))
 
-    def select(self, items: Tensor) -> HeadOfOperator:
-        """Keep the listed inputs."""
-        return HeadOfOperator(self.parent.select(items), self.head, self.heads)
+    def select(self, items: Tensor) -> HeadsOperator:
+        """Keep the listed items."""
+        return HeadsOperator(self.parent.select(items), self.head[items], self.heads)
 
 
 def _cut_map(call: Call, cut: Cut) -> TensorMap:

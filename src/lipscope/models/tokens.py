@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope.measure.influence import influence
 from lipscope.models.inputs import TokenArguments
 from lipscope.models.model import Model
-from lipscope.models.scopes import HeadOfOperator
+from lipscope.models.scopes import HeadsOperator
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
@@ -98,7 +98,7 @@ def token_view(
         # The same input many times over: as many columns of the Jacobian per product.
         copies = handle.record({name: value.repeat_interleave(_COPIES, dim=0) for name, value in inputs.items()})
         operator = copies[layer].operator(scope, analytic=False)
-        matrix = _influence_by_columns(operator if head is None else HeadOfOperator(operator, head, at.heads))
+        matrix = _influence_by_columns(operator if head is None else HeadsOperator.of(operator, [head], at.heads))
     names = handle.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
     return TokenView([_readable(name) for name in names], result.token_energy, matrix, result, at.index, head)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.measure.sigma import check_tokens, make_operator, working_dtype
+from lipscope.measure.sigma import as_layer, check_tokens, working_dtype
 from lipscope.spectral.autodiff import TensorMap
 
 
@@ -25,9 +25,10 @@ def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor
     Returns:
         A number for (n, d), a tensor (B,) for a batch.
     """
-    tokens = check_tokens(X).to(working_dtype(map, X))
     bare = X.ndim == 2
-    operator = make_operator(map, tokens, bare=bare)
+    measured = as_layer(map, bare=bare)
+    tokens = check_tokens(X).to(working_dtype(measured, X))
+    operator = measured.operator(tokens)
     layer = map.to(tokens.dtype, tokens.device) if isinstance(map, Attention) else map
     with torch.no_grad():
         f = layer(tokens[0])[None] if bare else layer(tokens)
