@@ -289,3 +289,11 @@ def test_a_converted_model_is_kept_or_read_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
     assert packaged.smollm2("smollm2-135m", [file]).model is model
     assert read == [file, file]
+
+
+def test_what_a_model_says_of_itself_is_grammatical() -> None:
+    """A module that is the layer itself has no name, one layer is no layers, and one head no heads."""
+    layer = torch.nn.TransformerEncoderLayer(8, 1, 16, dropout=0.0, batch_first=True).eval()
+    first, second = lipscope.load(layer).describe().splitlines()
+    assert first.startswith("TransformerEncoderLayer: 1 attention layer, through ")
+    assert second == "  layer 0: 1 head, mask full (the model's own), no norm before attention"

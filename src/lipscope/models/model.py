@@ -200,13 +200,21 @@ class Model:
         first = self.layers[0]
         core = "the lipscope attention core" if first.through_seam else (
             "torch's nn.MultiheadAttention" if _hides_heads(first) else "the model's own eager attention")  # fmt: skip
-        lines = [f"{self.name}: {len(self.layers)} attention layers, through {core}, {str(self.dtype)[6:]}"]
+        lines = [f"{self.name}: {_count(len(self.layers), 'attention layer')}, through {core}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
         for layer in self.layers:
-            shared = f" on {layer.kv_heads} key heads" if layer.kv_heads not in (None, layer.heads) else ""
+            heads = _count(layer.heads, "head")
+            if layer.kv_heads not in (None, layer.heads):
+                heads += f" on {_count(layer.kv_heads, 'key head')}"
             norm = "pre-norm" if layer.normed else "no norm before attention"
-            lines.append(f"  layer {layer.index}: {layer.name}, {layer.heads} heads{shared}, mask {layer.mask}, {norm}")
+            # The name is empty when the layer is the whole module.
+            words = [layer.name, heads, f"mask {layer.mask}", norm]
+            lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _hides_heads(layer: Layer) -> bool:
