@@ -113,7 +113,7 @@ def ascend(layer: lipscope.Attention, X: Tensor, radius: float, steps: int = 8) 
     best, best_sigma, x = X, -1.0, X.clone()
     for _ in range(steps):
         x = x.detach().requires_grad_(True)
-        J = torch.autograd.functional.jacobian(layer, x, create_graph=True).reshape(-1, x.numel())
+        J = torch.autograd.functional.jacobian(layer, x, create_graph=True, vectorize=True).reshape(-1, x.numel())
         sigma = torch.linalg.matrix_norm(J, 2)
         if sigma.item() > best_sigma:
             best, best_sigma = x.detach(), sigma.item()
@@ -127,4 +127,4 @@ def ascend(layer: lipscope.Attention, X: Tensor, radius: float, steps: int = 8) 
 
 def jacobian(layer, X: Tensor) -> Tensor:
     """Dense (n, d_out, n, d) Jacobian by autograd."""
-    return torch.autograd.functional.jacobian(layer, X)
+    return torch.autograd.functional.jacobian(layer, X, vectorize=True)

@@ -164,12 +164,10 @@ class Oracle:
 
 
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Dense Jacobians (B, M, N) of a map that treats batch items independently, row by row."""
+    """Dense Jacobians (B, M, N) of a map that treats batch items independently."""
     x = x.detach().clone().requires_grad_(True)
     y = function(x)
-    rows = []
-    for m in range(y[0].numel()):
-        g = torch.zeros_like(y).flatten(1)
-        g[:, m] = 1
-        rows.append(torch.autograd.grad(y, x, g.reshape(y.shape), retain_graph=True)[0].flatten(1))
-    return torch.stack(rows, dim=1)
+    # One direction per row, the same for every item, and all rows in one pass.
+    g = torch.eye(y[0].numel(), dtype=y.dtype).reshape(-1, 1, *y.shape[1:]).expand(-1, *y.shape)
+    (rows,) = torch.autograd.grad(y, x, g, is_grads_batched=True)
+    return rows.flatten(2).transpose(0, 1)

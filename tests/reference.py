@@ -73,5 +73,5 @@ def rotations(rotary, n: int, dk: int, item: int = 0) -> Tensor:
 
 def jacobian(function, X: Tensor) -> Tensor:
     """Dense Jacobian (M, N) of a function of one input."""
-    J = torch.autograd.functional.jacobian(function, X)
+    J = torch.autograd.functional.jacobian(function, X, vectorize=True)
     return J.reshape(-1, X.numel())

@@ -1,24 +1,13 @@
-"""The example of docs/concepts/mean-field.md prints what the page shows, and every table has been written."""
+"""Every table and figure of docs/concepts/mean-field.md has been written, and claims no more than was measured."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 from lipscope.runs.fit import RATES
 
 PAGE = Path(__file__).parent.parent / "docs" / "concepts" / "mean-field.md"
-
-
-def test_the_example_prints_what_the_page_shows():
-    text = PAGE.read_text(encoding="utf-8")
-    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL).groups()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, {})
-    assert printed.getvalue() == shown
 
 
 def test_figures_exist_and_tables_are_filled():

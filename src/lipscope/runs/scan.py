@@ -73,7 +73,7 @@ def scan(
 
     Example:
         >>> import lipscope
-        >>> result = lipscope.scan("gpt2-random", "python-docs", layers=[0], lengths=[8], inputs=1)
+        >>> result = lipscope.scan("gpt2-mini", "python-docs", layers=[0], lengths=[8], inputs=1)
         >>> [row["n"] for row in result.rows]
         [8]
     """

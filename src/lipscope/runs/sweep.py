@@ -113,7 +113,7 @@ def run_plan(
 
     Example:
         >>> import lipscope, tempfile
-        >>> plan = lipscope.runs.Plan.of(models=["gpt2-random"], texts=["python-docs"], layers=[0], lengths=[8], inputs=2)
+        >>> plan = lipscope.runs.Plan.of(models=["gpt2-mini"], texts=["python-docs"], layers=[0], lengths=[8], inputs=2)
         >>> expansion = lipscope.runs.expand(plan)      # loads the model and refuses what it does not have
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     first = lipscope.runs.run_plan(expansion, f"{directory}/run.db")
