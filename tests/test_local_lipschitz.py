@@ -364,3 +364,24 @@ def test_autograd_state_is_left_alone():
     assert X.grad is None
     with torch.no_grad():
         assert lipscope.local_lipschitz(torch.tanh, X).estimate > 0
+
+
+def test_parts_of_a_batch_by_index():
+    layer, X = cases.layer(heads=4), cases.random(3, 6, 6, seed=3)
+    heads = lipscope.local_lipschitz(layer, X, scope="head", solver=lipscope.Auto(vectors=True, k=2))
+    assert heads.batch_shape == (3, 4)
+    row, one = heads[1], heads[1, 2]
+    assert row.batch_shape == (4,)
+    assert one.batch_shape == ()
+    assert (one.estimate, one.iterations, one.status) == (
+        float(heads.estimate[1, 2]),
+        int(heads.iterations[1, 2]),
+        heads.status[1][2],
+    )
+    assert torch.equal(one.right, heads.right[1, 2])
+    assert torch.equal(one.singular_values, row.singular_values[2])
+    assert row[2].to_rows() == one.to_rows() == [{k: v for k, v in heads.to_rows()[6].items() if k not in ("input", "head")}]
+    with pytest.raises(IndexError, match=r"a result of shape \(\) has no item 0"):
+        one[0]
+    with pytest.raises(IndexError):
+        heads[3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def token_view(
     inputs = handle.token_inputs(**given)
     at = handle.record(inputs)[layer]
     heads = None if head is None else [head]
-    result = _first(at.sigma(scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES)), heads is not None)
+    result = at.sigma(scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES))[0 if heads is None else (0, 0)]
     assert result.token_energy is not None
     plain = at.attention if scope in ("attention", "head") else None
     if plain is not None:
@@ -129,26 +129,6 @@ def _spectral_norms(blocks: Tensor) -> Tensor:
         x = blocks.mT @ (blocks @ (x / x.norm(dim=1, keepdim=True).clamp_min(tiny)))
     norms: Tensor = (blocks @ (x / x.norm(dim=1, keepdim=True).clamp_min(tiny))).norm(dim=1)
     return norms[:, 0]
-
-
-def _first(result: SpectralNorm, by_head: bool) -> SpectralNorm:
-    """The only input (and head) of a batch."""
-    at = (0, 0) if by_head else (0,)
-
-    def of(values: Any) -> Any:
-        for index in at:
-            values = values[index]
-        return values
-
-    assert result.token_energy is not None
-    return replace(
-        result,
-        lower=float(of(result.lower)), estimate=float(of(result.estimate)), upper=float(of(result.upper)),
-        upper_kind=of(result.upper_kind), iterations=int(of(result.iterations)), residual=float(of(result.residual)),
-        converged=bool(of(result.converged)), status=of(result.status), singular_values=of(result.singular_values),
-        token_energy=of(result.token_energy),
-        certified=None if result.certified is None else float(of(result.certified)),
-    )  # fmt: skip
 
 
 def _digits(values: Tensor) -> list[float]:

@@ -1,15 +1,10 @@
 """The Jacobian of any torch map, on one cached graph.
 
-The map is evaluated once. Jᵀ·g is a backward pass through that graph. J·u comes from the same graph: h(g) = Jᵀg is linear
-in g, so differentiating ⟨h(g), u⟩ with respect to g gives J·u; the graph of h is built once too. Forward-mode is not
-used: it is missing for fused attention kernels and costs several evaluations of the map per product.
-
-A map evaluated once, with its graph kept: products with J for the solver, and ⟨u, Jv⟩ with a graph to the weights.
-
     Jᵀg = ∂⟨g, f(X)⟩/∂X        Jv = ∂⟨Jᵀg, v⟩/∂g        ⟨u, Jv⟩ = ⟨∂⟨u, f(X)⟩/∂X, v⟩
 
-``AutodiffOperator`` does the same with checks of the map and frozen weights; inside a training step there is time for
-neither the checks nor a second evaluation.
+The map is evaluated once. Jᵀ·g is a backward pass through that graph. J·v comes from the same graph: g ↦ Jᵀg is linear, so
+differentiating ⟨Jᵀg, v⟩ with respect to g gives J·v; the graph of g ↦ Jᵀg is built once too. Forward mode is not used: it is
+missing for fused attention kernels and costs several evaluations of the map per product.
 """
 
 from __future__ import annotations
@@ -34,16 +29,18 @@ class AutodiffOperator(Operator):
         function: a torch callable (a module in eval mode, or any function) that returns one tensor (B, …).
         X: the point, floating, batch first.
         batched: False when the function takes and returns one item without a batch dimension; then B = 1.
+        check: look for dropout, randomness, mixed batch items and wrong second derivatives, and estimate the rounding error.
+            Inside a training step there is no time for it; the weights of a module are then used as they are.
 
     Raises:
         ValueError: when the map is in training mode with dropout, is random, mixes batch items, or does not depend
             differentiably on its input.
     """
 
-    def __init__(self, function: TensorMap, X: Tensor, *, batched: bool = True) -> None:
+    def __init__(self, function: TensorMap, X: Tensor, *, batched: bool = True, check: bool = True) -> None:
         if isinstance(function, nn.MultiheadAttention):
             raise ValueError("nn.MultiheadAttention takes three arguments: measure lipscope.Attention.from_torch(module)")
-        if isinstance(function, nn.Module):
+        if check and isinstance(function, nn.Module):
             refuse_training_dropout(function)
             function = in_precision(function, X.dtype)
         if not batched:
@@ -52,20 +49,28 @@ class AutodiffOperator(Operator):
         self.dtype, self.device = X.dtype, X.device
         self._X = X.detach().clone().requires_grad_(True)
         with differentiable_attention(), torch.enable_grad():
-            self._Y = _evaluate(function, self._X)
-            _refuse_randomness(function, self._X, self._Y)
-            self._rounding_error = self._sensitivity(function)
-        self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
-        with torch.enable_grad():
+            self._Y = _evaluate(function, self._X) if check else function(self._X)
             self._g = torch.zeros_like(self._Y).requires_grad_(True)
             self._pullback = _differentiate(self._Y, self._X, self._g, create_graph=True)
-        self._refuse_mixing()
-        self._check_adjoint()
+            self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
+            self._rounding_error = super().rounding_error
+            if check:
+                _refuse_randomness(function, self._X, self._Y)
+                self._rounding_error = self._sensitivity(function)
+        if check:
+            self._refuse_mixing()
+            self._check_adjoint()
 
     @property
     def rounding_error(self) -> float:
-        """Estimated from how much Jᵀ·g changes when the input changes in its last digit."""
+        """Estimated from how much Jᵀ·g changes when the input changes in its last digit; without checks, as usual."""
         return self._rounding_error
+
+    def bilinear(self, left: Tensor, right: Tensor) -> Tensor:
+        """⟨u, J v⟩ of every item, (B,), differentiable in the parameters of the map; u and v are held fixed."""
+        with torch.enable_grad():
+            slope = _differentiate(self._Y, self._X, left.detach().reshape(self._Y.shape).to(self._Y), create_graph=True)
+            return (slope * right.detach().reshape(slope.shape).to(slope)).flatten(1).sum(-1)
 
     def _sensitivity(self, function: TensorMap) -> float:
         """Rounding inside the map acts like a rounding of its input: compare Jᵀ·g at X and at X with other last digits."""
@@ -274,65 +279,3 @@ _NOT_TWICE = (
     "the map cannot be differentiated twice: some operation inside has no second derivative in torch (a custom or fused "
     "kernel, probably). Use its plain torch form, for example attn_implementation='eager' for Hugging Face models."
 )
-
-
-class GraphOperator(Operator):
-    """Input Jacobian of ``function`` at X (B, …), on one graph that also leads to the parameters inside the function.
-
-    Args:
-        function: maps (B, …) to (B, …), items independently, by operations with second derivatives.
-        X: the point; no gradient flows into it.
-    """
-
-    def __init__(self, function: TensorMap, X: Tensor) -> None:
-        self.batch, self.dtype, self.device = X.shape[0], X.dtype, X.device
-        with differentiable_attention(), torch.enable_grad():
-            self._X = X.detach().clone().requires_grad_()
-            self._Y = function(self._X)
-            self._g = torch.zeros_like(self._Y).requires_grad_()
-            (self._pullback,) = torch.autograd.grad(self._Y, self._X, self._g, create_graph=True)
-        self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
-
-    def matvec(self, u: Tensor) -> Tensor:
-        """J·u."""
-        (product,) = torch.autograd.grad(self._pullback, self._g, u.reshape(self._X.shape), retain_graph=True)
-        return product.reshape(self.batch, -1)
-
-    def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g."""
-        (product,) = torch.autograd.grad(self._Y, self._X, g.reshape(self._Y.shape), retain_graph=True)
-        return product.reshape(self.batch, -1)
-
-    def select(self, items: Tensor) -> Operator:
-        """The listed items, by products with the whole batch."""
-        return _Part(self, items)
-
-    def bilinear(self, left: Tensor, right: Tensor) -> Tensor:
-        """⟨u, J v⟩ of every item, (B,), differentiable in the parameters; u and v are held fixed."""
-        with torch.enable_grad():
-            cotangent = left.detach().reshape(self._Y.shape).to(self._Y)
-            (slope,) = torch.autograd.grad(self._Y, self._X, cotangent, create_graph=True)
-            return (slope * right.detach().reshape(slope.shape).to(slope)).flatten(1).sum(-1)
-
-
-class _Part(Operator):
-    """Some items, each at most once, of a graph operator."""
-
-    def __init__(self, parent: GraphOperator, items: Tensor) -> None:
-        self._parent, self._items, self.batch = parent, items, int(items.numel())
-        self.input_shape, self.output_shape = parent.input_shape, parent.output_shape
-        self.dtype, self.device = parent.dtype, parent.device
-
-    def matvec(self, u: Tensor) -> Tensor:
-        return self._parent.matvec(self._spread(u))[self._items]
-
-    def rmatvec(self, g: Tensor) -> Tensor:
-        return self._parent.rmatvec(self._spread(g))[self._items]
-
-    def select(self, items: Tensor) -> Operator:
-        return _Part(self._parent, self._items[items])
-
-    def _spread(self, x: Tensor) -> Tensor:
-        full = x.new_zeros(self._parent.batch, x.shape[1])
-        full[self._items] = x
-        return full

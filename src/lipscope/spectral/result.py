@@ -1,14 +1,12 @@
-"""What a solver fills in: one row per batch item, and how each item ended.
-
-What a measurement says: an interval for σ with its story; frozen, printable, convertible to rows.
-"""
+"""What a solver fills in, one row per batch item, and what a measurement says: an interval for σ and how it came about."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from itertools import chain, product
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -124,16 +122,13 @@ class SolverOutput:
     @classmethod
     def cat(cls, parts: list[SolverOutput]) -> SolverOutput:
         """Join the outputs of consecutive sub-batches."""
-        joined: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [getattr(part, field.name) for part in parts]
-            if isinstance(values[0], Tensor):
-                joined[field.name] = torch.cat(values)
-            elif isinstance(values[0], list):
-                joined[field.name] = [entry for value in values for entry in value]
-            else:
-                joined[field.name] = values[0]
-        return cls(**joined)
+        return replace(parts[0], **_joined(parts))
+
+
+# A Python number for one problem, a tensor for a batch.
+Numbers: TypeAlias = Any
+# One word per problem of a batch, nested like its shape.
+Nested: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +136,7 @@ class SpectralNorm:
     """The largest singular value σ of a Jacobian as an interval, with everything needed to judge it.
 
     Fields are Python numbers for one problem and tensors for a batch: shape ``(B,)``, for scope ``head`` ``(H,)`` or
-    ``(B, H)``. Always ``lower ≤ estimate ≤ upper``.
+    ``(B, H)``; ``result[i]`` and ``result[i, h]`` are the parts of it. Always ``lower ≤ estimate ≤ upper``.
 
     Attributes:
         lower: a gain that some direction attains (less the rounding allowance): σ ≥ lower.
@@ -168,15 +163,15 @@ class SpectralNorm:
         certified: the certified upper bound where one was computed, whether or not it is the least.
     """
 
-    lower: Any
-    estimate: Any
-    upper: Any
-    upper_kind: Any
+    lower: Numbers
+    estimate: Numbers
+    upper: Numbers
+    upper_kind: str | Nested
     delta: float | None
-    iterations: Any
-    residual: Any
-    converged: Any
-    status: Any
+    iterations: Numbers
+    residual: Numbers
+    converged: Numbers
+    status: Status | Nested
     singular_values: Tensor
     scope: str
     mask: str | None
@@ -188,40 +183,51 @@ class SpectralNorm:
     token_energy: Tensor | None = None
     right: Tensor | None = None
     left: Tensor | None = None
-    certified: Any = None
+    certified: Numbers = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
         """Shape of the batch: ``()`` for a single problem."""
         return tuple(self.estimate.shape) if isinstance(self.estimate, Tensor) else ()
 
+    def __getitem__(self, index: int | tuple[int, ...]) -> SpectralNorm:
+        """One problem of a batch with plain numbers, or, of a batch (B, H), all heads of one input."""
+        where = index if isinstance(index, tuple) else (index,)
+        if len(where) > len(self.batch_shape):
+            raise IndexError(f"a result of shape {self.batch_shape} has no item {index}")
+
+        def part(value: Any) -> Any:
+            for i in where:
+                value = value[i]
+            return value
+
+        def number(value: Tensor) -> Numbers:
+            return part(value) if len(where) < value.ndim else part(value).item()
+
+        return _with_fields(self, number, part, part)
+
     @property
     def message(self) -> str:
         """What the status means and what to do, one paragraph for each distinct status."""
-        statuses = [self.status] if isinstance(self.status, Status) else _flatten(self.status)
-        return "\n\n".join(status.explanation for status in dict.fromkeys(statuses))
+        return "\n\n".join(dict.fromkeys(Status(str(one.status)).explanation for _, one in self._one_by_one()))
+
+    def _one_by_one(self) -> Iterator[tuple[tuple[int, ...], SpectralNorm]]:
+        shape = self.batch_shape
+        return ((index, self[index] if shape else self) for index in product(*map(range, shape)))
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per problem: numbers, strings and booleans only."""
-        shape = self.batch_shape
-        index_names = {0: (), 1: ("head",) if self.scope == "head" else ("input",), 2: ("input", "head")}[len(shape)]
-        rows = []
-        for index in _indices(shape):
-            row: dict[str, Any] = dict(zip(index_names, index, strict=True))
-            row |= {"scope": self.scope, "mask": self.mask, "n": self.tokens}
-            for name in ("lower", "estimate", "upper"):
-                row[name] = float(_at(getattr(self, name), index))
-            kind = str(_at(self.upper_kind, index))
-            row |= {"upper_kind": kind, "delta": self.delta if kind == "probabilistic" else None}
-            row["certified"] = None if self.certified is None else float(_at(self.certified, index))
-            row["iterations"] = int(_at(self.iterations, index))
-            row["residual"] = float(_at(self.residual, index))
-            row["converged"] = bool(_at(self.converged, index))
-            row["status"] = str(_at(self.status, index))
-            row |= {"solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
-            row["rounding"] = self.rounding
-            rows.append(row)
-        return rows
+        names = ("input", "head") if len(self.batch_shape) == 2 else ("head",) if self.scope == "head" else ("input",)
+        return [
+            dict(zip(names, index, strict=False))
+            | {"scope": self.scope, "mask": self.mask, "n": self.tokens}
+            | {"lower": one.lower, "estimate": one.estimate, "upper": one.upper, "upper_kind": one.upper_kind}
+            | {"delta": self.delta if one.upper_kind == "probabilistic" else None, "certified": one.certified}
+            | {"iterations": one.iterations, "residual": one.residual, "converged": one.converged}
+            | {"status": str(one.status), "solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
+            | {"rounding": self.rounding}
+            for index, one in self._one_by_one()
+        ]
 
     def __str__(self) -> str:
         rows = self.to_rows()
@@ -287,36 +293,21 @@ def summarise(
 
 def join_batches(results: Sequence[SpectralNorm]) -> SpectralNorm:
     """Flat batches of the same kind of problem as one; the rounding allowance is the largest."""
-    first = results[0]
-    if len(results) == 1:
-        return first
-    joined: dict[str, Any] = {"rounding": max(result.rounding for result in results)}
-    for field in fields(first):
-        values = [getattr(result, field.name) for result in results]
-        if isinstance(values[0], Tensor):
-            joined[field.name] = torch.cat(values)
-        elif isinstance(values[0], tuple):
-            joined[field.name] = tuple(entry for value in values for entry in value)
-    return replace(first, **joined)
+    return replace(results[0], **_joined(results), rounding=max(result.rounding for result in results))
 
 
 def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:
-    """View a flat batch as ``shape``; the empty shape turns a batch of one into plain numbers."""
+    """View a flat batch as ``shape``; the empty shape makes a batch of one plain numbers."""
 
-    def tensor(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.reshape(*shape, *value.shape[1:])
-
-    def number(value: Tensor) -> Any:
+    def number(value: Tensor) -> Numbers:
         return value.reshape(shape) if shape else value.item()
 
-    changes: dict[str, Any] = {
-        name: number(getattr(result, name)) for name in ("lower", "estimate", "upper", "iterations", "residual", "converged")
-    }
-    changes |= {name: tensor(getattr(result, name)) for name in ("singular_values", "token_energy", "right", "left")}
-    if result.certified is not None:
-        changes["certified"] = number(result.certified)
-    changes |= {name: _nest(list(getattr(result, name)), shape) for name in ("status", "upper_kind")}
-    return replace(result, **changes)
+    def nested(words: Any) -> Any:
+        for size in reversed(shape[1:]):
+            words = tuple(words[i : i + size] for i in range(0, len(words), size))
+        return words if shape else words[0]
+
+    return _with_fields(result, number, lambda value: value.reshape(*shape, *value.shape[1:]), nested)
 
 
 def with_certificate(result: SpectralNorm, certified: Tensor) -> SpectralNorm:
@@ -345,25 +336,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _indices(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    indices: list[tuple[int, ...]] = [()]
-    for size in shape:
-        indices = [(*index, i) for index in indices for i in range(size)]
-    return indices
+def _with_fields(
+    result: SpectralNorm, number: Callable[[Any], Any], tensor: Callable[[Any], Any], word: Callable[[Any], Any]
+) -> SpectralNorm:
+    """The result with functions applied to its fields: one value per problem, one row per problem, one word per problem."""
+    changes = dict.fromkeys(("lower", "estimate", "upper", "iterations", "residual", "converged", "certified"), number)
+    changes |= dict.fromkeys(("singular_values", "token_energy", "right", "left"), tensor)
+    changes |= dict.fromkeys(("status", "upper_kind"), word)
+    given = ((name, change, getattr(result, name)) for name, change in changes.items())
+    return replace(result, **{name: change(value) for name, change, value in given if value is not None})
 
 
-def _at(value: Any, index: tuple[int, ...]) -> Any:
-    for i in index:
-        value = value[i]
-    return value
-
-
-def _nest(values: list[Any], shape: tuple[int, ...]) -> Any:
-    if not shape:
-        return values[0]
-    width = len(values) // shape[0]
-    return tuple(_nest(values[i * width : (i + 1) * width], shape[1:]) for i in range(shape[0]))
-
-
-def _flatten(nested: Any) -> list[Status]:
-    return [nested] if isinstance(nested, Status) else [status for part in nested for status in _flatten(part)]
+def _joined(parts: Sequence[Any]) -> dict[str, Any]:
+    """Fields that hold one entry per problem, one part after the other."""
+    joined: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        if isinstance(values[0], Tensor):
+            joined[field.name] = torch.cat(values)
+        elif isinstance(values[0], list | tuple):
+            joined[field.name] = type(values[0])(chain.from_iterable(values))
+    return joined

@@ -1,11 +1,8 @@
-"""Dense SVD of the explicit Jacobian: exact, for small problems and for tests.
+"""``spectral_norm``, and the solvers to choose from: dense SVD, Golub–Kahan, the cheaper of the two, power iteration.
 
-Power iteration on JᵀJ: the textbook method, kept for comparison.
-
-After k steps, ‖(JᵀJ)^k v₁‖ ≥ γ·σ^{2k} with the overlap γ of the start with the top right singular vector, hence
+``Dense`` forms the Jacobian: exact, for small problems and for tests. ``Power`` iterates JᵀJ: the textbook method, kept for
+comparison. After k steps ‖(JᵀJ)^k v₁‖ ≥ γ·σ^{2k} with the overlap γ of the start with the top right singular vector, hence
 σ ≤ (‖(JᵀJ)^k v₁‖ / g(δ))^{1/2k} except with probability δ.
-
-``spectral_norm``: the one verb of this package.
 """
 
 from __future__ import annotations
@@ -77,42 +74,20 @@ def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(GolubKahan):
     """Dense SVD when the smaller side of J has at most ``dense_below`` entries, Golub–Kahan otherwise.
 
     Attributes:
-        rtol: requested relative accuracy of the estimate.
-        max_steps: most operator pairs (J, Jᵀ) spent on one item.
-        delta: allowed probability that the probabilistic upper bound fails.
-        k: number of leading singular triplets.
-        vectors: also return singular vectors.
-        interval: widest relative interval upper/lower − 1 to stop with, or None.
-        seed: seed of the start vector.
-        dense_below: largest min(M, N) solved densely.
-        memory: bytes for Krylov bases, see :class:`GolubKahan`.
+        dense_below: largest min(M, N) solved densely. All other options are those of :class:`GolubKahan`.
     """
 
-    rtol: float = 1e-4
-    max_steps: int = 300
-    delta: float = 1e-6
-    k: int = 1
-    vectors: bool = False
-    interval: float | None = 0.1
-    seed: int = 0
     dense_below: int = 128
-    memory: int = 1 << 30
 
-    def __post_init__(self) -> None:
-        self._iterative()  # refuses bad options even when the dense solver would not need them
-
-    def _iterative(self) -> GolubKahan:
-        return GolubKahan(self.rtol, self.max_steps, self.delta, self.k, self.vectors, self.interval, self.seed, self.memory)
-
-    def solve(self, operator: Operator) -> SolverOutput:
+    def solve(self, operator: Operator, start: Tensor | None = None) -> SolverOutput:
         """Leading singular values of every item of ``operator``, by the cheaper method."""
         if min(operator.shape) <= self.dense_below and max(operator.shape) <= 64 * self.dense_below:
             return Dense(k=self.k, vectors=self.vectors).solve(operator)
-        return self._iterative().solve(operator)
+        return super().solve(operator, start)
 
 
 @dataclass(frozen=True)
@@ -191,7 +166,7 @@ class Solver(Protocol):
 
 def within(solver: Solver, memory: int) -> Solver:
     """The same solver with at most ``memory`` bytes for its Krylov bases."""
-    if not isinstance(solver, Auto | GolubKahan):
+    if not isinstance(solver, GolubKahan):
         raise ValueError(f"memory needs a solver that keeps to it, Auto or GolubKahan, got {type(solver).__name__}")
     return replace(solver, memory=min(memory, solver.memory))
 

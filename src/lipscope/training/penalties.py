@@ -28,7 +28,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.measure.sigma import check_tokens
-from lipscope.spectral.autodiff import GraphOperator, TensorMap
+from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 
@@ -191,7 +191,7 @@ def matrix_norm(matrix: Tensor) -> Tensor:
 
 def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
     """σ of every input of a map at X (B, …), with a gradient in whatever parameters the map uses."""
-    operator = GraphOperator(function, X)
+    operator = AutodiffOperator(function, X, check=False)
     return operator.bilinear(*top_pair(operator, solver))
 
 

@@ -238,7 +238,7 @@ def _row(
         lower=sigma.lower,
         sigma=sigma.estimate,
         upper=sigma.upper,
-        upper_kind=sigma.upper_kind,
+        upper_kind=str(sigma.upper_kind),
         delta=sigma.delta if sigma.upper_kind == "probabilistic" else None,
         radius=radius,
         bound=set_bound(attention, radius),
