@@ -13,7 +13,6 @@ from lipscope.cli.main import app
 from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
 from lipscope.studies.worst_case import construct, growth
 from lipscope.studies.worst_case.domain import NormImage
-from lipscope.studies.worst_case.model_layer import layer_at_text
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -110,24 +109,24 @@ def test_layers_of_models_and_their_normalisation(name, kind, mask):
     handle = lipscope.load(FAMILIES[name]())
     ids = torch.tensor([7, 21, 33, 12, 45])
     for layer in (0, 1):
-        found = layer_at_text(handle, layer, ids)
-        assert type(found.norm).__name__ == kind
-        assert str(found.attention.mask) == mask
+        at = handle.record(input_ids=ids)[layer]
+        attention, X = at.weights(), at.tokens()[0]
+        assert type(at.norm).__name__ == kind
+        assert str(attention.mask) == mask
         # The activations lie in the image, and the layer is the model's.
-        image = NormImage(found.norm)
-        assert float((image.tokens(image.coordinates(found.activations)) - found.activations).abs().max()) < 1e-9
-        recording = handle.record(handle.token_inputs(input_ids=ids))
-        sigma = float(recording[layer].sigma(solver=lipscope.Dense()).estimate[0])
-        ours = lipscope.local_lipschitz(found.attention, found.activations, solver=lipscope.Dense())
-        assert ours.estimate == pytest.approx(sigma, rel=1e-8)
-        one = layer_at_text(handle, layer, ids, head=2).attention
-        assert one.heads == 1
+        image = NormImage(at.norm)
+        assert float((image.tokens(image.coordinates(X)) - X).abs().max()) < 1e-9
+        sigma = float(at.sigma(solver=lipscope.Dense()).estimate[0])
+        assert lipscope.local_lipschitz(attention, X, solver=lipscope.Dense()).estimate == pytest.approx(sigma, rel=1e-8)
+        whole = at.at_any_length
+        assert str(whole.mask) == mask
+        assert lipscope.local_lipschitz(whole, X, solver=lipscope.Dense()).estimate == pytest.approx(sigma, rel=1e-8)
 
 
 def test_layers_without_weights_to_work_on_are_refused():
     handle = lipscope.load(FAMILIES["qwen3"]())  # QK-norm
     with pytest.raises(ValueError, match="--method tokens"):
-        layer_at_text(handle, 0, torch.tensor([7, 21, 33]))
+        handle.record(input_ids=torch.tensor([7, 21, 33]))[0].weights()
 
 
 @pytest.fixture

@@ -9,16 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
 from lipscope.cli.main import app
 from lipscope.models.selftest import check_causality
 from lipscope.runs import Store, expand
 from lipscope.runs.work import loaded_model
-from lipscope.studies.paper.adversarial_points import paper_case, real_eigenvalues, strongest_head
-from lipscope.studies.paper.cast import causal_bert, find_cast, masked
+from lipscope.studies.paper.cast import causal_bert, find_cast, masked, weights_of
+from lipscope.studies.paper.companion import plain_forward, power_loop, textbook_seconds
 from lipscope.studies.paper.differences import VARIANTS
 from lipscope.studies.paper.figure_files import write_figure
-from lipscope.studies.paper.layers import weights_of
-from lipscope.studies.paper.plain_torch import plain_forward, power_loop, textbook_seconds
 from lipscope.studies.paper.plan import FULL, MODES, paper_plan
 from paper_cases import TINY, tiny_zoo
 
@@ -131,9 +130,9 @@ def test_eigenvalues_and_the_papers_case() -> None:
         A = head.tau * head.k.mT @ head.q
         every = torch.linalg.eigvals(A)
         real = every.real[(every.imag.abs() < 1e-9) & (every.abs() > 1e-9)]
-        torch.testing.assert_close(real_eigenvalues(head).sort().values, real.sort().values)
+        assert sorted(real_eigenvalues(head)) == pytest.approx(sorted(real.tolist()), rel=1e-7)
         high, low = max(0.0, float(real.max())), min(0.0, float(real.min()))
-        assert paper_case(head) == ("proposition34.max" if high > -8 * low else "proposition34.min")
+        assert proposition34_case(real_eigenvalues(head)) == ("max" if high > -8 * low else "min")
     assert 0 <= strongest_head(layer) < layer.heads
 
 

@@ -16,7 +16,7 @@ LAYER = "layer.safetensors"
 COMMANDS = {
     "attack": ["attack", LAYER, "--radius", "2", "--lengths", "2,3,4"],
     "ascent": ["attack", LAYER, "--radius", "2", "--lengths", "3", "--method", "ascend", "--restarts", "4", "--steps", "3"],
-    "words": ["attack", "gpt2-mini", "--method", "tokens", "--text", "the white rabbit", "--candidates", "2"],
+    "words": ["attack", "gpt2-mini", "--method", "tokens", "--say", "the white rabbit", "--candidates", "2"],
     "compare": ["compare-attention", LAYER, "--n", "4", "--lengths", "3,4,5", "--inputs", "2", "--search", "0",
                 "--kinds", "dot-product,l2"],
     "meanfield": ["meanfield", LAYER, "--law", "ball:1.5", "--lengths", "4,8", "--repeats", "2"],

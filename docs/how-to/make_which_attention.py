@@ -21,7 +21,6 @@ from lipscope.models.text import Chunker
 from lipscope.rounding import interval, round_down, round_up
 from lipscope.studies.variants import Comparison, compare, random_layer
 from lipscope.studies.variants_figures import draw
-from lipscope.studies.worst_case.model_layer import layer_at_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "concepts"))
 
@@ -32,7 +31,7 @@ LENGTHS = (8, 16, 24, 48, 96)
 
 
 def on_random_weights() -> Comparison:
-    """D = 16, two heads, tokens of norm √d."""
+    """Width 16, two heads, tokens of norm √d."""
     return compare(random_layer(WIDTH, heads=HEADS), n=N, lengths=LENGTHS, inputs=INPUTS, search=SEARCH)
 
 
@@ -40,9 +39,8 @@ def on_gpt2_mini() -> Comparison:
     """One layer of gpt2-mini on the book that it was not trained on, with its own causal mask."""
     handle = lipscope.load("gpt2-mini")
     pieces = Chunker(read_text("alice"), handle.tokenizer).chunks([max(LENGTHS)], INPUTS, 0)[max(LENGTHS)]
-    seen = [layer_at_text(handle, LAYER, torch.tensor(piece)) for piece in pieces]
-    tokens = torch.stack([one.activations for one in seen])
-    return compare(seen[0].attention, n=N, tokens=tokens, lengths=LENGTHS, search=0)
+    at = handle.record(input_ids=torch.tensor(pieces))[LAYER]
+    return compare(at.weights().for_input(0), n=N, tokens=at.tokens(), lengths=LENGTHS, search=0)
 
 
 def rows_of(found: Comparison) -> str:
@@ -51,7 +49,7 @@ def rows_of(found: Comparison) -> str:
     searched = found.kinds[0].worst is not None
     names += [*(["worst σ found"] if searched else []), "least bound", "by"]
     rows = []
-    for row in found.to_rows():
+    for row in found.summary():
         cells = [row["attention"], f"{row['sigma']:.3g}", interval(row["lower"], row["upper"], 3)]
         for label in ("n", "radius"):
             exponent, low, high = (row[f"growth_{label}{end}"] for end in ("", "_low", "_high"))

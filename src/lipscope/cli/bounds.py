@@ -16,9 +16,13 @@ from lipscope.cli.terminal import notice, print_table, progress_bar
 from lipscope.rounding import interval, round_down, round_up
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipscope.attention.layer import Attention
     from lipscope.bounds.bound_table import BoundTable
     from lipscope.models.layer_bounds import LayerBounds
     from lipscope.models.model import Model
+    from lipscope.models.recorded import RecordedLayer
     from lipscope.studies.worst_case.growth_in_n import Growth
     from lipscope.studies.worst_case.tokens import TokenAttack
 
@@ -151,7 +155,6 @@ def _model_growth(
     from lipscope.models.corpora import read_text
     from lipscope.models.text import Chunker
     from lipscope.studies.worst_case.growth_in_n import growth
-    from lipscope.studies.worst_case.model_layer import LayerAtText, layer_at_text
 
     if min(lengths) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
@@ -165,12 +168,21 @@ def _model_growth(
             raise ValueError(f"lengths must be more than the {extra} special tokens of {handle.name}, got {skipped}")
         notice(f"lengths {skipped} leave no room for text beside {extra} special tokens: left out")
     chunks = chunker.chunks(lengths, 1, search["seed"])
-    known: dict[int, LayerAtText] = {}
+    if head is not None:
+        handle.check_heads(layer, [head])
+    known: dict[int, RecordedLayer] = {}
 
-    def at(n: int) -> LayerAtText:
+    def at(n: int) -> RecordedLayer:
         if n not in known:
-            known[n] = layer_at_text(handle, layer, torch.tensor(chunks[n][0]), head)
+            known[n] = handle.record(input_ids=torch.tensor(chunks[n][0]))[layer]
         return known[n]
+
+    def attention(n: int) -> Attention:
+        whole = at(n).weights().for_input(0).to(torch.float64)
+        return whole if head is None else whole.head(head)
+
+    def tokens(n: int) -> Tensor:
+        return at(n).tokens()[0].double()
 
     where: dict[str, Any] = {"radius": radius}
     if radius is None:
@@ -178,10 +190,10 @@ def _model_growth(
         where = {"norm": norm}
         said = f"tokens lie in the image of the layer's own {type(norm).__name__}"
         if norm is None:
-            where = {"radius": max(at(n).radius for n in lengths)}
+            where = {"radius": max(float(tokens(n).norm(dim=-1).max()) for n in lengths)}
             said = f"no normalisation comes before this layer: the radius is the largest token norm on {text}"
         notice(said)
-    return growth(lambda n: at(n).attention, lengths, **where, starts=lambda n: at(n).activations, **search)
+    return growth(attention, lengths, **where, starts=tokens, **search)
 
 
 def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:

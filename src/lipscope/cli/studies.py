@@ -104,12 +104,11 @@ def _on_text(found: Found, text: str, n: int, inputs: int, seed: int) -> tuple[A
 
     from lipscope.models.corpora import read_text
     from lipscope.models.text import Chunker
-    from lipscope.studies.worst_case.model_layer import layer_at_text
 
     found.model.check_lengths([n])
     pieces = Chunker(read_text(text), found.model.tokenizer).chunks([n], inputs, seed)[n]
-    seen = [layer_at_text(found.model, found.layer, torch.tensor(piece)) for piece in pieces]
-    return seen[0].attention, torch.stack([s.activations for s in seen])
+    at = found.model.record(input_ids=torch.tensor(pieces))[found.layer]
+    return at.weights().for_input(0).to(torch.float64), at.tokens().double()
 
 
 def meanfield(
@@ -147,7 +146,7 @@ def meanfield(
     if found.model is None:
         whole = found.part(None)
     else:
-        from lipscope.studies.mean_field.model_layer import model_layer
+        from lipscope.studies.mean_field.attention import model_layer
 
         whole, tokens = model_layer(found.model, found.layer, text or DEFAULT_TEXT, n=64 if n is None else n, seed=seed)
     attention = MeanFieldAttention(whole, sink_length)

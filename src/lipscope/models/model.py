@@ -127,12 +127,6 @@ class Model:
         recording = record(self.model, self.layers, runner(self.model, inputs), padding, lengths)
         return Recorded(**vars(recording), model=self, fresh=fresh)
 
-    def weights_changed(self) -> None:
-        """Forget what was found of the layers: recordings from now on see the weights as they are now."""
-        self._projections.clear()
-        self._known.clear()
-        self._norms.clear()
-
     def layer(self, index: int) -> Layer:
         """One attention layer; negative indices count from the end."""
         if not -len(self.layers) <= index < len(self.layers):

@@ -9,6 +9,7 @@ attention looks like) is found once and kept as long as the recording.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -168,6 +169,17 @@ class RecordedLayer:
                 "--method tokens"
             )
         return self.attention
+
+    @cached_property
+    def at_any_length(self) -> Attention | None:
+        """The layer for any number of tokens, full or causal; None when positions, score biases or its mask count tokens."""
+        found = self.attention
+        if found is None or found.rotary is not None or self.layer.mask not in ("full", "causal"):
+            return None
+        if found.bias is not None and bool(found.bias.any()):
+            return None
+        # An additive mask whose finite part is zero everywhere is no bias.
+        return dataclasses.replace(found, bias=None).with_mask(self.layer.mask)
 
     @property
     def norm(self) -> Normalisation | None:

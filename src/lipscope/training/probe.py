@@ -71,8 +71,7 @@ class Probe:
 
     def measure(self) -> tuple[Reading, ...]:
         """One forward pass and one solve per layer. The model must be in eval mode; see ``undisturbed``."""
-        self.handle.weights_changed()
-        recorded = self.handle.record(self.inputs)
+        recorded = self.handle.record(self.inputs, fresh=True)
         return tuple(reading for index in self.layers for reading in self._layer(recorded[index]))
 
     def _layer(self, layer: RecordedLayer) -> list[Reading]:

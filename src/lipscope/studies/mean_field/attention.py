@@ -33,6 +33,10 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.bounds.constants import Constants
+from lipscope.models.corpora import read_text
+from lipscope.models.inputs import require_tokenizer
+from lipscope.models.model import Model
+from lipscope.models.text import Chunker
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
 from lipscope.spectral.solvers import Auto, Solver
@@ -279,3 +283,33 @@ def local_constant(
         mask="causal, mean-field" if attention.causal else "full, mean-field",
     )
     return reshape_batch(result, () if scope == "attention" else (attention.layer.heads,))
+
+
+def model_layer(
+    model: Model, layer: int, text: str, *, n: int = 64, inputs: int = 4, seed: int = 0
+) -> tuple[Attention, Tensor]:
+    """A layer of a real model without its sequence length, and the tokens that reach it on a text.
+
+    Args:
+        model: a loaded model.
+        layer: layer index; negative ones count from the end.
+        text: a named corpus, a file or a directory.
+        n: tokens per input.
+        inputs: how many inputs.
+        seed: where in the text they lie.
+
+    Returns:
+        The layer, its mask in words, and tokens (inputs·n, d) in float64.
+
+    Raises:
+        ValueError: when the layer has no weights in closed form, or its positions, score bias or mask count tokens.
+    """
+    chunks = Chunker(read_text(text), require_tokenizer(model)).chunks([n], inputs, seed)[n]
+    at = model.record(input_ids=torch.tensor(chunks))[layer]
+    at.weights()
+    if at.at_any_length is None:
+        raise ValueError(
+            f"layer {at.index} ({at.layer.name}) of {model.name} has no mean-field form: its rotary embeddings, score bias "
+            f"or mask ({at.mask}) count tokens, and a measure has none to count"
+        )
+    return at.at_any_length, at.tokens().double().flatten(0, 1)

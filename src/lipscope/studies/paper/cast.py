@@ -1,7 +1,8 @@
 """Who plays whom: the paper's models where they can be had, and what stands in for them where they cannot.
 
 A stand-in keeps its own name everywhere. Randomly initialised models are built locally and are always available. Models of
-BERT's kind also appear under a causal mask: the same weights, and no token sees its future.
+BERT's kind also appear under a causal mask: the same weights, and no token sees its future. The last functions say which
+layers and scopes of a model an experiment looks at, and give their weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from lipscope.attention.layer import Attention
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, load_named
 from lipscope.models.model import Model
@@ -20,6 +22,7 @@ from lipscope.runs.plan import ModelChoice
 # Named in plans, so that a worker finds the loader by itself.
 LOADER = "lipscope.studies.paper.cast:causal_bert"
 SUFFIX = "-causal"
+FIRST_AND_MIDDLE = "first and middle"
 
 BERT, GPT2 = "bert-base-uncased", "gpt2"
 _STANDS_FOR_BERT = ("minilm-l6",)
@@ -146,3 +149,29 @@ def masked(found: Loaded) -> Loaded:
     model.load_state_dict(found.model.state_dict())
     notes = (*found.notes, "a causal mask that the model was not trained with")
     return Loaded(model.eval(), found.tokenizer, found.name + SUFFIX, notes)
+
+
+def chosen_layers(count: int, which: str | int) -> tuple[int, ...]:
+    """Layer indices: the paper's layers 0 and 6 of 12 are the first and the middle one; or so many evenly spread ones.
+
+    Example:
+        >>> chosen_layers(12, FIRST_AND_MIDDLE), chosen_layers(6, FIRST_AND_MIDDLE), chosen_layers(30, 4)
+        ((0, 6), (0, 3), (0, 10, 19, 29))
+    """
+    if which == FIRST_AND_MIDDLE:
+        return tuple(dict.fromkeys((0, count // 2)))
+    wanted = min(int(which), count)
+    return tuple(dict.fromkeys(round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)))
+
+
+def existing_scopes(handle: Model, layer: int, scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """The scopes that a layer has: without a normalisation before attention there is no ``norm+attention``."""
+    return tuple(scope for scope in scopes if scope != "norm+attention" or handle.layer(layer).normed)
+
+
+def weights_of(handle: Model, layer: int) -> Attention | None:
+    """The layer as an ``Attention`` for any number of tokens; None when its weights alone do not make it one.
+
+    One object for all lengths: the norms of weights that bounds compute are kept with the object that holds the weights.
+    """
+    return handle.probe_recording[layer].at_any_length

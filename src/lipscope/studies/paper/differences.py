@@ -25,9 +25,8 @@ from lipscope.runs.kinds import COORDINATES, Text
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Pass, Row
 from lipscope.spectral.solvers import Auto
-from lipscope.studies.paper.companion import companion_estimator
-from lipscope.studies.paper.layers import chosen_layers, weights_of
-from lipscope.studies.paper.plain_torch import plain_forward, power_loop
+from lipscope.studies.paper.cast import chosen_layers, weights_of
+from lipscope.studies.paper.companion import companion_estimator, plain_forward, power_loop
 
 KIND = "lipscope.studies.paper.differences:Differences"
 ABSOLUTE_TOLERANCE = 1e-4

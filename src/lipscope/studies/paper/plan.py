@@ -11,9 +11,8 @@ from typing import Any
 
 from lipscope.models.corpora import CORPORA
 from lipscope.runs.plan import Block, Plan
-from lipscope.studies.paper import adversarial_points, differences, real_text
-from lipscope.studies.paper.cast import Cast, Member
-from lipscope.studies.paper.layers import FIRST_AND_MIDDLE
+from lipscope.studies.paper import differences, kinds
+from lipscope.studies.paper.cast import FIRST_AND_MIDDLE, Cast, Member
 
 # What the paper's public repository draws: σ ≈ 0.445·n^0.25 on random GPT-2, layer 6.
 PUBLISHED_FACTOR, PUBLISHED_EXPONENT = 0.445, 0.25
@@ -138,16 +137,16 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
                      **solver, **more)  # fmt: skip
 
     curves: dict[str, Any] = {
-        "texts": text, "quantities": (real_text.COMPANION,), "options": {"certificates": settings.certificates}
+        "texts": text, "quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}
     }  # fmt: skip
-    blocks = [block(GROWTH, list(members), real_text.KIND, settings.lengths, settings.inputs, **dict(curves))]
+    blocks = [block(GROWTH, list(members), kinds.REAL_TEXT, settings.lengths, settings.inputs, **dict(curves))]
     bidirectional = [m for m in unmasked if m.family == "bert"]
     if settings.long_lengths:
         blocks.append(
             block(
                 LONG,
                 bidirectional,
-                real_text.KIND,
+                kinds.REAL_TEXT,
                 settings.long_lengths,
                 settings.long_inputs,
                 batch_tokens=2048,
@@ -156,9 +155,9 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
         )
     attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
               "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
-    blocks.append(block(ADVERSARIAL, unmasked, adversarial_points.KIND, settings.adversarial_lengths, 1, options=attack))
+    blocks.append(block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=attack))
     blocks.append(
-        block(LAYERNORM, unmasked, real_text.KIND, settings.norm_lengths, settings.norm_inputs, texts=text,
+        block(LAYERNORM, unmasked, kinds.REAL_TEXT, settings.norm_lengths, settings.norm_inputs, texts=text,
               scopes=NORM_SCOPES, options={"layers": settings.norm_layers, "certificates": 0})
     )  # fmt: skip
     blocks.append(

@@ -26,12 +26,11 @@ from lipscope.runs.tasks import expand
 from lipscope.runs.work import forget_models, loaded_model
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
-from lipscope.studies.paper.cast import Cast, find_cast
+from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_of
+from lipscope.studies.paper.companion import textbook_seconds
 from lipscope.studies.paper.figure_data import figures
 from lipscope.studies.paper.figure_files import write_figure
-from lipscope.studies.paper.layers import chosen_layers, weights_of
 from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
-from lipscope.studies.paper.plain_torch import textbook_seconds
 from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
 
 STORE = "RUN.db"

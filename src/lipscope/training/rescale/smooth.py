@@ -123,8 +123,7 @@ class _Work:
 
     def _record(self) -> Recorded:
         """A pass with the weights as they are now."""
-        self.handle.weights_changed()
-        return self.handle.record(self.inputs)
+        return self.handle.record(self.inputs, fresh=True)
 
     def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
         handle = self.handle

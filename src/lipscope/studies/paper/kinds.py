@@ -1,0 +1,175 @@
+"""The kinds of task behind the experiments: σ on real text, and σ at inputs built from a head's weights.
+
+On real text the estimator of the paper's scripts is a further column. Built inputs are those of one head of a layer, before
+W_O, since Proposition 3.4 of the paper speaks of one head: that with the largest score gain E/R² = max(γ_max/4, 2|γ_min|),
+where γ are the real eigenvalues of A = τW_KᵀW_Q. At every n and R: the paper's two-token input, the best m : n−m split of
+two tokens, and at some n a short gradient ascent from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.bounds.certificates import certified_upper
+from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
+from lipscope.bounds.registry import least
+from lipscope.models.inputs import position_limit
+from lipscope.models.model import Model
+from lipscope.models.recorded import Recorded
+from lipscope.models.text import special_tokens
+from lipscope.runs.kinds import Text, add_quantities
+from lipscope.runs.plan import Block
+from lipscope.runs.registry import Measured, Pass, Row
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Auto
+from lipscope.studies.paper.cast import chosen_layers, existing_scopes, weights_of
+from lipscope.studies.paper.companion import companion_estimator
+from lipscope.studies.worst_case import construct, maximise
+
+REAL_TEXT = "lipscope.studies.paper.kinds:RealText"
+COMPANION = "lipscope.studies.paper.kinds:companion"
+ADVERSARIAL_POINTS = "lipscope.studies.paper.kinds:AdversarialPoints"
+PAPER, GROUPS, ASCENT = "proposition 3.4", "groups", "ascent"
+
+
+class RealText(Text):
+    """σ on text, at layers chosen by the model's depth; options ``experiment``, ``layers`` and ``certificates``.
+
+    Lengths without room for text beside the special tokens, or beyond the model's positions, are left out.
+    """
+
+    def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
+        """Passes as for plain text, with the layers and scopes that this model has."""
+        layers = chosen_layers(len(handle.layers), block.options["layers"])
+        scopes = existing_scopes(handle, layers[-1], block.scopes)
+        fitting = dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths_with_room(block.sizes, handle))
+        yield from super().expand(fitting, handle)
+
+    def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+        """The rows of one layer and scope, with certificates for the first inputs."""
+        rows = recorded[task["layer"]].rows(
+            task["scope"], solver=Auto(**task["solver"]), certificate=False, first_input=payload["first"]
+        )
+        rows = add_quantities(Measured(handle, recorded, task, rows))
+        _certify(handle, recorded, rows, task)
+        width = recorded[task["layer"]].tokens(task["scope"]).shape[-1]
+        return [row | {"experiment": task["options"]["experiment"], "width": width} for row in rows]
+
+
+def companion(at: Measured) -> list[Row]:
+    """The quantity ``companion``: √‖Jᵀf(X)‖, what the paper's public scripts compute. **Not** σ."""
+    layer, scope = at.settings["layer"], at.settings["scope"]
+    if scope == "head":
+        raise ValueError("the companion estimator is computed for whole maps, not at scope 'head'")
+    here = at.recording[layer]
+    plain = here.attention if scope == "attention" else None
+    values = companion_estimator(plain or here.map(scope), here.tokens(scope).contiguous())
+    assert isinstance(values, torch.Tensor)
+    return [{"companion": float(value)} for value in values]
+
+
+def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...]:
+    """Those of the lengths that leave room for text, within the model's positions."""
+    extra = 0 if handle.tokenizer is None else sum(map(len, special_tokens(handle.tokenizer)))
+    limit = position_limit(handle.model)
+    fitting = tuple(n for n in lengths if n > extra and (limit is None or n <= limit))
+    if not fitting:
+        raise ValueError(f"none of the lengths {', '.join(map(str, lengths))} leaves room for text in {handle.name}")
+    return fitting
+
+
+def _certify(handle: Model, recorded: Recorded, rows: list[Row], task: dict[str, Any]) -> None:
+    """The certified upper bound of the first ``certificates`` inputs of a length, where the layer has one."""
+    wanted = [row for row in rows if row["input"] < int(task["options"].get("certificates", 0)) and not row.get("certified")]
+    if task["scope"] != "attention" or not wanted:
+        return
+    here = recorded[task["layer"]]
+    X = here.tokens()
+    # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
+    shared = weights_of(handle, task["layer"])
+    plain = shared or here.attention
+    if plain is None:
+        return
+    for row in wanted:
+        item = row["input"] - rows[0]["input"]
+        layer = plain if plain is shared else plain.for_input(item)
+        row["certified"] = float(certified_upper(layer, X[item : item + 1].double())[0])
+
+
+class AdversarialPoints:
+    """σ of one head at constructed inputs.
+
+    Options: ``experiment``, ``layers``, ``radii``, ``ascent_lengths``, ``restarts`` and ``steps``.
+    """
+
+    coordinates = ("layer", "head", "scope", "mask", "n", "input", "radius", "points")
+    effort = 1.0
+
+    def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
+        """One pass per length and radius, with a task per layer; none for a model without plain weights."""
+        settings = []
+        for layer in chosen_layers(len(handle.layers), block.options["layers"]):
+            weights = weights_of(handle, layer)
+            if weights is not None:
+                settings.append({"layer": layer, "scope": "head", "heads": [strongest_head(weights)]})
+        if not settings:
+            return
+        for radius in block.options["radii"]:
+            for n in block.sizes:
+                point = {"n": n, "radius": float(radius), "ascend": n in block.options["ascent_lengths"]}
+                yield Pass(point, point, n, 1, None, tuple(settings))
+
+    def record(self, handle: Model, payload: dict[str, Any]) -> None:
+        """No text is read."""
+
+    def measure(self, handle: Model, recorded: None, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
+        """One row per input built."""
+        layer = weights_of(handle, task["layer"])
+        assert layer is not None
+        head, radius, n = layer.head(task["heads"][0]).to(torch.float64), payload["radius"], payload["n"]
+        solver = Auto(**task["solver"])
+        case = f"proposition34.{proposition34_case(real_eigenvalues(head))}"
+        built = construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
+        points: list[tuple[str, Tensor, SpectralNorm, float | None, str]] = []
+        for c in built:
+            about = f"{c.name}, m = {c.m}; {c.note}".rstrip("; ")
+            points.append((PAPER if c.name == case else GROUPS, c.tokens, c.sigma, c.predicted, about))
+        if payload["ascend"]:
+            found = maximise(
+                head, n, radius=radius, built=built, restarts=task["options"]["restarts"], steps=task["options"]["steps"],
+                seed=task["seed"], solver=solver, dtype=torch.float32,
+            )  # fmt: skip
+            points.append((ASCENT, found.tokens, found.sigma, None, f"from {found.labels[found.best]}"))
+        bounds = upper_bounds(head, radius, n)
+        return [
+            _row(handle, task, name, X, sigma, radius)
+            | {"predicted": predicted, "construction": about, "companion": companion_estimator(head, X)}
+            | {"certified": float(certified_upper(head, X[None])[0])}
+            | bounds
+            for name, X, sigma, predicted, about in points
+        ]
+
+
+def upper_bounds(head: Attention, radius: float, n: int) -> dict[str, float]:
+    """The least refined and the least published set bound for any n tokens of norm at most ``radius``."""
+    values = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
+    return {source: value for source, value in values.items() if value is not None}
+
+
+def _row(handle: Model, task: dict[str, Any], points: str, X: Tensor, sigma: SpectralNorm, radius: float) -> Row:
+    norms = X.norm(dim=-1)
+    (row,) = sigma.to_rows()
+    kept = ("lower", "estimate", "upper", "upper_kind", "delta", "iterations", "status", "converged", "solver")
+    return {
+        "model": handle.name, "layer": task["layer"], "head": task["heads"][0], "scope": "head", "mask": row["mask"],
+        "n": X.shape[0], "input": 0, "document": None, **{name: row[name] for name in kept}, "dtype": row["dtype"],
+        "radius": radius, "points": points, "experiment": task["options"]["experiment"],
+        "radius_max": float(norms.max()), "radius_rms": float(norms.square().mean().sqrt()),
+        "notes": "; ".join(handle.notes),
+    }  # fmt: skip
