@@ -50,7 +50,7 @@ def test_table_json_and_figures(weights: str, tmp_path: Path) -> None:
     assert (out / "plateau.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "plateau.html").read_text(encoding="utf-8")
     # Self-contained: the library is inside, and no script is loaded from elsewhere.
-    assert "Plotly.newPlot" in page
+    assert "Plotly.react" in page
     assert "<script src=" not in page.replace(" charset", "")
     rows = list(csv.DictReader((out / "rows.csv").open()))
     study = json.loads((out / "study.json").read_text())

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from lipscope.report.html import Document, Section, Table
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.figure_data import figures
+from lipscope.studies.paper.charts import charts
 from lipscope.studies.paper.findings import findings
-from lipscope.studies.paper.page import Page, Section, Table
 from lipscope.studies.paper.run import write_results
 from paper_cases import CAST, TINY, text_rows
 
@@ -131,7 +131,7 @@ def test_results_are_written_from_rows(tmp_path: Path) -> None:
     page = (tmp_path / "reproduction.md").read_text(encoding="utf-8")
     assert "Ratio 1.25 (1.25 … 1.25) for gpt2-random" in page
     assert "Not measured in this run" in page
-    names = [s.name for f in figures(rows, CAST) for p in f.panels for s in p.series]
+    names = [s.name for chart in charts(rows, CAST) for s in chart.series]
     assert "0.445·n^0.25, drawn in the public repository" in names
     with (tmp_path / "exponents.csv").open(encoding="utf-8", newline="") as file:
         table = list(csv.reader(file))
@@ -148,7 +148,7 @@ def test_fit_table_has_both_estimators() -> None:
 
 
 def test_pages_escape_what_they_show(tmp_path: Path) -> None:
-    page = Page("a < b", ["`x | y`"], [Section("h", table=Table(["<t>"], [["a|b"]]))])
+    page = Document("a < b", ["`x | y`"], [Section("h", table=Table(["<t>"], [["a|b"]]))])
     assert "| a\\|b |" in page.to_markdown()
     html = page.to_html(tmp_path)
     assert "a &lt; b" in html

@@ -12,22 +12,22 @@ from typer.testing import CliRunner
 from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
 from lipscope.cli.main import app
 from lipscope.models.selftest import check_causality
+from lipscope.report import Chart, draw
 from lipscope.runs import Store, expand
 from lipscope.runs.work import loaded_model
 from lipscope.studies.paper.cast import causal_bert, find_cast, masked, weights_of
 from lipscope.studies.paper.companion import plain_forward, power_loop, textbook_seconds
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.figure_files import write_figure
 from lipscope.studies.paper.plan import FULL, MODES, paper_plan
 from paper_cases import TINY, tiny_zoo
 
 runner = CliRunner()
 
 
-def _only_the_first(figure: Any, directory: Path) -> list[Path]:
-    if figure.name == "growth-random":
-        return write_figure(figure, directory)
-    (directory / f"{figure.name}.png").write_bytes(b"")
+def _only_the_first(chart: Chart, *paths: Path) -> list[Path]:
+    if chart.name == "growth-random":
+        return draw(chart, *paths)
+    paths[0].write_bytes(b"")
     return []
 
 
@@ -38,7 +38,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lipscope.studies.paper.plan.paper_text", lambda: "python-docs")
     monkeypatch.setattr("lipscope.studies.paper.run.paper_text", lambda: "python-docs")
     # Drawing has its own test; here one figure shows that it is called.
-    monkeypatch.setattr("lipscope.studies.paper.run.write_figure", _only_the_first)
+    monkeypatch.setattr("lipscope.studies.paper.run.draw", _only_the_first)
 
 
 def test_full_settings_are_those_of_the_paper() -> None:

@@ -18,9 +18,10 @@ import torch
 import lipscope
 from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
+from lipscope.report import draw
 from lipscope.rounding import interval, round_down, round_up
 from lipscope.studies.variants import Comparison, compare, random_layer
-from lipscope.studies.variants_figures import draw
+from lipscope.studies.variants_charts import comparison_chart
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "concepts"))
 
@@ -79,8 +80,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path(__file__).parent / "which-attention.md")
     page: Path = parser.parse_args().page.resolve()
     random, trained = on_random_weights(), on_gpt2_mini()
-    draw(random, page.parent / "which-attention.svg", f"random weights, d = {WIDTH}, {HEADS} heads, mask {random.mask}")
-    draw(trained, page.parent / "which-attention-gpt2-mini.svg", f"gpt2-mini, layer {LAYER}, mask {trained.mask}")
+    title = f"random weights, d = {WIDTH}, {HEADS} heads, mask {random.mask}"
+    draw(comparison_chart(random, title), page.parent / "which-attention.svg")
+    title = f"gpt2-mini, layer {LAYER}, mask {trained.mask}"
+    draw(comparison_chart(trained, title), page.parent / "which-attention-gpt2-mini.svg")
     write(page, "random", rows_of(random))
     write(page, "bounds", bounds_of(random, ("cosine", "qk-norm", "l2", "sigmoid", "sinkhorn")))
     write(page, "gpt2-mini", rows_of(trained))

@@ -229,15 +229,17 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
 def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Path) -> None:
     from safetensors.torch import save_file
 
+    from lipscope.report import draw
     from lipscope.studies.rows import write_rows
-    from lipscope.studies.worst_case.figures import growth_figure, history_figure
+    from lipscope.studies.worst_case.charts import growth_chart, history_chart
 
     write_rows(rows, out)
     save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
-    growth_figure(study, f"Worst inputs of {title}\n{study.domain}").save(out / "growth")
+    draw(growth_chart(study, f"Worst inputs of {title}\n{study.domain}"), out / "growth.png", out / "growth.html")
     last = study.worst[-1]
     if last.ascent is not None:
-        history_figure(last.ascent, f"Ascent on σ of {title}, n = {last.n}").save(out / "ascent")
+        chart = history_chart(last.ascent, f"Ascent on σ of {title}, n = {last.n}")
+        draw(chart, out / "ascent.png", out / "ascent.html")
     notice(f"rows, worst inputs and figures are in {out}")
 
 
@@ -248,12 +250,13 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         "before": before, "after": after, "substitutions": found.steps(),
     }  # fmt: skip
     if out is not None:
+        from lipscope.report import draw
         from lipscope.studies.rows import identified, write_rows
-        from lipscope.studies.worst_case.figures import tokens_figure
+        from lipscope.studies.worst_case.charts import tokens_chart
 
         write_rows(identified(found.to_rows(), **who), out)
         (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-        tokens_figure(found, f"Substitutions in {title}").save(out / "tokens")
+        draw(tokens_chart(found, f"Substitutions in {title}"), out / "tokens.png", out / "tokens.html")
         notice(f"the result and figures are in {out}")
     if as_json:
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))

@@ -229,12 +229,13 @@ def _csv(found: Comparison) -> str:
 
 
 def _write_comparison(found: Comparison, directory: Path, name: str, who: dict[str, Any]) -> None:
+    from lipscope.report import draw
     from lipscope.studies.rows import identified, write_rows
-    from lipscope.studies.variants_figures import draw
+    from lipscope.studies.variants_charts import comparison_chart
 
     write_rows(identified(found.to_rows(), **who), directory)
     (directory / "comparison.json").write_text(json.dumps({"weights": name} | found.to_dict(), indent=2), encoding="utf-8")
-    draw(found, directory / "comparison.png", f"{name}, mask {found.mask}")
+    draw(comparison_chart(found, f"{name}, mask {found.mask}"), directory / "comparison.png")
     notice(f"rows and figure are in {directory}")
 
 
@@ -278,14 +279,14 @@ def _law(text: str | None, dimension: int, tokens: Any) -> Any:
 
 
 def _write_meanfield(study: PlateauStudy, directory: Path, name: str, who: dict[str, Any]) -> None:
-    from lipscope.studies.mean_field.figures import draw_html, draw_png
+    from lipscope.report import draw
+    from lipscope.studies.mean_field.charts import plateau_chart
     from lipscope.studies.rows import identified, write_rows
 
     write_rows(identified(study.to_rows(), **who), directory)
     (directory / "study.json").write_text(json.dumps({"layer": name} | study.to_dict(), indent=2), encoding="utf-8")
     title = f"{name}: tokens from {study.law}, mask {study.mask}"
-    draw_png(study, directory / "plateau.png", title)
-    draw_html(study, directory / "plateau.html", title)
+    draw(plateau_chart(study, title), directory / "plateau.png", directory / "plateau.html")
     notice(f"rows and figures are in {directory}")
 
 

@@ -7,17 +7,21 @@ and no meaning hangs on colour alone: line styles, markers and names differ too.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from lipscope.report.palette import ink_on, viridis
+from lipscope.rounding import round_down
 
 Look = Literal["line", "dashes", "dots", "points", "marks", "band"]
 Group = Literal["measured", "fit", "guide", "bound"]
 
-# A bound beyond this times everything else would press the rest into one line: it gets a part of the axis of its own.
-FAR = 3.0
+# Drawn to scale, a bound beyond FAR times everything else would press the rest into one line: it gets a part of the axis of
+# its own. One beyond OUT_OF_SIGHT times would do that to other bounds: the legend tells it.
+FAR, OUT_OF_SIGHT = 3.0, 1e9
 # More ticks than this run into each other.
 _MOST_TICKS = 16
 _MARKERS = 5
@@ -78,12 +82,25 @@ class Panel:
     x_names: Sequence[str] = ()
     from_zero: bool = True
 
-    @property
+    @cached_property
+    def highest(self) -> float:
+        """The largest value of what is no bound; infinite where there is nothing but bounds."""
+        return max((y for one in self.series if one.group != "bound" for y in (*one.y, *one.high)), default=math.inf)
+
+    @cached_property
+    def drawn(self) -> list[Series]:
+        """The series; bounds that are out of sight are empty, and their names say how large they are."""
+        shown, limit = [], min(OUT_OF_SIGHT * self.highest, sys.float_info.max)
+        for one in self.series:
+            hidden = one.group == "bound" and len(one.y) > 0 and min(one.y) > limit
+            name = f"{one.name}: {_at_least(min(one.y))}" if hidden else one.name
+            shown.append(replace(one, name=name, x=(), y=(), hover=()) if hidden else one)
+        return shown
+
+    @cached_property
     def far(self) -> list[Series]:
         """Bounds that lie far above everything else."""
-        near = [y for one in self.series if one.group != "bound" for y in (*one.y, *one.high)]
-        bounds = [one for one in self.series if one.group == "bound" and len(one.y)]
-        return [one for one in bounds if near and min(one.y) > FAR * max(near)]
+        return [one for one in self.drawn if one.group == "bound" and len(one.y) and min(one.y) > FAR * self.highest]
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
@@ -95,8 +112,12 @@ class Panel:
 
     def marker(self, series: Series) -> int:
         """Number of the marker of a cloud: markers differ where there are a few clouds."""
-        clouds = [one for one in self.series if one.look == "points"]
+        clouds = [one for one in self.drawn if one.look == "points"]
         return clouds.index(series) if series in clouds and 1 < len(clouds) <= _MARKERS else 0
+
+
+def _at_least(value: float) -> str:
+    return f"{round_down(value, 3)} or more" if math.isfinite(value) else "infinite"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _panel(panel: Panel, looks: Looks) -> dict[str, Any]:
     far = panel.far
     traces = [
         trace | ({"far": True} if series in far else {})
-        for series in panel.series for trace in _traces(series, looks, _SYMBOLS[panel.marker(series)])
+        for series in panel.drawn for trace in _traces(series, looks, _SYMBOLS[panel.marker(series)])
     ]  # fmt: skip
     return {
         "title": panel.title, "traces": traces,
@@ -95,8 +95,9 @@ def _traces(series: Series, looks: Looks, symbol: str) -> list[dict[str, Any]]:
     return [{"look": looks.number(look), **trace}]
 
 
-def _numbers(x: Sequence[float], y: Sequence[float]) -> dict[str, list[float]]:
-    return {"x": _digits(x), "y": _digits(y)}
+def _numbers(x: Sequence[float], y: Sequence[float]) -> dict[str, Sequence[float | None]]:
+    # The legend leaves out traces without points.
+    return {"x": _digits(x) or [None], "y": _digits(y) or [None]}
 
 
 def _digits(values: Sequence[float]) -> list[float]:

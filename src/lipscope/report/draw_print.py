@@ -39,8 +39,10 @@ _MARKS = ("o", "D", "s", "^", "X")
 _MANY = 60
 # Above so many cells, a heat map has no numbers in them.
 _MOST_NUMBERS = 160
-# Names of more letters than this stand aslant.
+# Names of more letters than this stand aslant below an axis.
 _LONGEST_NAME = 6
+# Names of more letters than this take more room beside it.
+_SHORT_NAME = 24
 
 
 def draw(chart: Chart, *paths: str | os.PathLike[str]) -> list[Path]:
@@ -72,7 +74,7 @@ def draw(chart: Chart, *paths: str | os.PathLike[str]) -> list[Path]:
         elif ending in FORMATS:
             drawn = drawn or print_figure(chart)
             with needed("matplotlib").rc_context(_STYLE):
-                drawn.savefig(path, dpi=200 if len(chart.panels) == 1 else 130, metadata=_NAMELESS[ending])
+                drawn.savefig(path, metadata=_NAMELESS[ending])
         else:
             raise ValueError(f"a chart is drawn as .png, .pdf, .svg or .html, got {path.name!r}")
     return files
@@ -109,15 +111,15 @@ def print_figure(chart: Chart) -> Any:
     """A chart as a matplotlib figure."""
     with needed("matplotlib").rc_context(_STYLE):
         rows, several = -(-len(chart.panels) // chart.columns), len(chart.panels) > 1
-        figure = import_module("matplotlib.figure").Figure(figsize=_size(chart, rows), layout="constrained")
+        figure = import_module("matplotlib.figure").Figure(_size(chart, rows), 130 if several else 200, layout="constrained")
         grid = figure.add_gridspec(rows, min(chart.columns, len(chart.panels)))
         drawn = []
         for place, panel in zip(grid, chart.panels, strict=False):
-            title = panel.title if several else chart.title
+            title = panel.title if several else _title(chart, panel)
             if isinstance(panel, HeatMap):
-                drawn.append(_draw_heat_map(figure, place, panel, title))
+                _draw_heat_map(figure, place, panel, title)
             else:
-                drawn.append(_draw_panel(figure, place, panel, title))
+                drawn.append((_draw_panel(figure, place, panel, title), [one.name for one in panel.drawn]))
         if several:
             figure.suptitle(chart.title + (f"\n{chart.note}" if chart.note else ""), fontsize=10)
         _legends(figure, drawn, several)
@@ -127,28 +129,44 @@ def print_figure(chart: Chart) -> Any:
         return figure
 
 
+def _title(chart: Chart, panel: Panel | HeatMap) -> str:
+    """What stands above a single panel."""
+    return chart.title if isinstance(panel, HeatMap) or not panel.title else f"{chart.title}\n{panel.title}"
+
+
 def _size(chart: Chart, rows: int) -> tuple[float, float]:
     """Width and height in inches."""
     first = chart.panels[0]
     if isinstance(first, HeatMap):
         return max(3.4, 1.6 + 0.42 * len(first.column_names)), max(2.4, 1.0 + 0.3 * len(first.row_names))
     if len(chart.panels) == 1:
-        return max(5.4, 1.5 * len(first.x_names) * _aslant(first)), 3.6 + (1.0 if first.far else 0.0)
+        legend = 0.07 * max(0, *(len(one.name) - _SHORT_NAME for one in first.drawn if one.listed), 0)
+        return max(5.4, 1.5 * len(first.x_names) * _aslant(first)) + legend, 3.6 + (1.0 if first.far else 0.0)
     return (5.2 if chart.columns < 3 else 4.2) * chart.columns, 3.4 * rows + 0.6
 
 
-def _legends(figure: Any, drawn: list[tuple[Any, ...]], several: bool) -> None:
-    """One legend beside a single panel, where nothing that was measured lies under it; one in every panel of a grid."""
-    for axes in drawn:
-        found = [ax.get_legend_handles_labels() for ax in reversed(axes)]
-        handles, labels = [h for some, _ in found for h in some], [name for _, some in found for name in some]
+def _legends(figure: Any, drawn: list[tuple[list[Any], list[str]]], several: bool) -> None:
+    """One legend beside a single panel, where nothing that was measured lies under it; in a grid, one in every panel.
+
+    Panels with the same names share that of the first.
+    """
+    told: list[list[str]] = []
+    for axes, names in drawn:
+        if names in told:
+            continue
+        told.append(names)
+        found = [pair for ax in axes for pair in zip(*ax.get_legend_handles_labels(), strict=True)]
+        # In the order in which they were drawn; matplotlib lists lines first.
+        order = {label: place for place, label in enumerate(names)}
+        found.sort(key=lambda pair: order.get(pair[1], len(order)))
+        handles, labels = [handle for handle, _ in found], [label for _, label in found]
         if handles and several:
             axes[-1].legend(handles, labels, loc="best", fontsize=7)
         elif handles:
             figure.legend(handles, labels, loc="outside right center", frameon=False, ncols=1 + (len(handles) > 16))
 
 
-def _draw_panel(figure: Any, place: Any, panel: Panel, title: str) -> tuple[Any, ...]:
+def _draw_panel(figure: Any, place: Any, panel: Panel, title: str) -> list[Any]:
     """The axes of a panel: one, or with far bounds two, the upper part first."""
     colours, far = palette("light"), panel.far
     parts = place.subgridspec(2, 1, height_ratios=(1, 2.3)) if far else [place]
@@ -156,17 +174,19 @@ def _draw_panel(figure: Any, place: Any, panel: Panel, title: str) -> tuple[Any,
     if far:
         axes.insert(0, figure.add_subplot(parts[0], sharex=axes[0]))
         axes[0].tick_params(labelbottom=False)
-    for series in panel.series:
+    for series in panel.drawn:
         _draw_series(axes[0 if series in far else -1], series, colours[series.colour], _MARKS[panel.marker(series)])
     axes[0].set_title(title)
     axes[-1].set(xlabel=panel.x, ylabel=panel.y)
     if far:
-        axes[0].set_ylabel("bounds")
-    elif not panel.y_log and panel.from_zero:
-        axes[0].set_ylim(bottom=min(0.0, *(y for one in panel.series for y in (*one.y, *one.low)), 0.0))
+        heights = [y for one in far for y in one.y]
+        axes[0].set(ylabel="bounds", ylim=(0.9 * min(heights), 1.1 * max(heights)))
+    if not panel.y_log and panel.from_zero:
+        heights = [0.0, *(y for one in panel.drawn if one not in far for y in (*one.y, *one.low, *one.high))]
+        axes[-1].set_ylim(1.06 * min(heights), 1.06 * max(heights) or 1.0)
     for ax in axes:
         _scale(ax, panel)
-    return tuple(axes)
+    return axes
 
 
 def _draw_series(ax: Any, series: Series, colour: str, mark: str) -> None:
@@ -205,7 +225,7 @@ def _aslant(panel: Panel) -> bool:
     return max(map(len, panel.x_names), default=0) > _LONGEST_NAME
 
 
-def _draw_heat_map(figure: Any, place: Any, heat: HeatMap, title: str) -> tuple[Any, ...]:
+def _draw_heat_map(figure: Any, place: Any, heat: HeatMap, title: str) -> None:
     colors = import_module("matplotlib.colors")
     ax = figure.add_subplot(place)
     values = [[math.nan if cell is None else cell.value for cell in line] for line in heat.cells]
@@ -224,7 +244,6 @@ def _draw_heat_map(figure: Any, place: Any, heat: HeatMap, title: str) -> tuple[
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-    return (ax,)
 
 
 def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:

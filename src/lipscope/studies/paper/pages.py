@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lipscope.report.html import Document, Section, Table
 from lipscope.rounding import round_up, span
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import FitRow, Row
 from lipscope.studies.paper.cast import Cast
 from lipscope.studies.paper.differences import VARIANTS
 from lipscope.studies.paper.findings import findings
-from lipscope.studies.paper.page import Page, Section, Table
 from lipscope.studies.paper.plan import GROWTH, NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR, Settings
 
 _PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
@@ -21,7 +21,7 @@ _TOPIC_FIGURES = {
 }  # fmt: skip
 
 
-def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn: Sequence[str]) -> Page:
+def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn: Sequence[str]) -> Document:
     """What the rows say, by topic, with the tables behind it."""
     topics: dict[str, list[str]] = {}
     for finding in findings(rows, cast):
@@ -36,10 +36,10 @@ def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn:
         sections.append(Section("LayerNorm study", table=norms))
     lead = [f"Written by `lipscope paper --{about['mode']}` from {len(rows)} rows. Every sentence states numbers of this "
             "run, and is left out when they do not support it.", _circumstances(about)]  # fmt: skip
-    return Page("How smooth is attention? What this run found", lead, sections)
+    return Document("How smooth is attention? What this run found", lead, sections)
 
 
-def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any]) -> Page:
+def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any]) -> Document:
     """What was measured, who stood in for whom, and what each difference from the published scripts does."""
     lead = [
         f"The experiments of {_PAPER}, measured again. This page was written by `lipscope paper --{about['mode']}`; do not "
@@ -73,7 +73,7 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
             ],
         ),
     ]
-    return Page("The paper's experiments, measured again", lead, sections)
+    return Document("The paper's experiments, measured again", lead, sections)
 
 
 def exponent_table(fits: Sequence[FitRow]) -> Table:

@@ -18,6 +18,8 @@ from lipscope.attention.layer import Attention
 from lipscope.models.corpora import read_text
 from lipscope.models.scopes import scope_tokens
 from lipscope.models.text import Chunker
+from lipscope.report import draw
+from lipscope.report.html import needed
 from lipscope.runs.engines import Engine
 from lipscope.runs.plan import ModelChoice
 from lipscope.runs.store import Store
@@ -27,9 +29,8 @@ from lipscope.runs.work import forget_models, loaded_model
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
 from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_of
+from lipscope.studies.paper.charts import charts
 from lipscope.studies.paper.companion import textbook_seconds
-from lipscope.studies.paper.figure_data import figures
-from lipscope.studies.paper.figure_files import write_figure
 from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
 from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
 
@@ -87,8 +88,8 @@ def reproduce(
     Raises:
         ImportError: when figures cannot be drawn; before anything is measured.
     """
-    for name in ("matplotlib", "plotly"):
-        _require(name)
+    for name in ("matplotlib", "plotly", "jinja2"):
+        needed(name)
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     cast = find_cast(bert, gpt2)
@@ -127,9 +128,9 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
     pictures = directory / "figures"
     pictures.mkdir(exist_ok=True)
     files, drawn = [], []
-    for figure in figures(rows, cast):
-        files += write_figure(figure, pictures)
-        drawn.append(figure.name)
+    for chart in charts(rows, cast):
+        files += draw(chart, *(pictures / f"{chart.name}.{ending}" for ending in ("png", "pdf", "html")))
+        drawn.append(chart.name)
     table = exponent_table(analysis.fit_table(rows))
     with (directory / "exponents.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows([table.header, *table.rows])
@@ -166,10 +167,3 @@ def _textbook(
     if not samples or not points:
         return {}
     return textbook_seconds(samples, points) | {"points": len(points)}
-
-
-def _require(name: str) -> None:
-    from importlib.util import find_spec
-
-    if find_spec(name) is None:
-        raise ImportError(f"figures need {name}: pip install 'lipscope[report]'")

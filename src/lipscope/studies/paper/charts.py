@@ -1,0 +1,163 @@
+"""The paper's figures as charts: panels in its layout (a row per model, a column per layer)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lipscope.report.charts import Chart, Look, Panel, Series, log_grid
+from lipscope.report.palette import CYCLE
+from lipscope.studies.paper import analysis
+from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, NormRow, Row
+from lipscope.studies.paper.cast import Cast, Member
+from lipscope.studies.paper.findings import PUBLISHED_LAYER, PUBLISHED_MODEL
+from lipscope.studies.paper.plan import NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_CASE_EXPONENT
+
+_TOKENS = "number of tokens n"
+_POINTS: dict[str, Look] = {"proposition 3.4": "line", "groups": "dots", "ascent": "marks"}
+
+
+def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
+    """Every chart that the rows have data for."""
+    text, long = analysis.text_curves(rows), analysis.long_curves(rows)
+    note = "blue: the true σ with its interval; orange: √‖Jᵀf(X)‖ of the public scripts, which is not σ"
+    made = []
+    for weights in ("random", "pretrained"):
+        members = [m for m in cast.members if m.weights == weights]
+        made.append(_chart(f"growth-{weights}", f"σ on real text, {weights} weights", _growth(text, members), note))
+    made += [
+        _chart("long-range", "σ on real text, long range", _growth(long, cast.members, log=True), note),
+        _chart("radius", "Norm of the tokens that enter attention, against n", _radius(text, cast)),
+        _chart("adversarial", "σ at adversarial points, by radius R", _adversarial(rows, cast),
+               "line: Proposition 3.4; dotted: best split into two groups; crosses: gradient ascent"),
+        _chart("layernorm", "σ with and without normalisation and residual", _layernorm(rows, cast)),
+        _chart("differences", "What each difference from the published scripts does to the number", _differences(rows)),
+    ]  # fmt: skip
+    return [chart for chart in made if chart.panels]
+
+
+def _chart(name: str, title: str, panels: list[Panel], note: str = "") -> Chart:
+    words = f"{title}: {'; '.join(panel.title for panel in panels)}. The numbers are in the table of exponents."
+    return Chart(name, title, panels, words, columns=min(2, max(1, len(panels))), note=note)
+
+
+def _growth(curves: Sequence[Curve], members: Sequence[Member], log: bool = False) -> list[Panel]:
+    return [
+        Panel(_growth_series(curve), _TOKENS, "local Lipschitz constant",
+              f"{member.title}, layer {curve.layer}, mask {curve.mask}", x_log=log, y_log=log)
+        for member in members for curve in curves if curve.model == member.name
+    ]  # fmt: skip
+
+
+def _growth_series(curve: Curve) -> list[Series]:
+    n, sigma = curve.values("estimate")
+    series = [Series("σ", n, sigma, "points", "blue", curve.values("lower")[1], curve.values("upper")[1])]
+    x, y = curve.values(COMPANION)
+    if x:
+        series.append(Series("companion estimator", x, y, "points", "orange"))
+    x, y = curve.values("certified")
+    if x:
+        series.append(Series("certified upper bound", x, y, "marks", "green", group="bound"))
+    grid = log_grid(min(n), max(n), 61)
+    for estimator, colour in ((SIGMA, "blue"), (COMPANION, "orange")):
+        fit = curve.fit(estimator)
+        if fit is not None:
+            label = f"{analysis.power_law(fit, 2)} ({estimator})"
+            series.append(Series(label, grid, [fit.c * k**fit.alpha for k in grid], "line", colour, group="fit"))
+    if (curve.model, curve.layer) == (PUBLISHED_MODEL, PUBLISHED_LAYER):
+        drawn = [PUBLISHED_FACTOR * k**PUBLISHED_EXPONENT for k in grid]
+        label = f"{PUBLISHED_FACTOR}·n^{PUBLISHED_EXPONENT}, drawn in the public repository"
+        series.append(Series(label, grid, drawn, "dashes", "grey", group="fit"))
+    return series
+
+
+def _radius(curves: Sequence[Curve], cast: Cast) -> list[Panel]:
+    panels = []
+    for member in cast.members:
+        for curve in () if member.masked else [c for c in curves if c.model == member.name]:
+            series = [
+                Series("largest token norm", *curve.values("radius_max"), "points", "blue"),
+                Series("root mean square", *curve.values("radius_rms"), "marks", "orange"),
+            ]
+            panels.append(Panel(series, _TOKENS, "norm of tokens", f"{member.title}, layer {curve.layer}"))
+    return panels
+
+
+def _adversarial(rows: Sequence[Row], cast: Cast) -> list[Panel]:
+    curves = analysis.adversarial_curves(rows)
+    panels = []
+    for member in cast.members:
+        for layer in sorted({c.layer for c in curves if c.model == member.name}):
+            mine = [c for c in curves if (c.model, c.layer) == (member.name, layer)]
+            title = f"{member.title}, layer {layer}, head {mine[0].rows[0]['head']}"
+            series = _adversarial_series(mine)
+            panels.append(Panel(series, _TOKENS, "σ of the head", title, x_log=True, y_log=True))
+    return panels
+
+
+def _adversarial_series(curves: Sequence[Curve]) -> list[Series]:
+    series = []
+    radii = sorted({c.rows[0]["radius"] for c in curves})
+    for radius, colour in zip(radii, CYCLE, strict=False):
+        for curve in (c for c in curves if c.rows[0]["radius"] == radius):
+            points = curve.rows[0]["points"]
+            listed = points == "proposition 3.4"
+            name = f"R = {radius:g}" if listed else f"R = {radius:g}, {points}"
+            values = curve.values("estimate")
+            series.append(Series(name, *values, _POINTS[points], colour, group="fit", listed=listed))
+    grid = sorted({row["n"] for c in curves for row in c.rows})
+    start = max(row["estimate"] for c in curves for row in c.rows if row["n"] == grid[0] and row["points"] != "ascent")
+    line = [start * (n / grid[0]) ** WORST_CASE_EXPONENT for n in grid]
+    return [*series, Series("slope of √n", grid, line, "dashes", "grey", group="guide")]
+
+
+def _layernorm(rows: Sequence[Row], cast: Cast) -> list[Panel]:
+    table = analysis.norm_table(rows)
+    panels = []
+    for member in cast.members:
+        mine = [row for row in table if row.model == member.name]
+        if not mine:
+            continue
+        longest, deep = max(row.n for row in mine), max(row.layer for row in mine)
+        at_n, at_layer = [r for r in mine if r.n == longest], [r for r in mine if r.layer == deep]
+        for some, x, label, where in ((at_n, "layer", "layer", f"n = {longest}"), (at_layer, "n", _TOKENS, f"layer {deep}")):
+            title = f"{member.title}, {where}"
+            panels.append(Panel(_layernorm_series(some, x), label, "σ (and radius, bound)", title, y_log=True))
+    return panels
+
+
+def _layernorm_series(rows: Sequence[NormRow], x: str) -> list[Series]:
+    series = []
+    for scope, colour in zip(NORM_SCOPES, ("blue", "orange", "green"), strict=True):
+        kept = [r for r in rows if scope in r.sigma]
+        series.append(Series(scope, [getattr(r, x) for r in kept], [r.sigma[scope] for r in kept], "line", colour))
+    kept = [r for r in rows if r.image_radius is not None]
+    radii = [r.image_radius for r in kept if r.image_radius is not None]
+    series.append(
+        Series("image radius of the norm", [getattr(r, x) for r in kept], radii, "dashes", "purple", group="guide")
+    )
+    kept = [r for r in rows if r.global_bound is not None]
+    bounds = [r.global_bound for r in kept if r.global_bound is not None]
+    series.append(
+        Series("global bound of attention", [getattr(r, x) for r in kept], bounds, "dashes", "grey", group="bound")
+    )
+    return [one for one in series if len(one.x)]
+
+
+def _differences(rows: Sequence[Row]) -> list[Panel]:
+    table = analysis.difference_table(rows)
+    if not table:
+        return []
+    variants = list(dict.fromkeys(row.variant for row in table))
+    series = []
+    for index, model in enumerate(dict.fromkeys(row.model for row in table)):
+        mine = [row for row in table if row.model == model]
+        at = [variants.index(row.variant) + 0.09 * (index - 2) for row in mine]
+        low, high = [row.ratio_low for row in mine], [row.ratio_high for row in mine]
+        look: Look = "points" if index < len(CYCLE) else "marks"
+        series.append(Series(model, at, [row.ratio for row in mine], look, CYCLE[index % len(CYCLE)], low, high))
+    ends = [-0.4, len(variants) - 0.6]
+    series.append(Series("no effect", ends, [1.0, 1.0], "dashes", "grey", group="guide"))
+    at_n = ", ".join(f"n = {n}" for n in sorted({row.n for row in table}))
+    return [
+        Panel(series, "", "value over σ, median and range", at_n, y_log=True, x_ticks=range(len(variants)), x_names=variants)
+    ]
