@@ -115,22 +115,23 @@ class Trainer:
         before = self.seconds
         while True:
             if self.settings.logs_at(self.step):
-                self._log()
+                self.log()
             if minutes is not None and self.step - marked_step == self.settings.replan_every:
                 per_step = (self.seconds - mark) / self.settings.replan_every
                 self.plan = self.plan.within(self.step, 60 * minutes - self.seconds, per_step)
                 mark, marked_step = self.seconds, self.step
             if self.step >= self.plan.steps:
                 break
-            self._update()
+            self.update()
             self.seconds = before + time.perf_counter() - clock
             if self.step % self.settings.save_every == 0 or self.step >= self.plan.steps:
                 self._save()
         if not self.settings.logs_at(self.step):
-            self._log()
+            self.log()
         return self.model
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """One step: the next batch, its loss, its gradient."""
         short = self.plan.progress(self.step) < self.settings.short_until
         inputs, targets = self.batches.at(self.step, self.settings.positions // (2 if short else 1))
         set_rate(self.optimiser, self.plan.rate(self.step))
@@ -145,7 +146,8 @@ class Trainer:
         self.gradients.append(gradient.item())
         self.step += 1
 
-    def _log(self) -> None:
+    def log(self) -> None:
+        """One row of losses, and σ where it is due."""
         half, most = self.settings.positions // 2, self.settings.held_out_windows
         row: dict[str, Any] = {
             "step": self.step,

@@ -230,7 +230,7 @@ def test_two_runs_and_a_choice_of_settings(browser: Any, tmp_path: Path) -> None
 
 
 def test_a_served_report_takes_over_new_rows(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipscope.report.server._LEAST_PAUSE", 0.0)
+    monkeypatch.setattr("lipscope.report.server.LEAST_PAUSE", 0.0)
     run = write_run(tmp_path / "run", make_rows(lengths=(8, 16)))
     with ReportServer(run) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

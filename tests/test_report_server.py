@@ -117,7 +117,7 @@ def test_what_cannot_be_shown_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_sweep_is_watched_while_it_runs_and_never_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipscope.report.server._LEAST_PAUSE", 0.0)
+    monkeypatch.setattr("lipscope.report.server.LEAST_PAUSE", 0.0)
     save_models(tmp_path)
     expansion = expand(plan_of(tmp_path, scopes=["attention"], inputs=2))
     store = tmp_path / "run.db"

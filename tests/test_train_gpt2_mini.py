@@ -60,14 +60,14 @@ class Killed(BaseException):
 
 
 def killed_at(run: Trainer, step: int) -> None:
-    update = run._update
+    update = run.update
 
     def dying() -> None:
         if run.step == step:
             raise Killed
         update()
 
-    run._update = dying
+    run.update = dying
     with pytest.raises(Killed):
         run.run()
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_over_stays_as_it_is(library, finished):
 
 def test_logging_does_not_touch_the_training(library, finished, tmp_path):
     silent = trainer(library, tmp_path)
-    silent._log = lambda: None
+    silent.log = lambda: None
     silent.run()
     assert same_weights(silent.model, finished.model)
 

@@ -277,7 +277,7 @@ def test_a_converted_model_is_kept_or_read_again(tmp_path: Path, monkeypatch: py
         read.append(path)
         return model, Words()
 
-    monkeypatch.setattr(packaged, "_from_gguf", from_gguf)
+    monkeypatch.setattr(packaged, "from_gguf", from_gguf)
     monkeypatch.setattr(packaged, "auto_tokenizer", lambda directory: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):

@@ -50,7 +50,7 @@ def smollm2(name: str, files: Sequence[Path]) -> Loaded:
     import transformers
 
     def save(directory: Path) -> None:
-        model, tokenizer = _from_gguf(files[0])
+        model, tokenizer = from_gguf(files[0])
         with contextlib.redirect_stderr(io.StringIO()):  # saving draws one too
             model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
@@ -60,12 +60,13 @@ def smollm2(name: str, files: Sequence[Path]) -> Loaded:
         # Another transformers may de-quantise in another way: it gets a directory of its own.
         directory = made_once(f"{name}-{files[0].stat().st_size}-transformers-{transformers.__version__}", save)
     except OSError:  # nowhere to keep it
-        return Loaded(*_from_gguf(files[0]), name, notes)
+        return Loaded(*from_gguf(files[0]), name, notes)
     model = auto_model(directory, use_safetensors=True, dtype=torch.float32)
     return Loaded(model, auto_tokenizer(directory), name, notes)
 
 
-def _from_gguf(file: Path) -> tuple[Any, Any]:
+def from_gguf(file: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, de-quantised to float32."""
     import torch
 
     # De-quantising draws a progress bar that transformers cannot be asked to leave out.

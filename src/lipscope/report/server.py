@@ -26,7 +26,7 @@ from lipscope.runs.progress import SweepProgress, read_progress
 from lipscope.runs.run import Run, is_store, load_run
 
 # A page of many rows takes seconds to make; a running sweep must not be slowed down by its spectators.
-_LEAST_PAUSE = 3.0
+LEAST_PAUSE = 3.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -83,7 +83,7 @@ class ReportServer(ThreadingHTTPServer):
         """The page of the rows so far, made anew when there are more and the last one is some seconds old."""
         with self._lock:
             version = self.progress().version
-            if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < _LEAST_PAUSE):
+            if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < LEAST_PAUSE):
                 return self._made[0], self._made[2], self._made[3]
             run = load_run(self.path)
             data = report_data([run])
@@ -100,7 +100,7 @@ class ReportServer(ThreadingHTTPServer):
             now = self.progress()
             # A page is told of new rows when it can have them.
             shown = (
-                self._made[0] if self._made is not None and time.monotonic() - self._made[1] < _LEAST_PAUSE else now.version
+                self._made[0] if self._made is not None and time.monotonic() - self._made[1] < LEAST_PAUSE else now.version
             )
             found = {**vars(now), "words": now.words, "version": shown}
             return "application/json", json.dumps(found).encode()
