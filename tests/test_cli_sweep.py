@@ -79,6 +79,15 @@ def test_dry_run_prints_counts_and_writes_nothing() -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_limited_memory_is_announced_as_by_a_scan() -> None:
+    flags = [*FLAGS, "--memory", "1GiB", "--no-certificate"]
+    swept = runner.invoke(app, ["sweep", *flags])
+    assert swept.exit_code == 0, swept.output
+    scanned = runner.invoke(app, ["scan", "tiny", *flags[2:]])
+    assert "n = 8: expected peak" in swept.stderr
+    assert swept.stderr.splitlines()[0] == scanned.stderr.splitlines()[0]
+
+
 def test_a_termination_request_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     save = Store.save
 

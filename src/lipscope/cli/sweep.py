@@ -13,7 +13,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
-from lipscope.cli.terminal import duration, notice, print_table, progress_bar, waiting
+from lipscope.cli.terminal import announce, duration, notice, print_table, progress_bar, waiting
 
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
@@ -91,12 +91,16 @@ def sweep(
             _print_estimate(expansion, left, workers or 1, ledger)
             return
         from lipscope.runs.engines import make_engine
+        from lipscope.runs.estimate import largest_plan
         from lipscope.runs.sweep import run_plan
         from lipscope.runs.tasks import expand
 
         engine = make_engine(scheduler, workers)
         with waiting("looking at models and texts"):
             expansion = expand(chosen)
+        n = max((task.identity["n"] for task in expansion.tasks), default=0)
+        limit = next((str(block.memory) for block in chosen.blocks if block.memory is not None), None)
+        announce(n, limit, lambda: largest_plan(expansion.jobs, n))
         with task_bar() as progress, kept_in(ledger):
             summary = run_plan(expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice)
         _print_summary(summary, ledger)

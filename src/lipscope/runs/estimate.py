@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lipscope.measure.memory import AUTOGRAD_SCOPES
+from lipscope.measure.memory import AUTOGRAD_SCOPES, MemoryPlan
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -98,7 +98,7 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
     tasks = [task for job in jobs for task in job.tasks]
     lengths = [sum(_seconds(task, rates) for task in job.tasks) for job in handed_out(jobs)]
     seconds = max(sum(lengths) / workers, max(lengths, default=0.0))
-    planned, memory = 0, 0
+    largest, memory = 0, 0
     weights: dict[str, int] = {}
     known: dict[Pass, int] = {}
     for job in jobs:
@@ -106,12 +106,12 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
         weights[job.fingerprint] = weight_bytes(handle)
         for one in _passes(job):
             if one not in known:
-                known[one] = planned_bytes(handle, one)
-            planned = max(planned, known[one])
+                known[one] = planned(handle, one).total
+            largest = max(largest, known[one])
             memory = max(memory, BASE_BYTES + weights[job.fingerprint] + known[one])
     # A process keeps models while they fit; this one has loaded all of them to look at the plan.
     memory += max(0, min(sum(weights.values()), KEEP_BYTES) - max(weights.values(), default=0))
-    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, planned, rates)
+    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, largest, rates)
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,19 @@ class Pass:
     memory: int | None = None
 
 
-def planned_bytes(handle: Model, one: Pass) -> int:
+def planned(handle: Model, one: Pass) -> MemoryPlan:
     """Memory that a pass and the layers measured on it take beside the weights, as ``models.memory`` plans it."""
     from lipscope.models.memory import plan_layers
 
-    return plan_layers(handle, one.n, one.layers, inputs=one.inputs, scope=one.scope, memory=one.memory).total
+    return plan_layers(handle, one.n, one.layers, inputs=one.inputs, scope=one.scope, memory=one.memory)
+
+
+def largest_plan(jobs: Sequence[Job], n: int) -> MemoryPlan:
+    """The memory plan of the pass of n tokens that takes most."""
+    from lipscope.runs.work import model_of
+
+    passes = {one: job for job in jobs for one in _passes(job) if one.n == n}
+    return max((planned(model_of(job), one) for one, job in passes.items()), key=lambda plan: plan.total)
 
 
 def _passes(job: Job) -> Iterable[Pass]:
