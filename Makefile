@@ -31,14 +31,15 @@ demo: $(VENV)/.installed $(VENV)/.installed-offline
 	$(BIN)/lipscope report demo-output/minilm-l6 demo-output/smollm2-135m --out demo-output/report.html
 
 test: lint types $(VENV)/.installed-offline
-	$(BIN)/pytest -n $(WORKERS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(VENV)/.installed-dev $(VENV)/.installed-offline
-	$(BIN)/pytest -n $(WORKERS) -m slow
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/check_pages.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

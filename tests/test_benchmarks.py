@@ -75,17 +75,6 @@ def test_goals_that_are_only_reported_do_not_fail_and_missing_ones_do(script, mo
     assert "Without a result in this run: `benchmarks/scan.py`." in page.read_text(encoding="utf-8")
 
 
-def test_every_benchmark_of_the_suite_leaves_goals(script):
-    """Those that `make bench` runs, but for the experiments, which compare, and the table itself."""
-    makefile = (FOLDER.parent / "Makefile").read_text(encoding="utf-8")
-    suite = makefile.split("bench:", 1)[1].split("\n\n")[0]
-    names = [line.split("benchmarks/")[1].split(".py")[0] for line in suite.splitlines() if "benchmarks/" in line]
-    assert names[-1] == "goals"
-    assert set(names) - {"goals", "experiments"} == set(script("goals").ORDER)
-    for name in script("goals").ORDER:
-        assert "write_goals(" in (FOLDER / f"{name}.py").read_text(encoding="utf-8"), name
-
-
 def test_the_goals_of_the_scan_follow_the_numbers(script):
     judge = script("scan").judge
     assert [goal.met for goal in judge(31.0, 2.0, "")] == [True, True]

@@ -2,7 +2,8 @@
 
     python docs/concepts/make_worst_case.py [--out docs/concepts]
 
-Writes worst-case-n.svg, worst-case-norm.svg and worst-case-numbers.md. Takes a few minutes. One head, V = I, known A.
+Writes worst-case-n.svg, worst-case-norm.svg, worst-case-numbers.md and the sentences of worst-case.md that say what those
+numbers are. Takes a few minutes. One head, V = I, known A.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 import lipscope
+import say_worst_case
 from lipscope.bounds.constants import Constants
 from lipscope.bounds.pairs import PlainHead, best_pair, lower_meanfield
 from lipscope.bounds.sets import refined_unmasked
@@ -137,6 +139,8 @@ def main() -> None:
     draw(arguments.out / f"worst-case-n.{arguments.suffix}", {f"A = diag(−1, ½), R = {R}": curves}, math.exp(2 * R**2))
     draw(arguments.out / f"worst-case-norm.{arguments.suffix}", panels, None)
     (arguments.out / "worst-case-numbers.md").write_text(numbers(study, panels), encoding="utf-8")
+    if (arguments.out / "worst-case.md").exists():
+        say_worst_case.write(arguments.out)
 
 
 if __name__ == "__main__":
