@@ -516,9 +516,9 @@ def test_letting_items_go_copies_a_block_at_a_time():
     vectors = cases.random(40, 4, 50, seed=1)
     for x in vectors:
         basis.append(x)
-    assert all(block.shape[1] <= 8 for block in basis._blocks)
+    assert all(block.shape[1] <= 8 for block in basis.blocks)
     basis.keep(torch.tensor([1, 3]))
-    stored = torch.cat(basis._stored(), 1)
+    stored = torch.cat(basis.stored(), 1)
     assert torch.equal(stored, vectors[:, [1, 3]].transpose(0, 1))
     assert torch.equal(basis.last, vectors[-1, [1, 3]])
 
@@ -534,7 +534,7 @@ def test_bases_stay_within_their_memory(batch, options, monkeypatch):
         nonlocal most
         plain(basis, x)
         living.add(basis)
-        most = max(most, sum(block.nbytes for other in living for block in other._blocks))
+        most = max(most, sum(block.nbytes for other in living for block in other.blocks))
 
     monkeypatch.setattr(Basis, "CHUNK", 4)
     monkeypatch.setattr(Basis, "append", append)

@@ -130,7 +130,7 @@ class Linearisation:
         return _sum_of_products(T, self.v, self.P, dv).addcmul_(row, self.o, value=-1)
 
     def vjp(self, g: Tensor) -> Triple:
-        """(gQ grouped, gK, gV) for a cotangent g of O, shape (B, Hkv, G·n, dv)."""
+        """The cotangents (gQ grouped, gK, gV) for a cotangent g of O, shape (B, Hkv, G·n, dv)."""
         inner = (g * self.o).sum(-1, keepdim=True)
         gS = (g @ self.v.transpose(-1, -2)).sub_(inner).mul_(self.W)
         return gS @ self.k, gS.transpose(-1, -2) @ self.q, self.P.transpose(-1, -2) @ g
@@ -150,19 +150,19 @@ class Linearisation:
 
 
 def group_queries(q: Tensor, kv_heads: int) -> Tensor:
-    """(B, H, n, d) → (B, Hkv, G·n, d): query heads that share a key head become one block of rows."""
+    """Reshape (B, H, n, d) → (B, Hkv, G·n, d): query heads that share a key head become one block of rows."""
     B, H, n, d = q.shape
     return q.reshape(B, kv_heads, H // kv_heads * n, d)
 
 
 def ungroup_queries(grouped: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, G·n, d) → (B, H, n, d): the inverse of ``group_queries``."""
+    """Reshape (B, Hkv, G·n, d) → (B, H, n, d): the inverse of ``group_queries``."""
     B, kv_heads, rows, d = grouped.shape
     return grouped.reshape(B, heads, rows * kv_heads // heads, d)
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """a·b + c·d, the second product accumulated in place."""
+    """The sum a·b + c·d, the second product accumulated in place."""
     B, H = a.shape[:2]
     first = torch.bmm(a.flatten(0, 1), b.flatten(0, 1))
     total = torch.baddbmm(first, c.flatten(0, 1), d.flatten(0, 1), out=first)

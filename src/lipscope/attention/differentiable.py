@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
+    """The form ⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
     with torch.enable_grad():
         q, k, v = projections(layer, X)
         dq, dk, dv = projections(layer, right, biases=False)

@@ -64,7 +64,7 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Normalised(Feature):
-    """c·z/√(|z|² + ε), head by head.
+    """Features c·z/√(|z|² + ε), head by head.
 
     Attributes:
         eps: ε.
@@ -78,7 +78,7 @@ class Normalised(Feature):
 
     @property
     def size(self) -> Tensor:
-        """√(|z|² + ε), (B, heads, n, 1)."""
+        """The norms √(|z|² + ε), (B, heads, n, 1)."""
         return (self.z.square().sum(-1, keepdim=True) + self.eps).sqrt()
 
     @property
@@ -98,7 +98,7 @@ class Normalised(Feature):
 
 @dataclass(frozen=True, eq=False)
 class LiftedKey(Feature):
-    """(z, −t|z|²), with t in place of the scale."""
+    """Features (z, −t|z|²), with t in place of the scale."""
 
     @property
     def value(self) -> Tensor:
@@ -114,7 +114,7 @@ class LiftedKey(Feature):
 
 @dataclass(frozen=True, eq=False)
 class LiftedQuery(Feature):
-    """(2t z, 1), with t in place of the scale."""
+    """Features (2t z, 1), with t in place of the scale."""
 
     @property
     def value(self) -> Tensor:
@@ -129,6 +129,6 @@ class LiftedQuery(Feature):
 
 
 def _by_head(projected: Tensor, heads: int) -> Tensor:
-    """(B, n, heads·m) → (B, heads, n, m)."""
+    """Reshape (B, n, heads·m) → (B, heads, n, m)."""
     B, n, _ = projected.shape
     return projected.reshape(B, n, heads, -1).transpose(1, 2).contiguous()

@@ -86,7 +86,7 @@ class Layer(Protocol):
         ...
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
+        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
         ...
 
     def __call__(self, X: Tensor) -> Tensor:
@@ -274,11 +274,11 @@ class Attention:
 
     @cached_property
     def qkv(self) -> Tensor:
-        """[τW_Q; W_K; W_V] stacked: one product gives the three projections, with the scale inside the queries."""
+        """The matrix [τW_Q; W_K; W_V]: one product gives the three projections, with the scale inside the queries."""
         return torch.cat([self.tau * self.q, self.k, self.v]).detach()
 
     def split_heads(self, projected: Tensor) -> Triple:
-        """(B, n, rows of qkv) → scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""
+        """Split (B, n, rows of qkv) into scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""
         B, n, _ = projected.shape
         q, k, v = projected.split([self.q.shape[0], self.k.shape[0], self.v.shape[0]], dim=-1)
 
@@ -377,7 +377,7 @@ class Attention:
         raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(SCOPES)}")
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
+        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
         return bilinear(self, X, left, right)
 
     def __repr__(self) -> str:

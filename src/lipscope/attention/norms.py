@@ -52,7 +52,7 @@ class NormLinearisation:
         return (u - centre - self.z * along) / self.s
 
     def local_norm(self, steps: int = 80) -> Tensor:
-        """‖Dy‖₂ of every token, shape (B, n), exact: its square is off by a few eps·(‖g‖_∞/s)².
+        """The norm ‖Dy‖₂ of every token, shape (B, n), exact: its square is off by a few eps·(‖g‖_∞/s)².
 
         s²·Dy Dyᵀ = G² − UUᵀ with G = diag(g) and U of at most two columns, G1/√d and √θ Gẑ, where ẑ = z/‖z‖,
         t = ‖z‖²/d and θ = 2t − t². By Sylvester's law the number of eigenvalues above λ is the number of g_i² above λ,
@@ -170,12 +170,12 @@ class RMSNorm:
         return NormLinearisation(self.weight.detach().to(x), x / s, s, False)
 
     def image_radius(self) -> float:
-        """√d·‖g‖_∞, the largest norm of an output over all inputs."""
+        """The number √d·‖g‖_∞, the largest norm of an output over all inputs."""
         return image_radius(self.weight, None, centred=False)
 
 
 def image_radius(weight: Tensor, bias: Tensor | None, *, centred: bool) -> float:
-    """R = max ‖g∘z + β‖ over ‖z‖ ≤ √d (and Σz = 0 when centred): at most √d‖g‖_∞ + ‖β‖.
+    """The radius R = max ‖g∘z + β‖ over ‖z‖ ≤ √d (and Σz = 0 when centred): at most √d‖g‖_∞ + ‖β‖.
 
     A convex quadratic over a ball: by duality R² = min over λ > λ_max(H) of λd + bᵀ(λ − H)⁻¹b + ‖β‖², H = C G² C,
     b = C Gβ. Every λ gives a valid upper bound, so the one-dimensional search need not be exact.

@@ -111,13 +111,13 @@ class AttentionOperator(_CoreOperator):
 
     @torch.no_grad()
     def matvec(self, u: Tensor) -> Tensor:
-        """J·u for u of shape (B, n·d)."""
+        """The product J·u for u of shape (B, n·d)."""
         moved = self.projections.jvp(u.reshape(self.batch, *self.input_shape))
         return self.layer.merge_heads(self.core.jvp(*moved)).flatten(1)
 
     @torch.no_grad()
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g for g of shape (B, n·d_out)."""
+        """The product Jᵀ·g for g of shape (B, n·d_out)."""
         heads = self.layer.split_output(g.reshape(self.batch, *self.output_shape))
         return self.projections.vjp(self.core.vjp(heads)).flatten(1)
 
@@ -218,7 +218,7 @@ class HeadOperator(_CoreOperator):
         )
 
     def matvec(self, u: Tensor) -> Tensor:
-        """J·u in reduced coordinates."""
+        """The product J·u in reduced coordinates."""
         projected = torch.bmm(u.reshape(self.batch, *self.input_shape), self.weights.mT)
         dq, dk, dv = (t[:, None] for t in projected.split(self.sizes, dim=-1))
         if self.rotation is not None:
@@ -226,7 +226,7 @@ class HeadOperator(_CoreOperator):
         return self.core.jvp(dq, dk, dv).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g in reduced coordinates."""
+        """The product Jᵀ·g in reduced coordinates."""
         gq, gk, gv = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
         if self.rotation is not None:
             gq, gk = self.rotation.transpose(gq), self.rotation.transpose(gk)
@@ -272,11 +272,11 @@ class NormAttentionOperator(Operator):
         return 2 * self.attention.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
-        """J·u for u of shape (B, n·d)."""
+        """The product J·u for u of shape (B, n·d)."""
         return self.attention.matvec(self.norm.jvp(u.reshape(self.batch, *self.input_shape)).flatten(1))
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g for g of shape (B, n·d_out)."""
+        """The product Jᵀ·g for g of shape (B, n·d_out)."""
         return self.norm.vjp(self.attention.rmatvec(g).reshape(self.batch, *self.input_shape)).flatten(1)
 
     def select(self, items: Tensor) -> NormAttentionOperator:
@@ -373,7 +373,7 @@ class BlockOperator(_CoreOperator):
 
 
 def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:
-    """J of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
+    """The Jacobian of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
     M, N = operator.shape
     block = max(1, _DENSE_BLOCK // (M + N + operator.core.scratch))
     parts = torch.eye(N, dtype=operator.dtype, device=operator.device).split(block)

@@ -160,15 +160,15 @@ class Rotation:
     interleaved: bool
 
     def apply(self, t: Tensor) -> Tensor:
-        """R t for every token."""
+        """Rotate: R t for every token."""
         return self._rotated(t, self.sin)
 
     def transpose(self, t: Tensor) -> Tensor:
-        """Rᵀ t for every token: the opposite angle, the same stretch."""
+        """Rotate back: Rᵀ t for every token: the opposite angle, the same stretch."""
         return self._rotated(t, -self.sin)
 
     def inverse(self, t: Tensor) -> Tensor:
-        """R⁻¹ t for every token: Rᵀ t with the stretch taken out twice; no cos and sin may both be 0."""
+        """Undo: R⁻¹ t for every token: Rᵀ t with the stretch taken out twice; no cos and sin may both be 0."""
         stretch = self.cos.square() + self.sin.square()
         return Rotation(self.cos / stretch, self.sin / stretch, self.interleaved).transpose(t)
 

@@ -49,7 +49,7 @@ class ScoreRule:
     def probabilities(
         self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """P and the weight W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
+        """The matrices P and W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
 
         W is P itself, times the slope of the soft-cap where there is one. For a strip of the scores of n tokens, ``rows``
         and ``columns`` say which entries these are; the columns must hold all that the rows see.
@@ -77,7 +77,7 @@ def tanh_slope(x: Tensor) -> Tensor:
 
 
 def softcap_size(size: float, softcap: float | None) -> float:
-    """Sizes of scores as rounding sees them: a soft-cap's slope, besides, is known up to twice the error of s/c."""
+    """Score magnitude for the rounding allowance; a soft-cap adds the relative error of its slope, 2·err(s/c)."""
     return size if softcap is None else size * (1 + 1 / softcap)
 
 

@@ -51,7 +51,7 @@ class SinkhornAttention(DotProductVariant):
     masks: ClassVar[tuple[type[Mask], ...]] = (Full,)
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """P ṽ. Two Newton steps from the solution carry the derivatives of P up to the third order."""
+        """The outputs P ṽ. Two Newton steps from the solution carry the derivatives of P up to the third order."""
         scores = q @ k.mT
         g = potential(scores.detach())
         # One step squares the error, so after two steps g(S + dS) is right up to terms of fourth order in dS.
@@ -118,7 +118,7 @@ class SinkhornCore:
         return self.project(dq @ self.k.mT + self.q @ dk.mT) @ self.v + self.P @ dv
 
     def vjp(self, g: Tensor) -> Triple:
-        """(gQ, gK, gV) for a cotangent g of O: the projection is its own transpose."""
+        """The cotangents (gQ, gK, gV) for one g of O: the projection is its own transpose."""
         gS = self.project(g @ self.v.mT)
         return gS @ self.k, gS.mT @ self.q, self.P.mT @ g
 
@@ -206,7 +206,7 @@ def _curvature(P: Tensor) -> Tensor:
 
 
 def _newton_step(S: Tensor, g: Tensor, shift: Tensor | float = _SHIFT) -> Tensor:
-    """−(H + shift)⁻¹∇Φ, (…, 1, n)."""
+    """The step −(H + shift)⁻¹∇Φ, (…, 1, n)."""
     P = torch.softmax(S + g, -1)
     gradient = P.sum(-2, keepdim=True) - 1
     identity = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)

@@ -1,13 +1,4 @@
-"""Memory for tile matrices that is taken once per product and used again for every tile.
-
-A matrix of a few MiB that is freed goes back to the system, which hands out zeroed pages for the next one: with hundreds of
-tiles per product this took up to a third of the time.
-
-How n×n scores are cut into tiles, and when: sizes that were measured to be fast, and smaller ones where memory is short.
-
-A tiling is in force for a block of code (``using_tiling``), so that it reaches the attention inside a model as well.
-
-The attention core without n×n matrices: probabilities are rebuilt tile by tile.
+"""The attention core without n×n matrices: probabilities are rebuilt tile by tile.
 
 Kept per input: q, k, v, the outputs o, and the largest score and the normaliser of every row, so memory grows like n. With
 E_ij = exp(s_ij − peak_i), P = E/total and W = E (times the slope of the soft-cap), each product makes a single pass:
@@ -17,15 +8,18 @@ E_ij = exp(s_ij − peak_i), P = E/total and W = E (times the slope of the soft-
 
 Tiles in which nothing is visible are never visited: half of them under a causal mask, all but a band under a window. When
 the E fit into the bytes that the tiling allows they are kept, which spares one product in five and the exponentials.
+
+A ``Tiling`` is in force for a block of code (``using_tiling``), so that it reaches the attention inside a model as well;
+``core_at`` asks it whether tiles or matrices are better.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TypeAlias
 
 import torch
@@ -37,7 +31,11 @@ from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mas
 
 
 class Workspace:
-    """Named matrices that live until the next one of the same name is asked for."""
+    """Named tile matrices that are allocated once per product and used again for every tile.
+
+    A matrix of a few MiB that is freed goes back to the system, which hands out zeroed pages for the next one: with hundreds
+    of tiles per product this took up to a third of the time.
+    """
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -49,7 +47,7 @@ class Workspace:
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         """Uninitialised numbers of this shape."""
-        size = prod(shape)
+        size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = self._like.new_empty(size)
@@ -260,7 +258,7 @@ class TiledLinearisation:
         return self._grouped(result.mul_(self.scale))
 
     def vjp(self, g: Tensor) -> Triple:
-        """(gQ (B, Hkv, G·n, dk), gK, gV) for a cotangent g (B, Hkv, G·n, dv) of O."""
+        """The cotangents (gQ (B, Hkv, G·n, dk), gK, gV) for one, g (B, Hkv, G·n, dv) of O."""
         scaled = g.reshape(self.outputs.shape) * self.scale
         inner = (scaled * self.outputs).sum(-1, keepdim=True)
         gq, gk, gv = torch.empty_like(self.queries), torch.zeros_like(self.keys), torch.zeros_like(self.values)
@@ -324,7 +322,7 @@ class TiledLinearisation:
         return largest
 
     def _exponentials(self) -> Kept:
-        """E and W of every tile, over all items."""
+        """The matrices E and W of every tile, over all items."""
         everyone = slice(0, self.layout.items)
         # Every tile has memory of its own.
         return tuple(
@@ -342,7 +340,7 @@ class TiledLinearisation:
         return tuple(tuple((e := apart(E), e if W is E else apart(W)) for E, W in row) for row in self.kept)
 
     def _tile(self, items: slice, s: int, t: int, space: Workspace) -> tuple[Tensor, Tensor]:
-        """E and W of one tile, (items, G·rows, columns)."""
+        """The matrices E and W of one tile, (items, G·rows, columns)."""
         if self.kept is None:
             return self._rebuilt(items, self.strips[s], self.strips[s].tiles[t], space)
         E, W = self.kept[s][t]

@@ -60,7 +60,7 @@ class Term:
         return cls(additive.flatten(0, 1), layout.owners(b, h, additive.device))
 
     def tile(self, rows: slice, columns: slice, items: slice) -> Tensor:
-        """(1 or items, 1 or groups, rows or 1, columns or 1)."""
+        """The tile for items, (1 or items, 1 or groups, rows or 1, columns or 1)."""
         return _chosen(tile_of(self.matrices, rows, columns), self.owners[items])
 
 
@@ -160,7 +160,7 @@ def _length(part: slice) -> int:
 
 
 def _even_parts(first: int, last: int, largest: int) -> list[slice]:
-    """[first, last) in parts of nearly equal size, none larger than ``largest``."""
+    """Cut [first, last) into parts of nearly equal size, none larger than ``largest``."""
     count = -(-(last - first) // largest)
     edges = [first + (last - first) * part // max(count, 1) for part in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]

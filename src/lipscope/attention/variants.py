@@ -1,24 +1,16 @@
-"""What all variants share: weights, a mask, features that meet in an n×n core, heads that are joined by W_O.
+"""Attention with other scores or weights: L2, scaled cosine, QK-normalised and sigmoid (Sinkhorn: ``attention.sinkhorn``).
 
     P = weights(⟨q̃_i, k̃_j⟩)      o_i = Σ_j P_ij ṽ_j      out = concat_h(o^h) W_Oᵀ
 
+Token by token, features q̃, k̃, ṽ (``attention.features``); then an n×n core; then W_O. With ẑ = z/√(|z|² + ε), by head,
+
+    L2               softmax of −|q_i − q_j|²/√dk, keys tied          v_j = W_V A x_j, A = W_QᵀW_Q/√dk    Kim et al. 2021
+    scaled cosine    softmax of τ q̂_i·k̂_j                             v_j = ν v̂_j                         Qi et al. 2023
+    QK-normalised    softmax of τ q̂_i·k̂_j                             v_j = W_V x_j
+    sigmoid          P_ij = sigmoid(τ q_i·k_j + b), dP = P(1 − P)∘dS  v_j = W_V x_j                       Ramapuram et al. 2024
+
+Rows of sigmoid attention do not add up to one; b = −log n, the default, keeps their sums near one when scores are small.
 Variants have no biases. Their weights may carry gradients: calling a variant is differentiable in weights and tokens.
-
-Variants whose scores are those of dot products, s_ij = τ q_i·k_j, and whose weights are no softmax of them.
-
-Softmax attention on other features: L2 (Kim et al. 2021), scaled cosine (Qi et al. 2023), QK-normalised.
-
-    L2               s_ij = −|q_i − q_j|²/√dk, queries and keys tied       v_j = W_V A x_j,  A = W_QᵀW_Q/√dk
-    scaled cosine    s_ij = τ q̂_i·k̂_j                                      v_j = ν v̂_j
-    QK-normalised    s_ij = τ q̂_i·k̂_j                                      v_j = W_V x_j
-
-with ẑ = z/√(|z|² + ε) for z = Wx, head by head.
-
-Sigmoid attention: every weight for itself, no softmax (Ramapuram et al. 2024).
-
-    P_ij = sigmoid(τ q_i·k_j + b)      dP = P(1 − P)∘dS      b = −log n by default
-
-Rows do not add up to one; b = −log n keeps their sums near one when scores are small.
 """
 
 from __future__ import annotations
@@ -123,7 +115,7 @@ class Variant(ABC):
 
     @property
     def key_weights(self) -> Tensor:
-        """W_K, ``(heads·dk, d)``; tied to W_Q where a variant has no keys of its own."""
+        """The matrix W_K, ``(heads·dk, d)``; tied to W_Q where a variant has no keys of its own."""
         return cast(Tensor, getattr(self, "k", self.q))
 
     @cached_property
@@ -203,7 +195,7 @@ class Variant(ABC):
         return AttentionOperator.at(self.to(dtype=X.dtype, device=X.device), X)
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d), as ⟨∂⟨u, f(X)⟩/∂X, v⟩ with its graph."""
+        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), as ⟨∂⟨u, f(X)⟩/∂X, v⟩ with its graph."""
         with torch.enable_grad():
             X = X if X.requires_grad else X.detach().clone().requires_grad_()
             Y = self(X)
@@ -234,7 +226,7 @@ class DotProductVariant(Variant):
         return derived(self.plain, scale=self.tau)
 
     def features(self, X: Tensor) -> Features:
-        """τ q_i, k_j and v_j."""
+        """Features τ q_i, k_j and v_j."""
         return (
             Feature.at(X, self.q, self.heads, self.tau),
             Feature.at(X, self.k, self.heads),
@@ -243,7 +235,7 @@ class DotProductVariant(Variant):
 
 
 class _Softmax(Variant):
-    """P = softmax of inner products of features."""
+    """Weights that are a softmax of inner products of features."""
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Softmax(q̃k̃ᵀ)ṽ."""
@@ -276,17 +268,17 @@ class L2Attention(_Softmax):
 
     @property
     def t(self) -> float:
-        """1/√dk."""
+        """The factor t = 1/√dk."""
         return 1 / math.sqrt(self.head_width)
 
     def value_weights(self) -> Tensor:
-        """W_V A of every head, ``(heads·dv, d)``."""
+        """The matrices W_V A of every head, ``(heads·dv, d)``."""
         Q = self.q.reshape(self.heads, self.head_width, self.width)
         V = self.v.reshape(self.heads, -1, self.width)
         return (self.t * (V @ Q.mT) @ Q).flatten(0, 1)
 
     def features(self, X: Tensor) -> Features:
-        """(2t q_i, 1), (q_j, −t|q_j|²) and W_V A x_j."""
+        """Features (2t q_i, 1), (q_j, −t|q_j|²) and W_V A x_j."""
         q = LiftedQuery.at(X, self.q, self.heads, self.t)
         return q, LiftedKey(self.q, self.heads, q.z, self.t), Feature.at(X, self.value_weights(), self.heads)
 
@@ -311,7 +303,7 @@ class CosineAttention(_Softmax):
     numbers: ClassVar[tuple[str, ...]] = ("tau", "nu", "eps")
 
     def features(self, X: Tensor) -> Features:
-        """τ q̂_i, k̂_j and ν v̂_j."""
+        """Features τ q̂_i, k̂_j and ν v̂_j."""
         return (
             Normalised.at(X, self.q, self.heads).scaled(self.tau, self.eps),
             Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
@@ -338,11 +330,11 @@ class QKNormAttention(_Softmax):
 
     @property
     def cosine_scale(self) -> float:
-        """τ."""
+        """The scale τ."""
         return math.sqrt(self.head_width) if self.tau is None else self.tau
 
     def features(self, X: Tensor) -> Features:
-        """τ q̂_i, k̂_j and W_V x_j."""
+        """Features τ q̂_i, k̂_j and W_V x_j."""
         return (
             Normalised.at(X, self.q, self.heads).scaled(self.cosine_scale, self.eps),
             Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
@@ -375,7 +367,7 @@ class SigmoidAttention(DotProductVariant):
         return -math.log(n) if self.shift is None else self.shift
 
     def weights(self, scores: Tensor) -> Tensor:
-        """P of scores (B, H, n, n)."""
+        """The weights P of scores (B, H, n, n)."""
         n = scores.shape[-1]
         P = torch.sigmoid(scores + self.shift_at(n))
         visible = self.visible(n)

@@ -67,7 +67,7 @@ class AutodiffOperator(Operator):
         return self._rounding_error
 
     def bilinear(self, left: Tensor, right: Tensor) -> Tensor:
-        """⟨u, J v⟩ of every item, (B,), differentiable in the parameters of the map; u and v are held fixed."""
+        """The form ⟨u, J v⟩ of every item, (B,), differentiable in the parameters of the map; u and v are held fixed."""
         with torch.enable_grad():
             slope = _differentiate(self._Y, self._X, left.detach().reshape(self._Y.shape).to(self._Y), create_graph=True)
             return (slope * right.detach().reshape(slope.shape).to(slope)).flatten(1).sum(-1)
@@ -92,11 +92,11 @@ class AutodiffOperator(Operator):
         return allowance
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Jᵀ·g: one backward pass."""
+        """The product Jᵀ·g: one backward pass."""
         return _differentiate(self._Y, self._X, g.reshape(self._Y.shape)).reshape(self.batch, -1)
 
     def matvec(self, u: Tensor) -> Tensor:
-        """J·u: one backward pass through the graph of g ↦ Jᵀg."""
+        """The product J·u: one backward pass through the graph of g ↦ Jᵀg."""
         if not self._pullback.requires_grad:
             raise ValueError(_NOT_TWICE)
         with _refusing_single_derivatives():
@@ -129,7 +129,7 @@ class AutodiffOperator(Operator):
                     )
 
     def _check_adjoint(self) -> None:
-        """⟨Ju, g⟩ = ⟨u, Jᵀg⟩ for a random pair: a hand-written second derivative inside the map may be wrong."""
+        """Check ⟨Ju, g⟩ = ⟨u, Jᵀg⟩ for a random pair: a hand-written second derivative inside the map may be wrong."""
         generator = torch.Generator().manual_seed(1)
         u = torch.randn(self._X.shape, dtype=self.dtype, generator=generator).to(self.device).reshape(self.batch, -1)
         g = torch.randn(self._Y.shape, dtype=self.dtype, generator=generator).to(self.device).reshape(self.batch, -1)

@@ -1,14 +1,12 @@
-"""Orthonormal bases that grow one vector at a time, for a batch of problems.
+"""Krylov bases: orthonormal vectors that grow one at a time for a batch of problems, and how many of them memory holds.
 
-How many Krylov vectors fit into a given memory, and of which sides.
-
-The random start, and what may be assumed of it: |⟨v₁, w⟩| for v₁ uniform on the sphere and any fixed unit vector w.
+The recurrence starts from a random direction v₁, uniform on the sphere; ``overlap_quantile`` says how small |⟨v₁, w⟩| may be
+assumed to be for any fixed unit vector w.
 """
 
 from __future__ import annotations
 
 import math
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch import Tensor
 from lipscope.spectral.operator import Operator
 
 # Most numbers that float32 adds up without losing digits, and norms whose squares it can hold.
-_SHORT, _SAFE = 256, (1e-15, 1e15)
+_SHORT_SUM, _SAFE_NORMS = 256, (1e-15, 1e15)
 
 
 class Basis:
@@ -33,7 +31,7 @@ class Basis:
             fitting = min(fitting, max(4, capacity // 8))
         self._block = max(1, min(self.CHUNK, fitting))
         self._capacity = capacity
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         self._like = like
         self._size = size
         self.count = 0
@@ -45,10 +43,10 @@ class Basis:
         return self._capacity is None or self.count <= self._capacity
 
     def orthogonalise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove what x has along the basis, and give the norm of the rest too; zero where the basis spans x.
+        """Remove the components of x along the basis, and give the norm of the rest too; zero where the basis spans x.
 
-        The recurrence has removed most of it already. Once vectors had to be let go nothing is removed any more: the
-        recurrence would not know of it, and what it says of the largest value holds for its own rounding only.
+        The recurrence has removed most of them already. Once vectors have been discarded we stop re-orthogonalising: the
+        bound on σ (Paige 1980) is for the plain recurrence.
         """
         if not self.complete:
             return x, scaled_norm(x)
@@ -70,7 +68,7 @@ class Basis:
         row = x.unsqueeze(1)
         # All coefficients of the same x: the correction of one block must not depend on the order of blocks. As a row: with
         # a column the same batched products take several times as long.
-        parts = [(torch.bmm(row, Q.mT), Q) for Q in self._stored()]
+        parts = [(torch.bmm(row, Q.mT), Q) for Q in self.stored()]
         for coefficients, Q in parts:
             row = torch.baddbmm(row, coefficients, Q, alpha=-1)
         along = [coefficients.squeeze(1).double() for coefficients, _ in parts] or [x.new_zeros(len(x), 1).double()]
@@ -83,17 +81,17 @@ class Basis:
             block, row = divmod(self.count, self._block)
             if row == 0:
                 room = self._block if self._capacity is None else min(self._block, self._capacity - self.count)
-                self._blocks.append(self._like.new_empty(x.shape[0], room, self._size))
-            self._blocks[block][:, row] = x
+                self.blocks.append(self._like.new_empty(x.shape[0], room, self._size))
+            self.blocks[block][:, row] = x
             # A view, not a second copy.
-            self.last = self._blocks[block][:, row]
+            self.last = self.blocks[block][:, row]
         self.count += 1
 
     def combine(self, rows: Tensor, coefficients: Tensor) -> Tensor:
         """Unit vectors Σ_j coefficients[:, j, c] · q_j of the listed items over the stored vectors, (rows, c, N)."""
         total = self._like.new_zeros(rows.numel(), coefficients.shape[2], self._size)
         everyone = rows.numel() == self.last.shape[0]
-        for index, Q in enumerate(self._stored()):
+        for index, Q in enumerate(self.stored()):
             first = index * self._block
             part = coefficients[:, first : first + Q.shape[1]].transpose(1, 2).to(Q.dtype)
             Q = Q[:, : part.shape[2]]
@@ -103,29 +101,30 @@ class Basis:
     def keep(self, rows: Tensor) -> None:
         """Forget all items but the listed ones."""
         self.last = self.last[rows]
-        for index in range(len(self._blocks)):
-            self._blocks[index] = self._blocks[index].index_select(0, rows)
+        for index in range(len(self.blocks)):
+            self.blocks[index] = self.blocks[index].index_select(0, rows)
         block, row = divmod(self.count - 1, self._block)
         if self.complete:
-            self.last = self._blocks[block][:, row]
+            self.last = self.blocks[block][:, row]
 
     def release(self) -> None:
-        """Let go of every vector but the newest: nothing of this basis is asked for any more."""
+        """Free all vectors but the newest: nothing of this basis is asked for any more."""
         self.last = self.last.clone()
-        self._blocks, self._capacity = [], 0
+        self.blocks, self._capacity = [], 0
 
-    def _stored(self) -> list[Tensor]:
+    def stored(self) -> list[Tensor]:
+        """The stored vectors, block by block (B, rows, N)."""
         stored = self.count if self._capacity is None else min(self.count, self._capacity)
-        return [Q[:, : stored - i * self._block] for i, Q in enumerate(self._blocks) if stored > i * self._block]
+        return [Q[:, : stored - i * self._block] for i, Q in enumerate(self.blocks) if stored > i * self._block]
 
 
 def scaled_norm(x: Tensor) -> Tensor:
-    """‖x‖₂ of every row, in float64, without overflow or underflow of the squares."""
+    """The norm ‖x‖₂ of every row, in float64, without overflow or underflow of the squares."""
     if x.dtype != torch.float64:
         # In parts that are short enough for the sums of float32, which are much faster than those of converted numbers.
-        parts = torch.linalg.vector_norm(x.unflatten(-1, (-1, gcd(x.shape[-1], _SHORT))), dim=-1)
+        parts = torch.linalg.vector_norm(x.unflatten(-1, (-1, math.gcd(x.shape[-1], _SHORT_SUM))), dim=-1)
         wide: Tensor = torch.linalg.vector_norm(parts.double(), dim=-1)
-        if not bool(((wide > _SAFE[0]) & (wide < _SAFE[1])).all()):
+        if not bool(((wide > _SAFE_NORMS[0]) & (wide < _SAFE_NORMS[1])).all()):
             wide = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
         return wide
     peak = x.abs().amax(-1)
@@ -143,7 +142,7 @@ def unit_rows(x: Tensor, norm: Tensor) -> Tensor:
 
 # Right vectors kept however small the memory.
 FEWEST = 4
-# A recurrence may exhaust a space of so many dimensions, and then counts on both bases.
+# Problems up to this size may exhaust their Krylov space, which the two-sided form handles exactly.
 SMALL = 1024
 
 

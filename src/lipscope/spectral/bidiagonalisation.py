@@ -18,12 +18,12 @@ the failure probability left, and σ is at most the larger of that bound and the
 **One side.** Large problems keep the right basis only. Left vectors that are not kept orthogonal lose it by a factor β/α per
 step, without limit where values cluster above a null space, so there are none: JᵀJ V = V T + v_{k+1} b_k e_kᵀ with T
 tridiagonal from the gains ‖J vⱼ‖. T knows JᵀJ up to the rounding of the products, which is all that the largest value needs.
-Where rounding is all that leads out of a space, it is followed: to the recurrence it is part of the map.
+If the remainder is pure rounding error the recurrence continues with it; it cannot tell that error from a perturbation of J.
 
-**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; from there on vectors follow the recurrence
-alone. Rounding then brings copies of values that have converged, but no value beyond σ but for rounding (Paige 1980), as
-the exact recurrence would for values in tiny clusters (Greenbaum 1989). The top vector is found afterwards, by short
-recurrences in the place of the bases.
+**Memory.** Of the right basis no more vectors are kept than ``memory`` allows; from there on the recurrence runs without
+re-orthogonalisation. Ghost copies of converged values then appear, but, up to rounding, no value beyond σ (Paige 1980), as
+in the exact recurrence of a matrix with tiny clusters (Greenbaum 1989). The top vector is found afterwards, by short
+recurrences in the memory of the bases.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Bidiagonalisation:
         self.steps = min(config.max_steps, N)
         self.active = torch.arange(operator.batch, device=operator.device)
         first, self.mixing = self._start(start, pure)
-        # Of several values, copies that rounding brings would pass for further ones: they need whole bases.
+        # With k > 1 ghost copies of converged values (lost orthogonality) would be counted as new singular values, so both
+        # bases must be kept in full.
         assert whole or pure or config.k == 1
         left, right = self.steps if whole else 0, self.steps + 1
         if not (whole or pure):
@@ -92,13 +93,13 @@ class Bidiagonalisation:
         # Entries of the small matrix in float64 whatever the operator's dtype: the small problem is never the weak link.
         self.alpha = first.new_zeros(operator.batch, self.steps, dtype=torch.float64)
         self.beta = torch.zeros_like(self.alpha)
-        # Where the recurrence of each item last started afresh, and how often it did.
+        # The step at which the recurrence of each item was last restarted, and how often it was.
         self.fresh = torch.zeros(operator.batch, dtype=torch.int64, device=operator.device)
         self.restarts = torch.zeros_like(self.fresh)
         # The bounds of recurrences that have ended.
         self.known = torch.full_like(self.alpha[:, 0], torch.inf)
         self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
-        # Items and their top vectors over that part of the basis which was kept.
+        # Items whose basis was cut, and their top vectors over the part that was kept.
         self.unfinished: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -153,7 +154,7 @@ class Bidiagonalisation:
         self.V.append(v)
 
     def _two_sided_pair(self, j: int, U: Basis) -> tuple[Tensor, Tensor]:
-        """α_j u_j = J v_j − β_{j−1} u_{j−1}, then Jᵀu_j − α_j v_j with its length; both orthogonal to all before."""
+        """The pair α_j u_j = J v_j − β_{j−1} u_{j−1}, then Jᵀu_j − α_j v_j with its length; both orthogonal to all before."""
         u = self.operator.matvec(self.V.last)
         if j > 0:
             u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), U.last, value=-1)
@@ -165,7 +166,7 @@ class Bidiagonalisation:
         return v, norm.masked_fill(norm <= self._negligible(), 0.0)
 
     def _one_sided_pair(self, j: int) -> tuple[Tensor, Tensor]:
-        """α_j = ‖J v_j‖, then (JᵀJ v_j − α_j² v_j − α_{j−1}β_{j−1} v_{j−1}) / α_j with its length, orthogonal to all v."""
+        """The gain α_j = ‖J v_j‖, then (JᵀJ v_j − α_j² v_j − α_{j−1}β_{j−1} v_{j−1}) / α_j with its length, orthogonal to all v."""
         u = self.operator.matvec(self.V.last)
         self.alpha[:, j] = gain = scaled_norm(u)
         v = self.operator.rmatvec(unit_rows(u, gain))
@@ -177,7 +178,7 @@ class Bidiagonalisation:
             v = torch.addcmul(v, coupling[:, None].to(v.dtype), self.before, value=-1)
         v, norm = self.V.orthogonalise(v)
         if not self.V.complete:
-            # Directions that are rounding errors of the products would not be orthogonal to those that were let go.
+            # A direction that is rounding error would not be orthogonal to the vectors that were discarded.
             largest = self._largest().clamp_min(torch.finfo(torch.float64).tiny)
             norm = norm.masked_fill((gain / largest) * norm <= self._negligible(), 0.0)
         return v, norm
@@ -186,7 +187,7 @@ class Bidiagonalisation:
         return torch.maximum(self.alpha.amax(1), self.beta.amax(1))
 
     def _negligible(self) -> Tensor:
-        """Norms at the level of rounding of what the recurrence has seen, which count as this much in a bound."""
+        """Norms up to this level are rounding errors of the recurrence; in a bound they count as this much."""
         level = 8 * torch.finfo(self.operator.dtype).eps
         if self.one_sided and not self.V.complete:
             level = max(level, self.operator.rounding_error)
@@ -211,7 +212,7 @@ class Bidiagonalisation:
             done[candidates] = self._upper(ritz, candidates, step) <= widest
         done |= self._exhaustive(step)
         if self.one_sided and bool((fresh := self.restarts > 0).any()):
-            # An interval as narrow as the rounding of the products is all that an exhausted space can give.
+            # From an exhausted space no interval narrower than the rounding of the products can be had.
             narrow = (1 + 4 * self.operator.rounding_error) * ritz.values[:, 0]
             done |= fresh & (self._upper(ritz, torch.arange(len(fresh), device=fresh.device), step) <= narrow)
         recorded = self.output.iterations[self.active] > 0
@@ -226,7 +227,7 @@ class Bidiagonalisation:
     def _exhaustive(self, step: int) -> Tensor:
         """Whether the bases span all that matters, which they do only while every vector is kept.
 
-        That is all inputs; or all outputs, when M + 1 steps of one recurrence have seen them: v_{M+1} is still news.
+        That is all inputs, or all outputs after M + 1 steps of one recurrence, whose v_{M+1} is still a new direction.
         """
         M, N = self.operator.shape
         outputs = (self.restarts == 0) | ((self.restarts == 1) & (self.fresh == step))
@@ -290,9 +291,9 @@ class Bidiagonalisation:
         return _unit_image(self.operator, everyone)[rows]
 
     def _finish(self) -> None:
-        """The top vectors of items that part of a basis was let go of: short recurrences, each from the best so far.
+        """The top vectors of items whose basis was cut: short recurrences, each from the best vector so far.
 
-        They wait for the end of the others, since the bases have to make room for them.
+        They start when all items have stopped, in the memory that the bases leave.
         """
         for basis in (self.U, self.V):
             if basis is not None:
@@ -309,7 +310,7 @@ class Bidiagonalisation:
         short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1), rtol=rtol)
         rounds = self.config.max_steps // short.max_steps if self.config.vectors else 0
         close = max(self.config.rtol, operator.rounding_error)
-        for number in range(max(_FINISHING, rounds)):
+        for number in range(max(_MOST_RECURRENCES, rounds)):
             found = Bidiagonalisation(short, operator, right[:, 0], pure=True).solve()
             assert found.right is not None
             right = found.right
@@ -345,13 +346,13 @@ class Bidiagonalisation:
 
 
 def _unit_image(operator: Operator, right: Tensor) -> Tensor:
-    """J·v over its length, as left vectors (B, 1, M) of the right vectors v (B, N)."""
+    """The image J·v over its length, as left vectors (B, 1, M) of the right vectors v (B, N)."""
     image = operator.matvec(right)
     return unit_rows(image, scaled_norm(image))[:, None]
 
 
 # Most short recurrences spent on finding the top vector afterwards.
-_FINISHING = 20
+_MOST_RECURRENCES = 20
 
 _NON_FINITE = (
     "A product with the Jacobian returned NaN or infinity. Most likely the map overflows at this input: check the input and "

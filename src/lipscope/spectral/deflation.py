@@ -1,11 +1,11 @@
-"""Several singular values: what was found is taken out, and the rest is asked again until it has nothing larger.
+"""Several singular values by deflation: project out the triplets found, and solve again until nothing larger is left.
 
-One start vector sees one copy of a repeated singular value, and values that lie close together nearly so. With V and U the
-right and left singular vectors found so far, the largest singular value of (I − UUᵀ)J(I − VVᵀ) is the next one of J, copies
-included. When it does not exceed the least of the k values in hand, these are the k leading ones.
+One start vector sees one copy of a repeated singular value, and hardly more of values that lie close together. With V and
+U the right and left singular vectors found so far, the largest singular value of (I − UUᵀ)J(I − VVᵀ) is the next one of J,
+copies included. When it does not exceed the least of the k values in hand, these are the k leading ones.
 
-Both sides: with vectors that are off by ε, J(I − VVᵀ) alone keeps ε·σ₁ of what was taken out, and both keep ε²·σ₁. Where U
-spans the image of V, what is missing has the rank of U, so that the next value is never underestimated.
+Both sides are projected: with vectors that are off by ε, J(I − VVᵀ) alone keeps ε·σ₁ of what was removed, and both keep
+ε²·σ₁. Where U spans the image of V, what is missing has the rank of U, so that the next value is never underestimated.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lipscope.spectral.basis import random_direction, scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput
 
-# Length that a unit vector must have left beside those found before to count as a new direction.
+# Length that must remain of a unit vector, without its components along earlier ones, to count as a new direction.
 _NEW_DIRECTION = 0.5
 # Start of the random directions that stand for vectors of the value zero.
 _SEED = 0
-# How a rest is solved for its largest value, with a start vector of this number.
+# Solves a deflated operator for its largest value, with a start vector of this number.
 Solve = Callable[[Operator, int], SolverOutput]
 
 
 class DeflatedOperator(Operator):
-    """J between what is orthogonal to given ``right`` (B, m, N) and ``left`` (B, m, M) vectors, orthonormal rows or zero.
+    """The map (I − UUᵀ)J(I − VVᵀ) for V = ``right`` (B, m, N) and U = ``left`` (B, m, M), orthonormal rows or zero.
 
-    Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were taken out, and count as zero.
+    Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were projected out, and count as zero.
     """
 
     def __init__(self, operator: Operator, right: Tensor, left: Tensor, floor: Tensor) -> None:
@@ -45,11 +45,11 @@ class DeflatedOperator(Operator):
         return self._operator.rounding_error
 
     def matvec(self, u: Tensor) -> Tensor:
-        """What is left of J·u for the part of u that is left."""
+        """The deflated J·u."""
         return self._above(without(self._operator.matvec(without(u, self.right)), self.left), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """What is left of Jᵀ·g for the part of g that is left."""
+        """The deflated Jᵀ·g."""
         return self._above(without(self._operator.rmatvec(without(g, self.left)), self.right), g)
 
     def select(self, items: Tensor) -> DeflatedOperator:
@@ -70,7 +70,7 @@ def without(x: Tensor, directions: Tensor) -> Tensor:
 def orthonormalise(rows: Tensor) -> None:
     """Make rows (B, m, N) orthonormal, one after the other and in place; those that earlier ones span become zero.
 
-    The vectors of vanishing singular values may be anything, and a projection must not take a direction out twice.
+    The vectors of vanishing singular values may be anything, and a projection must not remove a direction twice.
     """
     for j in range(rows.shape[1]):
         rows[:, j] = _new_direction(rows[:, j], rows[:, :j])
@@ -106,7 +106,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         operator: the maps.
         found: k triplets of every item, those that are not known yet with the value −∞ and zero vectors. It is used up.
         rtol: relative differences that do not count.
-        solve: the solver for the largest value of what is left.
+        solve: the solver for the largest value of a deflated operator.
     """
     values, right, left = found.singular_values, found.right, found.left
     assert right is not None
@@ -128,27 +128,27 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
             break
         everyone = pending.numel() == operator.batch
         largest, (least, slot) = values[pending].amax(1), values[pending].min(1)
-        rest = DeflatedOperator(
+        deflated = DeflatedOperator(
             operator if everyone else operator.select(pending),
             right if everyone else right[pending],
             left if everyone else left[pending],
             4 * torch.finfo(operator.dtype).eps * largest,
         )
-        further = solve(rest, attempt)
+        further = solve(deflated, attempt)
         assert further.right is not None
         assert further.left is not None
         found.iterations[pending] += further.iterations
         found.doubt(pending, further.converged)
         counts = further.estimate > (1 + rtol) * least + operator.rounding_error * largest
-        # In the place of the least value, which needs not be taken out: nothing less than the new least counts.
+        # In the place of the least value, which needs no deflation: nothing below the new least counts.
         next_right, next_left = (
-            _new_direction(further.right[:, 0], rest.right),
-            _new_direction(further.left[:, 0], rest.left),
+            _new_direction(further.right[:, 0], deflated.right),
+            _new_direction(further.left[:, 0], deflated.left),
         )
         pending, slot = pending[counts], slot[counts]
         values[pending, slot] = further.estimate[counts]
         right[pending, slot], left[pending, slot] = next_right[counts], next_left[counts]
-        del rest, further, next_right, next_left  # before the next solve needs the room
+        del deflated, further, next_right, next_left  # before the next solve needs the room
     return _in_order(operator, found)
 
 

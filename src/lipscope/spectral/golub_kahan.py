@@ -30,8 +30,8 @@ class GolubKahan:
         max_steps: most operator pairs (J, Jᵀ) spent on one item.
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets. Repeated values count as often as they occur: with k > 1 a further solve
-            asks what is left for a copy that one start vector cannot see. Values below the rounding of the products are 0.
-            The interval is that of the largest; the others come with the error estimate alone.
+            of the deflated operator looks for copies that one start vector cannot see. Values below the rounding of the
+            products are 0. The interval is that of the largest; the others come with the error estimate alone.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
@@ -76,10 +76,10 @@ class GolubKahan:
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
         if start is not None and start.shape != (operator.batch, N):
             raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
-        turn = together_within((M, N), operator.dtype.itemsize, self.memory)
-        if operator.batch <= turn:
+        together = together_within((M, N), operator.dtype.itemsize, self.memory)
+        if operator.batch <= together:
             return self._together(operator, start)
-        parts = torch.arange(operator.batch, device=operator.device).split(turn)
+        parts = torch.arange(operator.batch, device=operator.device).split(together)
         return SolverOutput.cat(
             [self._together(operator.select(part), None if start is None else start[part]) for part in parts]
         )
@@ -88,8 +88,8 @@ class GolubKahan:
         if self.k == 1:
             return Bidiagonalisation(self, operator, start).solve()
 
-        def solve(rest: Operator, number: int) -> SolverOutput:
-            return Bidiagonalisation(self._for_one(number), rest).solve()
+        def solve(deflated: Operator, number: int) -> SolverOutput:
+            return Bidiagonalisation(self._for_one(number), deflated).solve()
 
         found = leading(operator, self._first(operator, start), self.rtol, solve)
         return found if self.vectors else replace(found, right=None, left=None)

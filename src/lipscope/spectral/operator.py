@@ -9,6 +9,7 @@ same size that share every matrix product. Solvers see nothing but this class:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class Operator(ABC):
     @property
     def shape(self) -> tuple[int, int]:
         """``(M, N)``: flattened output and input sizes of one map."""
-        return _product(self.output_shape), _product(self.input_shape)
+        return math.prod(self.output_shape), math.prod(self.input_shape)
 
     @property
     def rounding_error(self) -> float:
@@ -137,10 +138,3 @@ def _apply_to_basis(product: Callable[[Tensor], Tensor], size: int, operator: Op
         unit[:, j] = 1
         images.append(product(unit))
     return torch.stack(images)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_TINY, _MOST = torch.finfo(torch.float64).tiny, 1e100
+_TINY, _LARGEST_SHARE = torch.finfo(torch.float64).tiny, 1e100
 # The least exponent that is looked for, how far rounding may carry one, and enough steps for the slowest case.
-_LEAST, _ROUNDING, _NEWTON_STEPS = -80.0, 1e-12, 100
+_LEAST_EXPONENT, _ROUNDING, _NEWTON_STEPS = -80.0, 1e-12, 100
 
 
 class RitzPairs:
@@ -35,7 +35,7 @@ class RitzPairs:
             self.values = scale * squares.flip(-1).clamp_min(0).sqrt()
             self.right = vectors.flip(-1)
             # JᵀJv − θ²v has the length αβ·|last entry|, and u is J·v over θ.
-            share = (alpha[:, -1:] / self.values.clamp_min(_TINY)).clamp_max(_MOST)
+            share = (alpha[:, -1:] / self.values.clamp_min(_TINY)).clamp_max(_LARGEST_SHARE)
             self.residual: Tensor = beta[:, -1:] * share * self.right[:, -1, :].abs()
         else:
             self.left, self.values, right_t = torch.linalg.svd(bidiagonal(alpha, beta))
@@ -114,14 +114,14 @@ def polynomial_upper_bound(
     factors = torch.maximum(a * b, least) if one_sided else torch.maximum(a, least) * torch.maximum(b, least)
     target = torch.where(current, factors.clamp_min(_TINY).log(), 0.0).sum(-1) - overlap.log()
     # (t − 1)^count ≤ ∏(t − rootsᵢ), so this exponent lies beyond the root.
-    high = (target / count.clamp_min(1)).clamp(min=_LEAST)
+    high = (target / count.clamp_min(1)).clamp(min=_LEAST_EXPONENT)
     gaps = (1 - roots).clamp_min(0)
     for _ in range(_NEWTON_STEPS):
         near = high.exp()[:, None]
         distance = near + gaps
         excess = torch.where(counted, distance.log(), 0.0).sum(-1) - target
         slope = torch.where(counted, near / distance, 0.0).sum(-1).clamp_min(_TINY)
-        step = torch.minimum((excess / slope).clamp_min(0), high - _LEAST)
+        step = torch.minimum((excess / slope).clamp_min(0), high - _LEAST_EXPONENT)
         high = high - step
         if not bool((step > _ROUNDING).any()):
             break
