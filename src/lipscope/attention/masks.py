@@ -263,7 +263,7 @@ class Explicit(Mask):
 
 
 def hidden(additive: Tensor) -> Tensor:
-    """Where a term is −inf, or what libraries write instead: the most negative number, often that of float32 whatever the dtype."""
+    """Where a term is −inf or the most negative number, often that of float32, which libraries write instead."""
     lowest = max(torch.finfo(additive.dtype).min, torch.finfo(torch.float32).min)
     return additive <= lowest / 2
 

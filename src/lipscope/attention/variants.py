@@ -4,10 +4,10 @@
 
 Token by token, features q̃, k̃, ṽ (``attention.features``); then an n×n core; then W_O. With ẑ = z/√(|z|² + ε), by head,
 
-    L2               softmax of −|q_i − q_j|²/√dk, keys tied          v_j = W_V A x_j, A = W_QᵀW_Q/√dk    Kim et al. 2021
-    scaled cosine    softmax of τ q̂_i·k̂_j                             v_j = ν v̂_j                         Qi et al. 2023
+    L2               softmax of −|q_i − q_j|²/√dk, keys tied          v_j = W_V A x_j, A = W_QᵀW_Q/√dk  Kim et al. 2021
+    scaled cosine    softmax of τ q̂_i·k̂_j                             v_j = ν v̂_j                       Qi et al. 2023
     QK-normalised    softmax of τ q̂_i·k̂_j                             v_j = W_V x_j
-    sigmoid          P_ij = sigmoid(τ q_i·k_j + b), dP = P(1 − P)∘dS  v_j = W_V x_j                       Ramapuram et al. 2024
+    sigmoid          P_ij = sigmoid(τ q_i·k_j + b), dP = P(1 − P)∘dS  v_j = W_V x_j                     Ramapuram et al. 2024
 
 Rows of sigmoid attention do not add up to one; b = −log n, the default, keeps their sums near one when scores are small.
 Variants have no biases. Their weights may carry gradients: calling a variant is differentiable in weights and tokens.

@@ -154,7 +154,7 @@ class Bidiagonalisation:
         self.V.append(v)
 
     def _two_sided_pair(self, j: int, U: Basis) -> tuple[Tensor, Tensor]:
-        """The pair α_j u_j = J v_j − β_{j−1} u_{j−1}, then Jᵀu_j − α_j v_j with its length; both orthogonal to all before."""
+        """First α_j u_j = J v_j − β_{j−1} u_{j−1}, then Jᵀu_j − α_j v_j with its length; orthogonal to all before."""
         u = self.operator.matvec(self.V.last)
         if j > 0:
             u = torch.addcmul(u, self.beta[:, j - 1, None].to(u.dtype), U.last, value=-1)
@@ -166,7 +166,7 @@ class Bidiagonalisation:
         return v, norm.masked_fill(norm <= self._negligible(), 0.0)
 
     def _one_sided_pair(self, j: int) -> tuple[Tensor, Tensor]:
-        """The gain α_j = ‖J v_j‖, then (JᵀJ v_j − α_j² v_j − α_{j−1}β_{j−1} v_{j−1}) / α_j with its length, orthogonal to all v."""
+        """First α_j = ‖J v_j‖, then (JᵀJ v_j − α_j² v_j − α_{j−1}β_{j−1} v_{j−1}) / α_j with its length, orthogonal to V."""
         u = self.operator.matvec(self.V.last)
         self.alpha[:, j] = gain = scaled_norm(u)
         v = self.operator.rmatvec(unit_rows(u, gain))
