@@ -18,7 +18,7 @@ import torch
 import lipscope
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.tiled import Tiling, using_tiling
-from lipscope.measure.memory import show_bytes
+from lipscope.rounding import show_bytes
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from local_lipschitz import WIDTH, sharpened_layer
 from long_context import make_layer, tokens

@@ -24,7 +24,8 @@ import lipscope
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.tiled import current_tiling, using_tiling
 from lipscope.measure.cost import LayerShape, pair_of_products
-from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory, show_bytes
+from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory
+from lipscope.rounding import show_bytes
 from sections import Curve, Goal, exponent, failures, machine, plot, timed, write_goals, write_section
 
 WIDTH, HEADS = 768, 12

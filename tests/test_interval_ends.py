@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import lipscope
 from lipscope.bounds.bound import Bound
-from lipscope.report.summary import above, below
-from lipscope.rounding import interval, round_down, round_up
+from lipscope.rounding import above, below, interval, round_down, round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit
 from lipscope.training.readings import Reading, Record
 from lipscope.training.thresholds import Alarm, Threshold

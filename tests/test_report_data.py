@@ -21,11 +21,10 @@ from lipscope.report.summary import (
     cards,
     closeness_sentence,
     growth_sentence,
-    interval,
-    number,
     sentences,
     which_curve,
 )
+from lipscope.rounding import enclosure, number
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.runs.run import Run, load_run
 from report_cases import make_rows, make_view, write_run
@@ -184,7 +183,7 @@ def test_the_summary_says_what_the_rows_say() -> None:
     worst = setting.worst
     assert (worst.layer, worst.head) == (2, 3)
     assert f"layer 2, head 3: a small change of its tokens can come out about {number(worst.last.median)} times" in text
-    assert f"{interval(worst.last.lower, worst.last.upper)}" in text
+    assert f"{enclosure(worst.last.lower, worst.last.upper)}" in text
     assert "fails with probability at most 1e-06" in text
     assert worst.fit is not None
     assert f"n^{worst.fit.alpha:.2f}" in text
@@ -212,7 +211,7 @@ def test_a_bound_is_divided_by_sigma_of_its_own_input() -> None:
 @given(st.floats(1e-12, 1e12), st.floats(0, 1))
 def test_a_printed_interval_contains_the_interval(lower: float, width: float) -> None:
     upper = lower * (1 + width)
-    low, high = map(float, interval(lower, upper)[1:-1].split(", "))
+    low, high = map(float, enclosure(lower, upper)[1:-1].split(", "))
     assert low <= lower <= upper <= high
     # Three digits, so at most one unit of the third is given away at each end.
     assert low >= lower * (1 - 0.0101)

@@ -5,26 +5,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from chart_cases import assert_drawn_alike
 from lipscope.cli.main import app
 from lipscope.report import load_run, report_data, write_report
-from lipscope.report.charts import Chart, HeatMap, Panel, Series
+from lipscope.report.charts import Chart, Panel, Series
 from lipscope.report.compare import comparison_chart, comparisons
 from lipscope.report.draw_page import Looks, page_chart
 from lipscope.report.draw_print import draw, print_figure
 from lipscope.report.html import compact_rows, inert_json
 from lipscope.report.palette import palette
 from lipscope.report.run_charts import growth, growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
+from lipscope.runs import run_plan
 from report_cases import HOSTILE, make_rows, make_view, write_run
+from sweep_cases import plan_of, save_models
 
 
 class Elements(HTMLParser):
@@ -136,39 +139,6 @@ def load_run_of(rows: list[dict[str, Any]]) -> Any:
     return load_run(Run(tuple(rows), {"text": "book"}))
 
 
-def assert_drawn_alike(chart: Chart) -> None:
-    """Every series of every panel, in both renderers: numbers, and colours for lines."""
-    looks = Looks()
-    page, printed = page_chart(chart, looks), print_figure(chart)
-    lines = [line for axes in printed.axes for line in axes.get_lines()]
-    for panel, made in zip(chart.panels, page["panels"], strict=True):
-        if isinstance(panel, HeatMap):
-            assert made["z"] == [[cell and cell.value for cell in line] for line in panel.cells]
-            image = next(image for axes in printed.axes for image in axes.get_images())
-            values = [[cell.value if cell else math.nan for cell in line] for line in panel.cells]
-            assert image.get_array().filled(math.nan) == pytest.approx(np.array(values), nan_ok=True)
-            continue
-        traces = iter(made["traces"])
-        for series in panel.series:
-            trace = next(traces)
-            if series.look == "band":
-                assert trace["y"] == pytest.approx(list(series.low), rel=1e-4)
-                assert next(traces)["y"] == pytest.approx(list(series.high), rel=1e-4)
-                continue
-            assert trace["name"] == series.name
-            assert trace["x"] == pytest.approx(list(series.x), rel=1e-4)
-            assert trace["y"] == pytest.approx(list(series.y), rel=1e-4)
-            assert bool(trace.get("far")) == (series in panel.far)
-            same = [
-                line
-                for line in lines
-                if list(line.get_ydata()) == list(series.y) and list(line.get_xdata()) == list(series.x)
-            ]
-            look = looks.all[trace["look"]]
-            colour = look.get("line", look.get("marker"))["color"]
-            assert palette("light")[colour.removeprefix("@")] in {line.get_color() for line in same}, series.name
-
-
 def run_charts(rows: list[dict[str, Any]]) -> list[Chart]:
     data = report_data([load_run_of(rows)])
     (setting, *_) = data.settings
@@ -261,6 +231,25 @@ def test_the_command_writes_page_and_figures_and_refuses_clearly(tmp_path: Path)
         assert refused.exit_code == 2
         assert message in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    store = tmp_path / "run.db"
+    save_models(tmp_path)
+    run_plan(plan_of(tmp_path, lengths=[6], inputs=1, scopes=["attention"]), store)
+    sources = [str(write_run(tmp_path / "scan", make_rows(), views=[make_view(["a", "b"])])), str(store)]
+    code = f"""
+import sys
+import lipscope.report
+from lipscope.report import draw, growth, load_run, report_data, write_figures, write_report
+from lipscope.report.server import ReportServer
+for source in {sources!r}:
+    write_report(source, source + ".html", compare=source)
+    draw(growth(source), source + ".png", source + "-chart.html")
+    ReportServer(source).page()
+assert not {{"torch", "transformers"}} & sys.modules.keys(), "a report imports torch"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_templates_are_part_of_the_package() -> None:

@@ -15,8 +15,9 @@ from lipscope.attention.masks import RealTokens
 from lipscope.attention.operators import AttentionOperator, HeadOperator
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling, current_tiling, prefers_tiles, using_tiling
-from lipscope.measure.memory import plan_memory, read_bytes, show_bytes
+from lipscope.measure.memory import plan_memory, read_bytes
 from lipscope.models.seam import attention_core
+from lipscope.rounding import show_bytes
 from pairwise import pairwise
 
 N, B, H = 37, 3, 4

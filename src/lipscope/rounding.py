@@ -1,4 +1,4 @@
-"""Ends of intervals as people read them: rounded outwards, so that what is shown contains what was computed.
+"""Numbers as people read them; ends of intervals are rounded outwards, so that what is shown contains what was computed.
 
     shown lower end ≤ lower end ≤ upper end ≤ shown upper end
 
@@ -9,7 +9,7 @@ shortest decimal number that stands for the float (0.1, not its last bit), so a 
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import SupportsFloat
 
 # Room for every digit of every float: the only rounding is the one that is asked for.
@@ -58,6 +58,66 @@ def span(
         ('0.49 … 0.51', '1.006 and 1.007')
     """
     return f"{round_down(lower, digits, decimals=decimals)}{between}{round_up(upper, digits, decimals=decimals)}"
+
+
+def number(value: float, rounding: str = ROUND_HALF_EVEN) -> str:
+    """Three significant digits, zeros too, or a power of ten for what is very large or small; by default to the nearest.
+
+    Example:
+        >>> number(17.853), number(5238.2), number(1.2e205), number(0.5)
+        ('17.9', '5240', '1.20e+205', '0.500')
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.2f}"
+    near = rounded(float(value), rounding, 3)
+    power = near.adjusted()
+    return f"{near:.{max(0, 2 - power)}f}" if -3 <= power < 6 else f"{near:.2e}"
+
+
+def below(value: float) -> str:
+    """As ``number``, rounded down: a printed lower end is a lower end."""
+    return number(value, ROUND_FLOOR)
+
+
+def above(value: float) -> str:
+    """As ``number``, rounded up: a printed upper end or bound is one."""
+    return number(value, ROUND_CEILING)
+
+
+def enclosure(lower: float, upper: float) -> str:
+    """As ``number``, an interval that contains the given one.
+
+    Example:
+        >>> enclosure(1.00620, 1.00621), enclosure(0.1, 2.0)
+        ('[1.00, 1.01]', '[0.100, 2.00]')
+    """
+    return f"[{below(lower)}, {above(upper)}]"
+
+
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    Example:
+        >>> duration(1.234), duration(600), duration(9000)
+        ('1.23 s', '10 min', '2 h 30 min')
+    """
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def show_bytes(count: int) -> str:
+    """Bytes in binary units.
+
+    Example:
+        >>> show_bytes(3 << 30), show_bytes(1536 << 10), show_bytes(12)
+        ('3 GiB', '1.5 MiB', '12 B')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
 
 
 def rounded(value: float, rounding: str, digits: int, decimals: int | None = None) -> Decimal:

@@ -15,8 +15,8 @@ from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
 from lipscope.cli.source import DEFAULT_TEXT, find
 from lipscope.cli.sweep import gentle_end, kept_in, task_bar
-from lipscope.cli.terminal import duration, notice, print_table, progress_bar
-from lipscope.rounding import interval, round_down, round_up
+from lipscope.cli.terminal import notice, print_table, progress_bar
+from lipscope.rounding import duration, interval, round_down, round_up
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -104,11 +104,3 @@ def waiting(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(what):
         yield
-
-
-def duration(seconds: float) -> str:
-    """A time in words."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

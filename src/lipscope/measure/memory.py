@@ -25,6 +25,7 @@ from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, Tiling, current_tiling, exponentials, prefers_tiles, using_tiling
 from lipscope.attention.tiles import visited_entries
 from lipscope.measure.cost import OUTPUTS, PROJECTIONS, TOKENS, TYPICAL_PAIRS
+from lipscope.rounding import show_bytes
 from lipscope.spectral.basis import FEWEST, one_sided, together_within
 
 # Where autograd computes the products: blocks keep activations for the backward pass.
@@ -279,11 +280,3 @@ def read_bytes(size: float | str) -> int:
     if count < 1:
         raise ValueError(f"memory must be at least 1 byte, got {size!r}")
     return count
-
-
-def show_bytes(count: int) -> str:
-    """Bytes for people, in binary units."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"

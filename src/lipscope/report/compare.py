@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from lipscope.report.charts import Chart, Panel, Series
 from lipscope.report.settings import Cell, Point, ReportData, Setting
-from lipscope.report.summary import exponent, exponents, interval, number, places
+from lipscope.report.summary import exponent, exponents, places
+from lipscope.rounding import enclosure, number
 
 _SHOWN = 12
 # What makes two measurements the same but for the run, in the order in which a partner should share it.
@@ -126,7 +127,7 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
     top = comparison.largest()[0]
     found.append(
         f"The largest factor is {number(top.ratio)}, in {top.before.where}: from {number(top.a.median)} in "
-        f"{interval(top.a.lower, top.a.upper)} to {number(top.b.median)} in {interval(top.b.lower, top.b.upper)}."
+        f"{enclosure(top.a.lower, top.a.upper)} to {number(top.b.median)} in {enclosure(top.b.lower, top.b.upper)}."
     )
     ends = [
         f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}"
@@ -166,7 +167,7 @@ def _layers_panel(comparison: Comparison) -> Panel:
             Series(
                 name, [layer + shift for layer in layers], [p.median for p in points], "points", colour,
                 low=[p.lower for p in points], high=[p.upper for p in points],
-                hover=[f"{name}, layer {layer}: {number(p.median)} in {interval(p.lower, p.upper)}"
+                hover=[f"{name}, layer {layer}: {number(p.median)} in {enclosure(p.lower, p.upper)}"
                        for layer, p in zip(layers, points, strict=True)],
             )
         )  # fmt: skip

@@ -13,7 +13,8 @@ from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
 from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart
 from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting
-from lipscope.report.summary import above, below, cards, exponent, exponents, interval, listed, number, sentences, tells
+from lipscope.report.summary import cards, exponent, exponents, listed, sentences, tells
+from lipscope.rounding import above, below, enclosure, number
 from lipscope.runs.run import Row, Run
 
 _RANKED = 20
@@ -172,7 +173,7 @@ def cell_facts(cell: Cell) -> list[list[str]]:
     """Names and values that stand beside the growth of a cell."""
     point, fit = cell.last, cell.fit
     inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
-    facts = [["σ of all inputs", f"in {interval(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
+    facts = [["σ of all inputs", f"in {enclosure(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
     if fit is not None:
         growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
@@ -210,7 +211,7 @@ def cell_table(cell: Cell) -> list[list[str]]:
 
 
 def _interval(point: Point) -> str:
-    return f"{number(point.median)} in {interval(point.lower, point.upper)}"
+    return f"{number(point.median)} in {enclosure(point.lower, point.upper)}"
 
 
 def _tokens_command(setting: Setting, cell: Cell) -> str | None:
@@ -245,7 +246,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     title = f"Layer {view['layer']}{head}, n = {view['n']}"
     words: dict[str, Any] = {
         "title": title,
-        "sigma": f"{number(view['estimate'])} in {interval(view['lower'], view['upper'])}",
+        "sigma": f"{number(view['estimate'])} in {enclosure(view['lower'], view['upper'])}",
         "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "
         f"{len(tokens)} tokens"
         + (f", input {view['input']} of this length, counted from 0." if view.get("input") is not None else "."),

@@ -10,7 +10,8 @@ from scipy.stats import spearmanr
 from lipscope.report.charts import Chart, HeatCell, HeatMap, Panel, Series, log_grid, shade
 from lipscope.report.palette import CYCLE, DEPTHS
 from lipscope.report.settings import Cell, Point, ReportData, Setting, report_data
-from lipscope.report.summary import exponent, interval, number, places
+from lipscope.report.summary import exponent, places
+from lipscope.rounding import enclosure, number
 from lipscope.runs.run import Source, load_run
 
 # A scatter of more rows than this shows the medians of its cells instead.
@@ -62,7 +63,7 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     points = cell.points
     series = [*_measured(cell, "σ of all inputs", "median σ"), *_fits(cell), *_guides(cell), *_bounds(cell)]
     words = f"σ of {cell.where} against the number of tokens: " + "; ".join(
-        f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}" for p in points
+        f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}" for p in points
     )
     name = f"growth-layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
     return Chart(
@@ -160,7 +161,7 @@ def heat_map(setting: Setting) -> HeatMap:
         if (layer, column) not in found:
             return None
         index, where, p = found[layer, column]
-        words = f"{where}, n = {p.n}: σ ≈ {number(p.median)}, in {interval(p.lower, p.upper)}"
+        words = f"{where}, n = {p.n}: σ ≈ {number(p.median)}, in {enclosure(p.lower, p.upper)}"
         return HeatCell(p.median, number(p.median), words, shade(p.median, low, high), index)
 
     layers = sorted({cell.layer for cell in setting.cells})
@@ -261,7 +262,7 @@ def _grid(cell: Cell) -> list[float]:
 
 
 def _point_words(p: Point) -> str:
-    return f"n = {p.n}: {number(p.median)} in {interval(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
+    return f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
 
 
 def _row_words(row: dict[str, object]) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
-from lipscope.rounding import round_down, round_up, rounded
+from lipscope.rounding import enclosure, number, span
 from lipscope.runs.fit import GrowthFit
 from lipscope.runs.run import Run
 
@@ -30,40 +29,6 @@ class Card:
     detail: str
 
 
-def number(value: float, rounding: str = ROUND_HALF_EVEN) -> str:
-    """Three significant digits, or a power of ten for what is very large or small; rounded to the nearest unless said.
-
-    Example:
-        >>> number(17.853), number(5238.2), number(1.2e205)
-        ('17.9', '5240', '1.20e+205')
-    """
-    if value == 0 or not math.isfinite(value):
-        return f"{value:.2f}"
-    near = rounded(float(value), rounding, 3)
-    power = near.adjusted()
-    return f"{near:.{max(0, 2 - power)}f}" if -3 <= power < 6 else f"{near:.2e}"
-
-
-def below(value: float) -> str:
-    """As ``number``, rounded down: a printed lower end is a lower end."""
-    return number(value, ROUND_FLOOR)
-
-
-def above(value: float) -> str:
-    """As ``number``, rounded up: a printed upper end or bound is one."""
-    return number(value, ROUND_CEILING)
-
-
-def interval(lower: float, upper: float) -> str:
-    """An interval that contains the given one.
-
-    Example:
-        >>> interval(1.00620, 1.00621), interval(0.1, 2.0)
-        ('[1.00, 1.01]', '[0.100, 2.00]')
-    """
-    return f"[{below(lower)}, {above(upper)}]"
-
-
 def exponent(value: float) -> str:
     """Two decimals, and no sign on what they show as zero.
 
@@ -76,7 +41,7 @@ def exponent(value: float) -> str:
 
 def exponents(fit: GrowthFit) -> str:
     """The interval of a fitted exponent, its ends rounded outwards to two decimals."""
-    return f"{round_down(fit.alpha_low, decimals=2)} to {round_up(fit.alpha_high, decimals=2)}"
+    return span(fit.alpha_low, fit.alpha_high, decimals=2, between=" to ")
 
 
 def listed(values: list[int]) -> str:
@@ -110,7 +75,7 @@ def sentences(setting: Setting, run: Run) -> list[str]:
     found.append(
         f"The least smooth at n = {point.n} is {cell.where}: a small change of its tokens can come out about "
         f"{number(point.median)} times as large ({at}; σ {'' if point.inputs == 1 else 'of each '}lies in "
-        f"{interval(point.lower, point.upper)}{_sure(cell)})."
+        f"{enclosure(point.lower, point.upper)}{_sure(cell)})."
     )
     ranked = setting.ranked()
     if len(ranked) > 1 and ranked[-1].last.median > 0:
@@ -230,7 +195,7 @@ def cards(setting: Setting) -> list[Card]:
         Card(
             f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth",
             number(point.median),
-            f"at n = {point.n}, in {interval(point.lower, point.upper)}",
+            f"at n = {point.n}, in {enclosure(point.lower, point.upper)}",
         ),
         Card(
             "Where",

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from lipscope.rounding import duration
+
 # A driver on another machine cannot be asked whether it lives; one whose store has not changed for so long counts as gone.
 _SILENCE = 120.0
 
@@ -53,7 +55,11 @@ class SweepProgress:
         left = self.asked - self.done - self.failed
         if not left:
             return f"Complete: {line}."
-        return f"Running for {_duration(self.seconds)}: {line}." if self.running else f"Not running: {line}, {left} to do."
+        return (
+            f"Running for {duration(round(self.seconds))}: {line}."
+            if self.running
+            else f"Not running: {line}, {left} to do."
+        )
 
 
 def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
@@ -110,10 +116,3 @@ def _exists(process: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lipscope.report.html import Document, Section, Table
-from lipscope.rounding import round_up, span
+from lipscope.rounding import duration, round_up, span
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import FitRow, Row
 from lipscope.studies.paper.cast import Cast
@@ -179,22 +179,15 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
 def _circumstances(about: dict[str, Any]) -> str:
     """How long it took, and how long the plain loop would have taken."""
     threads = f"{about['threads']} torch thread" + ("s" if about["threads"] > 1 else "")
-    text = f"The tasks took {_duration(about['measured_seconds'])} added up, each with {threads}."
+    text = f"The tasks took {duration(about['measured_seconds'])} added up, each with {threads}."
     book = about.get("textbook")
     if book:
         text += (
             " The textbook loop (power iteration with torch.func.jvp and vjp, one input at a time, one thread) would need "
-            f"about {_duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
+            f"about {duration(book['seconds'])} for the same {book['points']} values of σ on real text, scaled up from "
             f"{book['samples']} inputs measured in this run."
         )
     return text
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _number(value: float | None) -> str:

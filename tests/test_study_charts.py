@@ -1,0 +1,100 @@
+"""The charts of every study: both renderers draw their numbers, and the numbers are those of the study."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import lipscope
+from chart_cases import assert_drawn_alike
+from lipscope.report.charts import Panel
+from lipscope.studies.mean_field.attention import MeanFieldAttention
+from lipscope.studies.mean_field.charts import plateau_chart
+from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.study import convergence_study
+from lipscope.studies.paper.charts import charts
+from lipscope.studies.variants import compare, random_layer
+from lipscope.studies.variants_charts import comparison_chart
+from lipscope.studies.worst_case import growth
+from lipscope.studies.worst_case.charts import growth_chart, history_chart, tokens_chart
+from lipscope.studies.worst_case.tokens import TokenAttack, Trial
+from paper_cases import CAST, text_rows
+from test_paper_findings import adversarial, difference, norms
+
+EYE = torch.eye(2, dtype=torch.float64)
+LAYER = lipscope.Attention(-3 * EYE, EYE, EYE, scale=1.0)
+
+
+@pytest.mark.parametrize("radius", [1.2, 40.0])
+def test_charts_of_an_attack(radius: float) -> None:
+    study = growth(LAYER, [2, 4, 8], radius=radius, method="ascend", restarts=4, steps=3)
+    chart = growth_chart(study, "worst inputs")
+    assert_drawn_alike(chart)
+    curves = {one.name: list(one.y) for one in chart.series}
+    assert curves["worst σ found"] == [float(w.sigma.estimate) for w in study.worst]
+    assert curves["upper bound: refined"] == [w.bounds["refined.unmasked"] for w in study.worst]
+    (panel,) = chart.panels
+    assert isinstance(panel, Panel)
+    # e^{R²} lies out of sight, and is told.
+    told = [one.name for one in panel.drawn if not len(one.x)]
+    assert told == ([] if radius < 2 else [name for name in told if name.startswith("upper bound: paper, Theorem 3.5: ")])
+    assert len(told) == (radius > 2)
+    found = study.worst[-1].ascent
+    assert found is not None
+    steps = history_chart(found, "ascent")
+    assert_drawn_alike(steps)
+    assert [list(one.y) for one in steps.series] == found.history.T.tolist()
+
+
+def test_chart_of_substitutions() -> None:
+    trials = tuple(Trial(k // 3, k, 7 * k, 2.0, 0.1 * k, 2.0 + 0.2 * (k - 2)) for k in range(6))
+    found = object.__new__(TokenAttack)
+    object.__setattr__(found, "tried", trials)
+    chart = tokens_chart(found, "substitutions")
+    assert_drawn_alike(chart)
+    assert [one.name for one in chart.series] == ["round 1: 0 of 3 raise σ", "round 2: 3 of 3 raise σ"]
+    assert [y for one in chart.series for y in one.y] == [trial.sigma for trial in trials]
+
+
+@pytest.mark.parametrize("law", ["ball:1", "gaussian:1"])
+def test_chart_of_a_convergence_study(law: str) -> None:
+    study = convergence_study(MeanFieldAttention(LAYER), parse_law(law, 2, default_size=1.0), [4, 8, 12, 16], repeats=2)
+    chart = plateau_chart(study, "plateau")
+    assert_drawn_alike(chart)
+    medians = next(one for one in chart.series if one.name == "σ of the cloud (median)" and one.listed)
+    assert list(medians.y) == study.medians("sigma")
+    (bound,) = [one for one in chart.series if one.group == "bound"]
+    assert list(bound.y) == ([study.bound] * 4 if math.isfinite(study.bound) else study.medians("bound"))
+
+
+def test_chart_of_a_comparison() -> None:
+    found = compare(random_layer(4), n=4, lengths=[2, 4, 6], inputs=1, search=1, names=["dot-product", "l2", "sigmoid"])
+    chart = comparison_chart(found, "kinds")
+    assert_drawn_alike(chart)
+    over_n, over_radius, ranges = chart.panels
+    assert isinstance(over_n, Panel)
+    assert isinstance(over_radius, Panel)
+    assert isinstance(ranges, Panel)
+    for k, kind in enumerate(found.kinds):
+        assert dict(zip(over_n.series[k].x, over_n.series[k].y, strict=True)) == kind.by_length
+        assert dict(zip(over_radius.series[k].x, over_radius.series[k].y, strict=True)) == kind.by_radius
+    at = {one.name: dict(zip(one.x, one.y, strict=True)) for one in ranges.series if one.listed}
+    assert at["typical σ"] == {k: kind.median for k, kind in enumerate(found.kinds)}
+    assert at["least bound"] == {k: kind.bounds[0].value for k, kind in enumerate(found.kinds) if kind.bounds}
+    assert list(ranges.x_names) == [kind.name for kind in found.kinds]
+
+
+def test_charts_of_the_paper() -> None:
+    rows = text_rows("gpt2-random", 6, 0.2, 0.1, companion=(0.445, 0.25), certified=0.9) + adversarial(0.5)
+    rows += norms(radius_norm=27.7, refined_global=100.0) + difference("dropout", 1.25)
+    rows += text_rows("bert-random", 0, 0.2, 0.1, companion=(0.4, 0.2), certified=9.0)
+    made = {chart.name: chart for chart in charts(rows, CAST)}
+    assert made.keys() == {"growth-random", "radius", "adversarial", "layernorm", "differences"}
+    for chart in made.values():
+        assert_drawn_alike(chart)
+    sigma = [y for one in made["growth-random"].series if one.name == "σ" for y in one.y]
+    assert sorted(sigma) == sorted(row["estimate"] for row in rows if row["experiment"] == "growth")
+    far = [[one.name for one in panel.far] for panel in made["growth-random"].panels if isinstance(panel, Panel)]
+    assert sorted(far) == [[], ["certified upper bound"]]
