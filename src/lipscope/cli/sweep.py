@@ -13,7 +13,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
-from lipscope.cli.terminal import announce, duration, notice, print_table, progress_bar, waiting
+from lipscope.cli.terminal import announce, notice, print_table, progress_bar, waiting
 from lipscope.rounding import duration
 
 if TYPE_CHECKING:
