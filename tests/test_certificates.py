@@ -137,7 +137,7 @@ def test_ball_certificates_hold_everywhere_in_the_ball(seed, radius, direction):
         assert sigma <= L * EXACT, case.label
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6))
 def test_ball_certificates_grow_with_the_radius(seed):
     case = problem(seed, n_max=8)
@@ -194,7 +194,8 @@ def test_the_factored_certificate_is_close_for_several_sharp_heads():
     layer, X = bert_like(heads=8, d=64, n=24, dtype=torch.float64)
     # With products of norms alone the least certificates are 2.0, 8.2 and 5.1 times σ.
     for sharpness, limit in ((0.3, 1.4), (1.0, 4.5), (2.0, 3.5)):
-        sigma = lipscope.local_lipschitz(layer, sharpness * X[0], solver=lipscope.Dense(), certificate=False).estimate
+        solver = lipscope.GolubKahan(rtol=1e-8)
+        sigma = lipscope.local_lipschitz(layer, sharpness * X[0], solver=solver, certificate=False).estimate
         assert sigma <= float(certified_upper(layer, sharpness * X[:1])[0]) <= limit * sigma
     names = {bound.name for bound in local_bounds(layer, X[0])}
     assert names == {"certificates.block_norm", "certificates.row_column", "certificates.factored"}
