@@ -33,13 +33,14 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.bounds.constants import Constants
+from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import require_tokenizer
 from lipscope.models.model import Model
 from lipscope.models.text import Chunker
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise
-from lipscope.spectral.solvers import Auto, Solver
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Solver
 from lipscope.studies.mean_field.measures import Measure
 
 
@@ -276,13 +277,8 @@ def local_constant(
     attention.check(measure)
     charged = measure.support()
     operator = mean_field_operator(attention, charged.split() if splitting else charged, scope)
-    result = summarise(
-        (solver or Auto()).solve(operator),
-        operator,
-        scope=scope,
-        mask="causal, mean-field" if attention.causal else "full, mean-field",
-    )
-    return reshape_batch(result, () if scope == "attention" else (attention.layer.heads,))
+    mask = f"{attention.layer.mask}, mean-field"
+    return sigma(operator, solver, scope=scope, mask=mask, shape=() if scope == "attention" else (-1,))
 
 
 def model_layer(

@@ -86,14 +86,14 @@ class EmpiricalConstant:
         )
 
 
-def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **story: Any) -> PairRatio:
+def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **about: Any) -> PairRatio:
     """W_2(F(μ), F(ν)) / W_2(μ, ν) by exact transport (d_2 under the causal mask).
 
     Args:
         attention: F or F^m.
         mu: a measure.
         nu: another one, at a positive and finite distance.
-        **story: ``change`` and ``history`` of the result.
+        **about: ``change`` and ``history`` of the result.
 
     Raises:
         ValueError: when μ and ν are equal, closer than the rounding of their weights resolves, or infinitely far apart.
@@ -117,7 +117,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **story:
     if math.isinf(before):
         raise ValueError("mu and nu have different laws of positions, so d_2 is infinite; give both the same positions")
     after = wasserstein(attention(mu), attention(nu))
-    return PairRatio(after / before, before, after, mu, nu, **story)
+    return PairRatio(after / before, before, after, mu, nu, **about)
 
 
 def set_bound(attention: MeanFieldAttention, radius: float) -> float:
@@ -223,9 +223,9 @@ def ascend(
             Y = inside_ball(X + Z if together else Z, radius)
             X.copy_(inside_ball(X, radius))
             Z.copy_(Y - X if together else Y)
-    story = {"change": change, "history": tuple(history)}
+    about = {"change": change, "history": tuple(history)}
     # X + (Y − X) may round to a hair outside the ball.
-    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), **story)
+    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), **about)
 
 
 def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:

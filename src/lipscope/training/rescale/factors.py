@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.operators import HeadOperator
+from lipscope.measure.sigma import sigma
 from lipscope.models.seam import CoreCall
 from lipscope.spectral.solvers import Solver
 
@@ -109,9 +109,9 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
 
 def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Tensor:
     """The upper end of σ of every head (H,) with its scores times ``gamma``, the largest over the inputs."""
-    operator = HeadOperator.at(with_scores_times(layer, gamma), X)
-    upper = solver.solve(operator).upper * (1 + operator.rounding_error)
-    return upper.reshape(X.shape[0], layer.heads).amax(0).cpu()
+    operator = with_scores_times(layer, gamma).operator(X, "head")
+    upper: Tensor = sigma(operator, solver, scope="head", shape=(-1, layer.heads)).upper
+    return upper.amax(0).cpu()
 
 
 def with_scores_times(layer: Attention, gamma: Tensor) -> Attention:
