@@ -122,11 +122,25 @@ def test_frozen_parameters_stay_frozen_and_are_fine():
     assert_same_weights(plain, watched)
 
 
+def test_many_gradients_at_once_do_not_stop_at_the_monitor():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    monitor = Monitor(layer)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    y = layer(x)
+    g = torch.eye(y.numel())[:3].reshape(3, *y.shape)
+    with pytest.warns(UserWarning, match="switched itself off"):
+        (rows,) = torch.autograd.grad(y, x, g, is_grads_batched=True)
+    assert rows.shape == (3, *x.shape)
+    assert monitor.reason is not None
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "gemma2"])
 def test_readings_agree_with_dense_jacobians(family):
     model = FAMILIES[family]()
     ids = batches(1, rows=2, n=6)[0]
-    record = Monitor(model, heads=True, solver=lipscope.GolubKahan(rtol=1e-8)).step(ids)
+    monitor = Monitor(model, heads=True, solver=lipscope.GolubKahan(rtol=1e-8))
+    record = monitor.step(ids)
+    monitor.close()
     for layer in (0, 1):
         J = Oracle(family, model, layer, {"input_ids": ids}).jacobian("attention")
         sigma = float(torch.linalg.matrix_norm(J, 2).max())

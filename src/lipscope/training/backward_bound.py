@@ -98,7 +98,11 @@ class LayerGain:
         """The gradient at y comes before those at the projections."""
         if not self.watching:
             return
-        passage.gy, passage.gx, passage.arrived = g.detach(), None, 0
+        try:
+            passage.gy, passage.gx, passage.arrived = g.detach(), None, 0
+        except Exception as error:
+            # Gradients of many outputs at once (is_grads_batched) are no tensors that can be kept.
+            self.failed(error)
 
     def _take(self, passage: _Passage, g: Tensor) -> None:
         if passage.gy is None or not self.watching:
