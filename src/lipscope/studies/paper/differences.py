@@ -20,7 +20,7 @@ from lipscope.attention.layer import Attention
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.models.anatomy import tokens_of
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded
+from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.runs.kinds import COORDINATES, Text
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Pass, Row
@@ -63,8 +63,8 @@ class Differences(Text):
 
     def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """A row per input: σ as it is, and as the difference makes it."""
-        layer, variant, solver = task["layer"], task["variant"], Auto(**task["solver"])
-        right, wrong = _MEASURES[variant](_Here(handle, recorded, layer, payload["ids"], solver))
+        layer, variant = task["layer"], task["variant"]
+        right, wrong = _MEASURES[variant](_Here(recorded[layer], payload["ids"], Auto(**task["solver"])))
         rows = []
         for item, (reference, value) in enumerate(zip(right.tolist(), wrong.tolist(), strict=True)):
             rows.append(
@@ -93,26 +93,25 @@ def _applies(variant: str, handle: Model, layer: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """What every variant starts from."""
+    """What every variant starts from: a layer at a text, its ids, and how σ is solved for."""
 
-    handle: Model
-    recorded: Recorded
-    layer: int
+    layer: RecordedLayer
     ids: list[list[int]]
     solver: Auto
 
-    def sigma(self, recording: Recorded | None = None, scope: str = "attention") -> Tensor:
+    def sigma(self, layer: RecordedLayer | None = None, scope: str = "attention") -> Tensor:
         """Estimates of σ, one per input."""
-        values: Tensor = (recording or self.recorded)[self.layer].sigma(scope, solver=self.solver).estimate
+        values: Tensor = (layer or self.layer).sigma(scope, solver=self.solver).estimate
         return values
 
-    def tokens(self, recording: Recorded | None = None) -> Tensor:
-        """What attention sees, (B, n, d)."""
-        return (recording or self.recorded)[self.layer].tokens().contiguous()
+    def again(self, **inputs: Tensor) -> RecordedLayer:
+        """The layer at another pass on the same ids."""
+        model = self.layer.model
+        return model.record(model.token_inputs(input_ids=torch.tensor(self.ids)) | inputs)[self.layer.index]
 
     def weights(self) -> Attention:
         """The layer's weights under its mask."""
-        found = weights_of(self.handle, self.layer)
+        found = weights_of(self.layer.model, self.layer.index)
         assert found is not None
         return found
 
@@ -121,16 +120,15 @@ Pair = tuple[Tensor, Tensor]
 
 
 def _primal(here: _Here) -> Pair:
-    at = here.recorded[here.layer]
-    values = companion_estimator(at.attention or at.map(), here.tokens())
+    at = here.layer
+    values = companion_estimator(at.attention or at.map(), at.tokens().contiguous())
     assert isinstance(values, Tensor)
     return here.sigma(), values
 
 
 def _lost_mask(here: _Here) -> Pair:
-    with _unmasked(here.handle):
-        bare = here.handle.record(here.handle.token_inputs(input_ids=torch.tensor(here.ids)))
-        return here.sigma(), here.sigma(bare)
+    with _unmasked(here.layer.model):
+        return here.sigma(), here.sigma(here.again())
 
 
 def _residual(here: _Here) -> Pair:
@@ -140,19 +138,18 @@ def _residual(here: _Here) -> Pair:
 def _dropout(here: _Here) -> Pair:
     layer, wrong = here.weights(), []
     for item, ids in enumerate(here.ids[:_SLOW_INPUTS]):
-        X = _tokens_under_dropout(here.handle, here.layer, ids, seed=item)
+        X = _tokens_under_dropout(here.layer.model, here.layer.index, ids, seed=item)
         wrong.append(local_lipschitz(plain_forward(layer, dropout=DROPOUT, seed=item), X, solver=here.solver).estimate)
     return here.sigma()[: len(wrong)], torch.tensor(wrong)
 
 
 def _token_types(here: _Here) -> Pair:
-    inputs = here.handle.token_inputs(input_ids=torch.tensor(here.ids))
-    shifted = here.handle.record(inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])})
-    return here.sigma(), here.sigma(shifted)
+    zeros = torch.zeros_like(torch.tensor(here.ids))
+    return here.sigma(), here.sigma(here.again(token_type_ids=zeros))
 
 
 def _head_slice(here: _Here) -> Pair:
-    layer, X = here.weights(), here.tokens()
+    layer, X = here.weights(), here.layer.tokens().contiguous()
     right, dk = layer.head(0), layer.head_width
     sliced = dataclasses.replace(
         right, q=layer.q.mT[:dk].contiguous(), k=layer.k.mT[:dk].contiguous(), v=layer.v.mT[:dk].contiguous()
@@ -163,7 +160,7 @@ def _head_slice(here: _Here) -> Pair:
 
 def _tolerance(here: _Here) -> Pair:
     function = plain_forward(here.weights())
-    wrong = [power_loop(function, X, atol=ABSOLUTE_TOLERANCE)[0] for X in here.tokens()[:_SLOW_INPUTS]]
+    wrong = [power_loop(function, X, atol=ABSOLUTE_TOLERANCE)[0] for X in here.layer.tokens()[:_SLOW_INPUTS]]
     return here.sigma()[: len(wrong)], torch.tensor(wrong)
 
 
