@@ -9,8 +9,8 @@ import cases
 import lipscope
 import reference
 from largest_tensor import LargestTensor
-from lipscope.bounds import strips
-from lipscope.bounds.certificates import certified_upper, local_bounds
+from lipscope.bounds import certificates, head_core, several_heads
+from lipscope.bounds.certificates import certified_upper, height_within, local_bounds, strip_height
 
 N, H = 19, 4
 BIAS = cases.random(H, N, N, seed=7)
@@ -77,8 +77,7 @@ def test_one_head_and_pieces_of_columns(part, monkeypatch):
     x = cases.random(N, 10, seed=4)
     subject = layer("causal", heads=1, kv_heads=1, **PARTS[part])
     whole = {bound.name: bound.value for bound in local_bounds(subject, x)}
-    monkeypatch.setattr("lipscope.bounds.head_core._COLUMNS", 7)
-    monkeypatch.setattr(strips, "_COLUMNS", 5)
+    monkeypatch.setattr(head_core, "COLUMNS", 7)
     cut = {bound.name: bound.value for bound in local_bounds(subject, x, height=6)}
     assert set(cut) == {"certificates.row_column", "certificates.block_norm", "certificates.row_gram"}
     assert cut == pytest.approx(whole, rel=1e-10)
@@ -202,12 +201,12 @@ def test_large_additive_terms_are_part_of_the_rounding():
 
 
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
-    monkeypatch.setattr(strips, "_STRIP", 1 << 13)
-    monkeypatch.setattr(strips, "_COLUMNS", 32)
-    monkeypatch.setattr(strips, "DENSE", 64)
-    monkeypatch.setattr("lipscope.bounds.head_core._COLUMNS", 32)
+    monkeypatch.setattr(certificates, "STRIP", 1 << 13)
+    monkeypatch.setattr(several_heads, "KEY_ENTRIES", 32 * 9)
+    monkeypatch.setattr(certificates, "DENSE", 64)
+    monkeypatch.setattr(head_core, "COLUMNS", 32)
     # Few small blocks are computed from the blocks themselves; long inputs never have few.
-    monkeypatch.setattr("lipscope.bounds.head_core._SMALL", 0)
+    monkeypatch.setattr(head_core, "SMALL", 0)
     for n in (80, 120):
         with LargestTensor(n) as seen:
             certified_upper(layer("causal"), cases.random(1, n, 10, seed=n))
@@ -219,17 +218,17 @@ def test_long_inputs_are_cut_by_themselves(monkeypatch):
     x = cases.random(1, 70, 10, seed=1)
     subject = layer("causal")
     expected = certified_upper(subject, x)
-    monkeypatch.setattr(strips, "DENSE", 64)
-    monkeypatch.setattr(strips, "_STRIP", 1 << 13)
-    assert strips.strip_height(70, H) < 30
+    monkeypatch.setattr(certificates, "DENSE", 64)
+    monkeypatch.setattr(certificates, "STRIP", 1 << 13)
+    assert strip_height(70, H) < 30
     torch.testing.assert_close(certified_upper(subject, x), expected, rtol=1e-10, atol=0)
 
 
 def test_strips_keep_to_a_memory():
-    assert strips.height_within(1000, 12, 1 << 30) is None
-    assert strips.height_within(1000, 12, 16 << 20) == (16 << 20) // (68 * 8 * 1000)
-    assert strips.height_within(16384, 12, 1 << 40) == strips.strip_height(16384, 12)
-    assert strips.height_within(16384, 12, 1) == 16
+    assert height_within(1000, 12, 1 << 30) is None
+    assert height_within(1000, 12, 16 << 20) == (16 << 20) // (68 * 8 * 1000)
+    assert height_within(16384, 12, 1 << 40) == strip_height(16384, 12)
+    assert height_within(16384, 12, 1) == 16
 
 
 def test_the_norms_of_weights_are_computed_once_for_the_same_tensors():

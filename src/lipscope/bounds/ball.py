@@ -23,6 +23,7 @@ from lipscope.attention.layer import Attention
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.head_core import HeadCore
+from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
 from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
 
@@ -147,17 +148,17 @@ class _BallHead:
     @classmethod
     def at(cls, core: HeadCore, w: HeadWeights, visible: Tensor | None) -> _BallHead:
         v, o = core.v, core.o
-        if core.missing is not None:
+        if core.sink_share is not None:
             v, o = v + core.centre, o + core.centre
         if w.R_O is not None:
             v, o = v @ w.R_O.mT, o @ w.R_O.mT
         delta, block = core.block_norms(w)
         share = torch.where(core.P > 0, block / core.P.clamp_min(1e-300), w.value + delta * core.a)
-        A = w.interaction if core.turn is None else core.turned_interaction(w)
+        A = w.interaction if core.rotation is None else largest_interaction(w, core.rotation)
         B, _ = core.covariance_norms(w)
         # Query gradients are counted from their mean where a common shift of the keys cancels.
-        centred = not (core.bent or core.missing is not None)
-        if core.turn is None:
+        centred = not (core.softcapped or core.sink_share is not None)
+        if core.rotation is None:
             b = core.k @ w.R_Q.mT
             b_norm = torch.linalg.vector_norm(b, dim=-1)[None]
             own_b, inner = b_norm[0], ((core.q @ w.KQ) * core.k).sum(-1)
@@ -168,7 +169,7 @@ class _BallHead:
             shift = core.P @ core.k if centred else torch.zeros_like(core.k)
             b_norm, b_spread = core.query_gradients(w, shift)
             own_a, own_b = core.a.diagonal(), b_norm.diagonal()
-            q, k = (core.turn.transpose(t) for t in (core.q, core.k))
+            q, k = (core.rotation.transpose(t) for t in (core.q, core.k))
             inner = ((q @ w.KQ) * k).sum(-1)
         own = ((own_a.square() + 2 * inner + own_b.square()).clamp_min(0) + core.margin * (own_a + own_b) ** 2).sqrt()
         seen = torch.ones_like(core.P, dtype=torch.bool) if visible is None else visible.expand_as(core.P)
@@ -196,7 +197,7 @@ class _BallHead:
         row_column = math.sqrt(float((rho.square() @ high).max())) + float(B.max())
         # ‖V + δ'a'ᵀ‖ ≤ ‖V + δaᵀ‖ + ‖δ' − δ‖‖a'‖ + ‖δ‖‖a' − a‖; the slope of a soft-cap may move, so it takes the plain sum.
         drift = (move + o_moves[:, None]) * a + self.delta * (self.A * radius)
-        if core.bent:
+        if core.softcapped:
             block = high * (w.value + (self.delta + move + o_moves[:, None]) * a)
             moved = math.inf
         else:
@@ -222,7 +223,7 @@ class _BallHead:
         eps = 4 * P.shape[1] * torch.finfo(P.dtype).eps
         rest_low = (down.sum(-1, keepdim=True) * (1 - eps) - down).clamp_min(0)
         rest_high = up.sum(-1, keepdim=True) * (1 + eps) - up
-        share = P.new_zeros(P.shape[0]) if core.missing is None else core.missing
+        share = P.new_zeros(P.shape[0]) if core.sink_share is None else core.sink_share
         high = up / (up + rest_low + share[:, None]).clamp_min(1e-300)
         high = torch.where(moves > 600, torch.ones_like(P), torch.maximum(high, P)) * self.seen
         low = down / (down + rest_high + share[:, None]).clamp_min(1e-300)
@@ -249,10 +250,10 @@ class _BallHead:
         shift = self.A * radius
         b_root = (high * self.b_spread.square()).sum(-1).sqrt() + shift * peak
         cauchy = z * b_root
-        if core.bent:
+        if core.softcapped:
             return cauchy, torch.full_like(cauchy, math.inf)
         # With a sink the gradients are not counted from their mean, and their mean is not small.
-        b_moves = b_root if core.missing is not None else (change * self.b_spread).sum(-1) + shift * peak
+        b_moves = b_root if core.sink_share is not None else (change * self.b_spread).sum(-1) + shift * peak
         v_root = (high * self.delta.square()).sum(-1).sqrt()
         moves = (change * self.delta * self.b_spread).sum(-1)
         moves = moves + w.value * radius * peak * b_root + v_root * shift * peak + o_moves * b_moves

@@ -1,7 +1,7 @@
 """Certified upper bounds for σ at one input, closed form and deterministic.
 
 With v_j the values, o_i = Σ_j P_ij v_j, W = P times the slope of the soft-cap, and R_i the rotations of rotary
-embeddings (the identity without), a_ij = W_KᵀR_jᵀq_i and b_ij = τW_QᵀR_iᵀk_j for turned queries and keys, one head is
+embeddings (the identity without), a_ij = W_KᵀR_jᵀq_i and b_ij = τW_QᵀR_iᵀk_j for rotated queries and keys, one head is
 
     (J ε)_i = Σ_j P_ij W_V ε_j + Σ_j W_ij (v_j − o_i)(a_ij·ε_j) + B_i ε_i        B_i = Σ_j W_ij (v_j − o_i) b_ijᵀ
 
@@ -13,10 +13,23 @@ depends on j).
     ‖M‖² ≤ ‖W_V‖² + ½(t + √(t² + 4(‖g‖²‖δ‖² − (g·δ)²))),   t = 2 g·δ + ‖a‖²‖δ‖²
 
 since MMᵀ = W_V W_Vᵀ + gδᵀ + δgᵀ + ‖a‖²δδᵀ and the last three terms live in the span of g and δ.
-**Row Gram**: block norms with the directions of the blocks of a row kept, see ``row_gram``.
+**Row Gram**: block norms with the directions of the blocks of a row kept. For any weights ω_ij > 0, by Cauchy–Schwarz,
+
+    ‖Σ_j M_ij ε_j + B_i ε_i‖² ≤ λ_i( Σ_j ‖ε_j‖²/ω_ij + ‖ε_i‖²/ω_i ),    λ_i = ‖Σ_j ω_ij M_ijM_ijᵀ + ω_i B_iB_iᵀ‖
+
+Sum over i and exchange the sums: σ² ≤ max_j ( Σ_i λ_i/ω_ij + λ_j/ω_j ). With N_ij ≥ ‖M_ij‖, N_i ≥ ‖B_i‖, any x > 0 and
+the weights ω_ij = x_j/N_ij, ω_i = x_i/N_i, the triangle inequality gives λ_i ≤ (Nx)_i and the bound becomes
+Collatz–Wielandt's for the block norms; the norm of the sum itself is smaller, since the blocks of a row point in
+different directions. With g_ij = Va_ij,
+
+    Σ_j ω_ij M_ijM_ijᵀ = (Σ_j ω_ijP_ij²)VVᵀ + X_i + X_iᵀ + Σ_j ω_ijW_ij²‖a_ij‖²δ_ijδ_ijᵀ,    X_i = Σ_j ω_ijP_ijW_ij g_ijδ_ijᵀ
+
+is a matrix as small as a head.
 **Factored** (several heads): heads enter by a maximum, not by a sum, see ``several_heads``.
 
-Computed in float64, one head at a time, for long sequences a strip of rows at a time (``strips``); proofs are in
+Everything is computed in float64, a strip of rows of the scores at a time: what belongs to a row (B_i, c_i, ρ_i) is found
+in one pass over the strips, column sums are added up on the way, and a bound by Collatz–Wielandt needs one pass per power
+step, NᵀNx = Σ_strips N_sᵀ(N_s x). Short sequences are one strip, of which every matrix is formed once. Ours; proofs in
 docs/theory.
 """
 
@@ -29,16 +42,20 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.bounds import strips
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.head_core import HeadCore
-from lipscope.bounds.row_gram import row_gram
+from lipscope.bounds.head_core import HeadCore, Strip, Strips, power_of_two, with_diagonal
 from lipscope.bounds.several_heads import several_heads
-from lipscope.bounds.spectral_upper import nonnegative_norm
+from lipscope.bounds.spectral_upper import best_vectors, matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights, LayerWeights, layer_weights
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
+
+# Entries of one matrix of a strip over all heads.
+STRIP = 1 << 23
+# Tokens up to which a single strip has all rows, and how many n×n matrices that takes.
+DENSE, _MATRICES = 2048, 20
+_TINY = 1e-280
 
 
 def certified_upper(
@@ -100,7 +117,7 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     H, dk, d = layer.heads, layer.head_width, layer.width
     pairs = 10 if layer.rotary is not None else 6
     certificate = 4.0 * inputs * H * (pairs * n**2 * dk**2 + 16 * n * dk**3)
-    if n > strips.DENSE:
+    if n > DENSE:
         # The passes of power steps over the scores, each a handful of products of length dk and the exponentials.
         certificate += 4.0 * inputs * H * 40 * n**2 * (8 * dk + 32)
     width = 3 * dk if scope == "head" else d
@@ -128,20 +145,16 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     ]
 
 
-def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, height: int | None = None) -> dict[str, float]:
-    height = _height(len(x), 1, height)
-    if height < len(x):
-        found, margin = strips.one_head_strips(single, x, w, gain, height)
-        return {name: _round_up(value, margin) for name, value in found.items()}
-    core = HeadCore.at(single, x, w)
-    B, c = core.covariance_norms(w)
-    columns = float((core.rho(c, w).square() @ core.P * gain.square()).max())
-    block = core.block_norms(w)[1]
-    return {
-        "row_column": _round_up(math.sqrt(columns) + float((B * gain).max()), core.margin),
-        "block_norm": _round_up(nonnegative_norm(block * gain + torch.diag(B * gain)), core.margin),
-        "row_gram": _round_up(row_gram(core, w, block, B, gain), core.margin),
-    }
+def strip_height(n: int, heads: int) -> int:
+    """Rows of a strip, so that its matrices over all heads stay within a fixed memory."""
+    return min(n, max(16, STRIP // (n * heads)))
+
+
+def height_within(n: int, heads: int, memory: int) -> int | None:
+    """Rows of a strip whose matrices take at most ``memory`` bytes, 16 at least; None when n×n matrices do not take more."""
+    if n <= DENSE and _MATRICES * 8 * n * n <= memory:
+        return None
+    return min(strip_height(n, heads), max(16, memory // ((4 * heads + _MATRICES) * 8 * n)))
 
 
 def _whole_layer(
@@ -149,18 +162,99 @@ def _whole_layer(
 ) -> dict[str, float]:
     """Every certificate of the layer."""
     if layer.heads == 1:
-        return _one_head(layer.head(0), x, weights.image[0], gain, height)
-    height = _height(len(x), layer.heads, height)
-    if height < len(x):
-        found, margin = strips.several_heads_strips(layer, x, weights, gain, height)
-    else:
-        found, margin = several_heads(layer, x, weights, gain)
-    return {name: _round_up(value, margin) for name, value in found.items()}
+        return _one_head(layer, x, weights.image[0], gain, height)
+    strips = Strips(layer, x, weights.image, _height(len(x), layer.heads, height))
+    return _round_up(several_heads(strips, layer, weights, gain), strips.margin)
+
+
+def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, height: int | None = None) -> dict[str, float]:
+    """Every certificate of a layer of one head."""
+    strips = Strips(single, x, (w,), _height(len(x), 1, height))
+    B, columns = x.new_zeros(len(x)), x.new_zeros(len(x))
+    for strip in strips:
+        core = strip.core(0)
+        B[strip.rows], c = core.covariance_norms(w)
+        columns[strip.columns] += core.rho(c, w).square() @ core.P
+    row_column = math.sqrt(float((columns * gain.square()).max())) + float((B * gain).max())
+    # No entry of N exceeds twice the row–column bound.
+    scale = power_of_two(row_column)
+
+    def total(strip: Strip, names: set[str]) -> dict[str, Tensor]:
+        return {"N": with_diagonal(_blocks(strip, w) * gain[strip.columns], strip, B * gain)}
+
+    value, perron = best_vectors(strips.grams(total, {"N": scale}), {"N": torch.ones_like(gain)})["N"]
+    found = {"row_column": row_column, "block_norm": scale * value, "row_gram": _row_gram(strips, w, B, gain, perron)}
+    return _round_up(found, strips.margin)
+
+
+def _blocks(strip: Strip, w: HeadWeights) -> Tensor:
+    """≥ ‖M_ij‖ on a strip of one head."""
+    if "blocks" not in strip.kept:
+        strip.kept["blocks"] = strip.core(0).block_norms(w)[1]
+    blocks: Tensor = strip.kept["blocks"]
+    return blocks
+
+
+def _row_gram(strips: Strips, w: HeadWeights, B: Tensor, gain: Tensor, x: Tensor, rounds: int = 2) -> float:
+    """The least row-Gram bound over some choices of x, without the margin for the rounding of probabilities.
+
+    The first x is the leading vector of the block norms, the next what the bound itself suggests.
+    """
+    best = math.inf
+    eps = (2 * len(x) + 8) * torch.finfo(x.dtype).eps
+    for _ in range(rounds):
+        x = (x / x.max()).clamp_min(1e-100)
+        sums = torch.zeros_like(x)
+        own = torch.where(B > 0, x * gain / B.clamp_min(_TINY), 0.0)
+        for strip in strips:
+            block, rows, columns = _blocks(strip, w), strip.rows, strip.columns
+            weights = torch.where(block > 0, (x * gain)[columns] / block.clamp_min(_TINY), 0.0)
+            total = with_diagonal(block * gain[columns], strip, B * gain)
+            norms = _row_norms(strip.core(0), w, weights, own[rows], B[rows])
+            sums[columns] += total.mT @ torch.minimum(norms, total @ x[columns])
+        value = float((sums / x).max()) * (1 + eps)
+        if not math.isfinite(value):
+            break
+        best = min(best, math.sqrt(value))
+        x = sums
+        if float(x.max()) == 0:
+            break
+    return best
+
+
+def _row_norms(core: HeadCore, w: HeadWeights, weights: Tensor, own: Tensor, B: Tensor) -> Tensor:
+    """λ_i for every row, its rounding included."""
+    v, o = core.through_output(w)
+    P, W, a = core.P, core.W, core.a
+    mean = (weights * P.square()).sum(-1)
+    mixed, spread = weights * P * W, weights * W.square() * a.square()
+    VV = w.V @ w.V.mT
+    crosses = _cross_terms(core, w, mixed, v, o)
+    found = []
+    for part, cross, moment in core.moments(w, spread):
+        gram = mean[part, None, None] * VV + moment + own[part, None, None] * (cross @ cross.mT)
+        gram = gram + crosses[part] + crosses[part].mT
+        found.append(matrix_norm_upper(gram, symmetric=True))
+    v_size = float(torch.linalg.vector_norm(v, dim=-1).max() + torch.linalg.vector_norm(o, dim=-1).max())
+    size = mean * w.value**2 + 2 * (mixed * a).sum(-1) * w.value * v_size + spread.sum(-1) * v_size**2
+    return torch.cat(found) + core.margin * (size + own * B.square())
+
+
+def _cross_terms(core: HeadCore, w: HeadWeights, mixed: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """X_i = Σ_j mixed_ij g_ij δ_ijᵀ for every row."""
+    if core.rotation is None:
+        h = mixed @ v - mixed.sum(-1, keepdim=True) * o
+        return (core.q @ w.VK.mT)[:, :, None] * h[:, None, :]
+    found = []
+    for part, G in core.pair_images(w.VK, core.q):
+        G = G * mixed[part, :, None]
+        found.append(G.mT @ v - G.sum(1)[:, :, None] * o[part, None, :])
+    return torch.cat(found)
 
 
 def _height(n: int, heads: int, asked: int | None) -> int:
-    return asked or (n if n <= strips.DENSE else strips.strip_height(n, heads))
+    return asked or (n if n <= DENSE else strip_height(n, heads))
 
 
-def _round_up(value: float, margin: float) -> float:
-    return value * (1 + 4 * margin) if margin < 0.1 else math.inf
+def _round_up(found: dict[str, float], margin: float) -> dict[str, float]:
+    return {name: value * (1 + 4 * margin) if margin < 0.1 else math.inf for name, value in found.items()}

@@ -8,171 +8,208 @@ query:
     query  ≤ max_i ‖Σ_h W_O^h C_i^h R_i τW_Q^h‖
 
 with Cov_i the covariance of the values under row i and C_i that of values and keys (W²/P and W in place of P with a
-soft-cap), and R the rotations of rotary embeddings. The sums over heads are bounded by ``head_sum``. Two passes over
-the heads, so that no more than a fixed number of n×n matrices is ever held. Ours; proofs in docs/theory.
+soft-cap), and R the rotations of rotary embeddings. The sums over heads are bounded by ``head_sum``. A strip takes its
+heads one after another, so that no more than a fixed number of its matrices is held when it is not kept. Ours; proofs in
+docs/theory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.bounds.head_core import HeadCore
+from lipscope.bounds.head_core import HeadCore, Strip, Strips, power_of_two, rotate_back, with_diagonal
 from lipscope.bounds.head_sum import factor, factor_pair, product_norms, quadratic_norms
-from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
+from lipscope.bounds.spectral_upper import best_vectors, matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights, LayerWeights
 
 # heads·n·d_head³ up to which covariances are also taken through W_O.
 CHEAP = 1 << 25
-# heads·n² up to which the heads are kept for the second pass instead of being evaluated again.
-_FEW = 1 << 21
+# Entries of the d_head × d_head matrices of the key part that are held at a time.
+KEY_ENTRIES = 1 << 22
 
 
-def several_heads(layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor) -> tuple[dict[str, float], float]:
-    """Every certificate of a layer in float64 at tokens x (n, d), and the margin they are to be enlarged by."""
-    totals = _Totals(x, gain, images=layer.heads * x.shape[0] * layer.head_width**3 <= CHEAP)
-    singles = [layer.head(h) for h in range(layer.heads)]
-    cores: list[HeadCore] = []
-    few = layer.heads * x.shape[0] ** 2 <= _FEW
-    for single, w in zip(singles, weights.image, strict=True):
-        core = HeadCore.at(single, x, w)
-        totals.add(core, w)
-        if few:
-            cores.append(core)
-    kappa = quadratic_norms(weights.gram_out, weights.out, torch.stack(totals.F), torch.stack(totals.F_rest))
-    keys = _Keys(gain, kappa, totals.P_sum / layer.heads)
-    for h, w in enumerate(weights.image):
-        keys.add(cores[h] if few else HeadCore.at(singles[h], x, w))
-    return totals.certificates(weights, keys), totals.margin
+def several_heads(strips: Strips, layer: Attention, weights: LayerWeights, gain: Tensor) -> dict[str, float]:
+    """Every certificate of a layer with several heads, without the margin for the rounding of probabilities.
+
+    Args:
+        strips: the heads at one input.
+        layer: the layer.
+        weights: its weights.
+        gain: (n,), norms of the maps before the tokens.
+    """
+    rows = _Rows(strips, layer, weights)
+    heads, squared, B = range(layer.heads), gain.square(), rows.B * gain
+    # Cauchy–Schwarz over the heads with weights ρ: (Σ_h ρ_h e_h)² ≤ (Σ_h ρ_h)(Σ_h ρ_h e_h²).
+    together = math.sqrt(float((rows.together * squared).max()))
+    apart = sum(math.sqrt(float((column * squared).max())) for column in rows.columns)
+    row_column = min(apart, together) + float(B.max())
+
+    def matrices(strip: Strip, names: set[str]) -> dict[str, Tensor]:
+        sums = _Sums.of(strip, weights, blocks="N" in names)
+        g, average = gain[strip.columns], sums.total / layer.heads
+        found = {"average": average * g} if "average" in names else {}
+        if not names.isdisjoint(("N", "mean")):
+            mean = sums.mean(weights)
+            found["mean"] = mean * g
+        if "N" in names:
+            found["N"] = with_diagonal(torch.minimum(sums.blocks, mean + sums.spreads) * g, strip, B)
+        for h in heads:
+            if not names.isdisjoint((f"P{h}", f"D{h}")):
+                P = strip.core(h).P
+                found |= {f"P{h}": P * g, f"D{h}": (P - average).abs() * g}
+        return found
+
+    size = power_of_two(float(gain.max()))
+    scales = {
+        "N": power_of_two(row_column),
+        "mean": size * power_of_two(sum(w.value for w in weights.image)),
+        "average": size,
+    }
+    scales |= {f"{kind}{h}": size for h in heads for kind in "PD"}
+    # A single strip would hold all matrices at once, and takes the heads one after another instead.
+    groups = [["N", "mean", "average"], *([f"P{h}", f"D{h}"] for h in heads)] if strips.single else [list(scales)]
+    norms: dict[str, float] = {}
+    for group in groups:
+        best = best_vectors(strips.grams(matrices, scales), dict.fromkeys(group, torch.ones_like(gain)))
+        norms |= {name: scales[name] * value for name, (value, _) in best.items()}
+    both = weights.out * weights.values
+    means = min(
+        norms["mean"],
+        both * max(norms[f"P{h}"] for h in heads),
+        norms["average"] * weights.total + both * max(norms[f"D{h}"] for h in heads),
+    )
+    factored = means + _keys(strips, weights, rows.kappa, gain) + float(B.max())
+    return {"block_norm": norms["N"], "row_column": row_column, "factored": factored}
 
 
-class _Totals:
-    """First pass: sums and maxima over the heads, and the factors of their covariances."""
+class _Sums:
+    """Sums over the heads of one strip, of which bounds for the blocks of the layer are made."""
 
-    def __init__(self, x: Tensor, gain: Tensor, images: bool) -> None:
-        n = x.shape[0]
-        self.gain, self.images = gain, images
-        self.blocks, self.means, self.spreads, self.most, self.weighted, self.P_sum = (x.new_zeros(n, n) for _ in range(6))
-        self.least = x.new_ones(n, n)
-        self.B, self.rho = x.new_zeros(n), x.new_zeros(n)
-        self.row_column = self.margin = 0.0
-        self.U: list[Tensor] = []
-        self.Z: list[Tensor] = []
-        self.C_rest: list[Tensor] = []
-        self.F: list[Tensor] = []
-        self.F_rest: list[Tensor] = []
+    def __init__(self, strip: Strip, like: Tensor) -> None:
+        shape = (strip.rows.stop - strip.rows.start, strip.columns.stop - strip.columns.start)
+        self.total, self.means, self.most, self.blocks, self.spreads = (like.new_zeros(shape) for _ in range(5))
+        self.least = like.new_ones(shape)
 
-    def add(self, core: HeadCore, w: HeadWeights) -> None:
-        P = core.P
-        self.margin = max(self.margin, core.margin)
-        delta, block = core.block_norms(w)
-        self.blocks += block
-        self.means.add_(P, alpha=w.value)
-        self.spreads += delta.mul_(core.W).mul_(core.a)
-        self.P_sum += P
-        torch.minimum(self.least, P, out=self.least)
-        torch.maximum(self.most, P, out=self.most)
+    @classmethod
+    def of(cls, strip: Strip, weights: LayerWeights, blocks: bool) -> _Sums:
+        """The sums of a strip, those of a single one from the first pass over it."""
+        if "sums" in strip.kept:
+            kept: _Sums = strip.kept["sums"]
+            return kept
+        sums = cls(strip, weights.gram_out)
+        for h, w in enumerate(weights.image):
+            sums.add(strip.core(h), w, blocks)
+        return sums
 
-        factors = covariance_factors(core)
-        for into, tensor in zip((self.U, self.Z, self.C_rest, self.F, self.F_rest), factors, strict=True):
-            into.append(tensor)
-        if self.images:
-            B, c = core.covariance_norms(w)
-            self.B += B
-        else:
-            c = head_covariance(core, w, self.F[-1], self.F_rest[-1])
-        rho = core.rho(c, w)
-        self.row_column += math.sqrt(float((rho.square() @ P * self.gain.square()).max()))
-        self.weighted.addcmul_(rho[:, None], P)
-        self.rho += rho
+    def add(self, core: HeadCore, w: HeadWeights, blocks: bool = True) -> None:
+        """One more head; the block norms only if asked for."""
+        self.total += core.P
+        self.means.add_(core.P, alpha=w.value)
+        torch.minimum(self.least, core.P, out=self.least)
+        torch.maximum(self.most, core.P, out=self.most)
+        if blocks:
+            delta, block = core.block_norms(w)
+            self.blocks += block
+            self.spreads += delta.mul_(core.W).mul_(core.a)
 
-    def certificates(self, weights: LayerWeights, keys: _Keys) -> dict[str, float]:
-        gain = self.gain
-        both = weights.out * weights.values
-        mean = _least_mean(self.means, self.least, self.most, weights)
-        B = product_norms(
-            weights.gram_out, weights.gram_query, (weights.out, weights.queries),
-            torch.stack(self.U), torch.stack(self.Z), torch.stack(self.C_rest),
-        )  # fmt: skip
-        B = (torch.minimum(B, self.B) if self.images else B) * gain
-        N = torch.minimum(self.blocks, mean + self.spreads) * gain + torch.diag(B)
-        means = min(
-            nonnegative_norm(mean * gain),
-            both * keys.largest,
-            nonnegative_norm(keys.P_mean * gain) * weights.total + both * keys.deviation,
-        )
-        # Cauchy–Schwarz over the heads with weights ρ: (Σ_h ρ_h e_h)² ≤ (Σ_h ρ_h)(Σ_h ρ_h e_h²).
-        together = math.sqrt(float((self.rho @ self.weighted * gain.square()).max()))
-        return {
-            "block_norm": nonnegative_norm(N),
-            "row_column": min(self.row_column, together) + float(B.max()),
-            "factored": means + keys.bound(weights) + float(B.max()),
-        }
+    def mean(self, weights: LayerWeights) -> Tensor:
+        """≥ ‖Σ_h P_ij^h V_h‖: by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖."""
+        shared = self.means + self.least * (weights.total - sum(w.value for w in weights.image))
+        return torch.minimum(torch.minimum(self.means, shared), weights.out * weights.values * self.most)
 
 
-def covariance_factors(core: HeadCore) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """U, Z with UZᵀ ≈ C_i and what is missing, F with FFᵀ ≈ Cov_i and what is missing, in the head's own coordinates."""
+class _Rows:
+    """First pass: what belongs to rows, and sums over columns.
+
+    Attributes:
+        B: ≥ ‖Σ_h B_i^h‖, (n,).
+        kappa: κ_i, (n,).
+        columns: Σ_i P_ij ρ_i² of every head, (heads, n).
+        together: Σ_i (Σ_h ρ_i^h)(Σ_h ρ_i^h P_ij^h), (n,).
+    """
+
+    def __init__(self, strips: Strips, layer: Attention, weights: LayerWeights) -> None:
+        like = strips.heads[0].q
+        self.B, self.kappa, self.together = (like.new_zeros(strips.n) for _ in range(3))
+        self.columns = like.new_zeros(layer.heads, strips.n)
+        self._images = layer.heads * strips.n * layer.head_width**3 <= CHEAP
+        for strip in strips:
+            if strips.single:
+                strip.kept["sums"] = _Sums(strip, like)
+            self._add(strip, weights)
+
+    def _add(self, strip: Strip, weights: LayerWeights) -> None:
+        factors: list[tuple[Tensor, ...]] = []
+        own, rho_sum = torch.zeros_like(self.B[strip.rows]), torch.zeros_like(self.B[strip.rows])
+        weighted = own.new_zeros(len(own), strip.columns.stop - strip.columns.start)
+        for h, w in enumerate(weights.image):
+            core = strip.core(h)
+            factors.append(_covariance_factors(core))
+            if "sums" in strip.kept:
+                strip.kept["sums"].add(core, w)
+            if self._images:
+                norms, c = core.covariance_norms(w)
+                own += norms
+            else:
+                c = _head_covariance(core, w, *factors[-1][3:])
+            rho = core.rho(c, w)
+            self.columns[h, strip.columns] += rho.square() @ core.P
+            weighted.addcmul_(rho[:, None], core.P)
+            rho_sum += rho
+        self.together[strip.columns] += rho_sum @ weighted
+        U, Z, C_rest, F, F_rest = (torch.stack(each) for each in zip(*factors, strict=True))
+        B = product_norms(weights.gram_out, weights.gram_query, (weights.out, weights.queries), U, Z, C_rest)
+        self.B[strip.rows] = torch.minimum(B, own) if self._images else B
+        self.kappa[strip.rows] = quadratic_norms(weights.gram_out, weights.out, F, F_rest)
+
+
+def _covariance_factors(core: HeadCore) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """U, Z with UZᵀ ≈ C_i and the norm of the difference, F with FFᵀ ≈ Cov_i and likewise, in the head's own coordinates."""
     parts = [(*factor_pair(cross), *factor(own)) for _, cross, own in core.moments(None)]
     U, Z, C_rest, F, F_rest = (torch.cat(each) for each in zip(*parts, strict=True))
     C_slack, F_slack = core.moment_slack(None)
     return U, Z, C_rest + C_slack, F, F_rest + F_slack
 
 
-def head_covariance(core: HeadCore, w: HeadWeights, F: Tensor, rest: Tensor) -> Tensor:
+def _head_covariance(core: HeadCore, w: HeadWeights, F: Tensor, rest: Tensor) -> Tensor:
     """c_i through W_O by way of ‖W_O‖, from the factors of the covariances."""
     c = matrix_norm_upper(F.mT @ F, symmetric=True) + rest
-    if core.missing is not None and not core.bent:
-        c = c + core.missing * (core.o + core.centre).square().sum(-1)
+    if core.sink_share is not None and not core.softcapped:
+        c = c + core.sink_share * (core.o + core.centre).square().sum(-1)
     return w.out**2 * c
 
 
-def mean_blocks(P: Sequence[Tensor], weights: LayerWeights) -> Tensor:
-    """≥ ‖Σ_h P_ij^h V_h‖: by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖."""
-    means = sum((p * w.value for p, w in zip(P[1:], weights.image[1:], strict=True)), P[0] * weights.image[0].value)
-    least, most = P[0], P[0]
-    for p in P[1:]:
-        least, most = torch.minimum(least, p), torch.maximum(most, p)
-    return _least_mean(means, least, most, weights)
+def _keys(strips: Strips, weights: LayerWeights, kappa: Tensor, gain: Tensor) -> float:
+    """The key part of the factored certificate: columns in blocks, the rows that see them strip by strip."""
+    worst = 0.0
+    step = max(1, KEY_ENTRIES // strips.heads[0].q.shape[1] ** 2)
+    for start in range(0, strips.n, step):
+        block = slice(start, min(strips.n, start + step))
+        found = [_key_factors(strips, h, kappa, block) for h in range(len(strips.heads))]
+        F, rest = (torch.stack(each) for each in zip(*found, strict=True))
+        norms = quadratic_norms(weights.gram_key, weights.keys, F, rest)
+        worst = max(worst, float((norms * gain[block].square()).max()))
+    return math.sqrt(worst)
 
 
-def _least_mean(means: Tensor, least: Tensor, most: Tensor, weights: LayerWeights) -> Tensor:
-    shared = means + least * (weights.total - sum(w.value for w in weights.image))
-    return torch.minimum(torch.minimum(means, shared), weights.out * weights.values * most)
-
-
-class _Keys:
-    """Second pass: what needs all heads to have been seen."""
-
-    def __init__(self, gain: Tensor, kappa: Tensor, P_mean: Tensor) -> None:
-        self.gain, self.kappa, self.P_mean = gain, kappa, P_mean
-        self.F: list[Tensor] = []
-        self.rest: list[Tensor] = []
-        self.largest = self.deviation = 0.0
-
-    def add(self, core: HeadCore) -> None:
-        P, q = core.P, core.q
-        n, dk = q.shape
-        self.largest = max(self.largest, nonnegative_norm(P * self.gain))
-        self.deviation = max(self.deviation, nonnegative_norm((P - self.P_mean).abs() * self.gain))
-        weights = (P * self.kappa[:, None]).mT
-        outer = (q[:, :, None] * q[:, None, :]).flatten(1)
-        parts = []
-        step = max(1, (1 << 23) // dk**2)
-        for start in range(0, n, step):
-            part = slice(start, min(n, start + step))
-            Q = (weights[part] @ outer).reshape(-1, dk, dk)
-            Q = core.query_images(core.query_images(Q, part).mT, part)
-            F, rest = factor(Q)
-            parts.append((F, rest + core.margin * Q.diagonal(dim1=-2, dim2=-1).sum(-1)))
-        F, rest = (torch.cat(each) for each in zip(*parts, strict=True))
-        self.F.append(F)
-        self.rest.append(rest)
-
-    def bound(self, weights: LayerWeights) -> float:
-        """The key part."""
-        norms = quadratic_norms(weights.gram_key, weights.keys, torch.stack(self.F), torch.stack(self.rest))
-        return math.sqrt(float((norms * self.gain.square()).max()))
+def _key_factors(strips: Strips, h: int, kappa: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    head = strips.heads[h]
+    dk = head.q.shape[1]
+    Q = head.q.new_zeros(block.stop - block.start, dk * dk)
+    for strip in strips:
+        first, last = head.rule.span(strip.rows, strips.n)
+        if last <= block.start or first >= block.stop:
+            continue
+        core, columns = strip.core(h), strip.columns
+        low, high = max(block.start, columns.start), min(block.stop, columns.stop)
+        P = core.P[:, low - columns.start : high - columns.start]
+        outer = (core.q[:, :, None] * core.q[:, None, :]).flatten(1)
+        Q[low - block.start : high - block.start].addmm_((P * kappa[strip.rows, None]).mT, outer)
+    Q = Q.reshape(-1, dk, dk)
+    Q = rotate_back(head.rotation, rotate_back(head.rotation, Q, block).mT, block)
+    F, rest = factor(Q)
+    return F, rest + head.margin * Q.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -71,7 +71,7 @@ def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
     """
 
     def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
-        v = core.v if core.missing is None else core.v + core.centre
+        v = core.v if core.sink_share is None else core.v + core.centre
         if w.R_O is not None:
             v = v @ w.R_O.mT
         values, slope = float(torch.linalg.matrix_norm(v, 2)), float(largest_eigenvalue(core.P).max())

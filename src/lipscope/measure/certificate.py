@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
-from lipscope.bounds.certificates import affordable, certified_upper
-from lipscope.bounds.strips import height_within
+from lipscope.bounds.certificates import affordable, certified_upper, height_within
 from lipscope.measure.scopes import LAYER_SCOPES
 from lipscope.spectral.result import SpectralNorm, with_certificate
 
