@@ -17,8 +17,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
-from lipscope.attention.differentiable import bilinear
+from lipscope.attention.core import Linearisation, Triple, bilinear, group_queries, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operators import AttentionOperator, HeadOperator, LayerProjections, NormAttentionOperator

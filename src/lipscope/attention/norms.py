@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,37 @@ def _eigenvalues(S: Tensor) -> Tensor:
     return torch.stack([middle - half, middle + half], dim=-1)
 
 
+class _Normalisation:
+    """What LayerNorm and RMSNorm share; ``centred`` says whether the mean is subtracted."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: ClassVar[bool]
+
+    def __post_init__(self) -> None:
+        _validate(self.weight, self.bias, self.eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise tokens (…, d)."""
+        at = self.linearise(x)
+        y = at.g * at.z
+        return y if self.bias is None else y + self.bias.detach().to(x)
+
+    def linearise(self, x: Tensor) -> NormLinearisation:
+        """The Jacobian at tokens (B, n, d)."""
+        _check_width(x, self.weight)
+        about = x - x.mean(-1, keepdim=True) if self.centred else x
+        s = (about.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return NormLinearisation(self.weight.detach().to(x), about / s, s, self.centred)
+
+    def image_radius(self) -> float:
+        """Largest norm of an output over all inputs; see ``image_radius``."""
+        return image_radius(self.weight, self.bias, centred=self.centred)
+
+
 @dataclass(frozen=True, eq=False)
-class LayerNorm:
+class LayerNorm(_Normalisation):
     """LayerNorm with gains g, offsets β and ε.
 
     Attributes:
@@ -109,10 +139,7 @@ class LayerNorm:
     weight: Tensor
     bias: Tensor | None = None
     eps: float = 1e-5
-    centred = True
-
-    def __post_init__(self) -> None:
-        _validate(self.weight, self.bias, self.eps)
+    centred: ClassVar[bool] = True
 
     @classmethod
     def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
@@ -123,27 +150,10 @@ class LayerNorm:
         bias = None if module.bias is None else module.bias.detach().clone()
         return cls(weight, bias, module.eps)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise tokens (…, d)."""
-        at = self.linearise(x)
-        y = at.g * at.z
-        return y if self.bias is None else y + self.bias.detach().to(x)
-
-    def linearise(self, x: Tensor) -> NormLinearisation:
-        """The Jacobian at tokens (B, n, d)."""
-        _check_width(x, self.weight)
-        centred = x - x.mean(-1, keepdim=True)
-        s = (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
-        return NormLinearisation(self.weight.detach().to(x), centred / s, s, True)
-
-    def image_radius(self) -> float:
-        """Largest norm of an output over all inputs; see ``image_radius``."""
-        return image_radius(self.weight, self.bias, centred=True)
-
 
 @dataclass(frozen=True, eq=False)
-class RMSNorm:
-    """RMSNorm with gains g and ε.
+class RMSNorm(_Normalisation):
+    """RMSNorm with gains g and ε; its image has radius √d·‖g‖_∞.
 
     Attributes:
         weight: gains g (d,).
@@ -152,26 +162,8 @@ class RMSNorm:
 
     weight: Tensor
     eps: float = 1e-6
-    bias = None
-    centred = False
-
-    def __post_init__(self) -> None:
-        _validate(self.weight, None, self.eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise tokens (…, d)."""
-        at = self.linearise(x)
-        return at.g * at.z
-
-    def linearise(self, x: Tensor) -> NormLinearisation:
-        """The Jacobian at tokens (B, n, d)."""
-        _check_width(x, self.weight)
-        s = (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
-        return NormLinearisation(self.weight.detach().to(x), x / s, s, False)
-
-    def image_radius(self) -> float:
-        """The number √d·‖g‖_∞, the largest norm of an output over all inputs."""
-        return image_radius(self.weight, None, centred=False)
+    bias: ClassVar[None] = None  # type: ignore[misc]
+    centred: ClassVar[bool] = False
 
 
 def image_radius(weight: Tensor, bias: Tensor | None, *, centred: bool) -> float:

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.differentiable import scores_and_weights
+from lipscope.attention.core import scores_and_weights
 from lipscope.attention.layer import Attention
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
