@@ -188,10 +188,9 @@ def image_radius(weight: Tensor, bias: Tensor | None, *, centred: bool) -> float
     top = float(values[-1]) * (1 + 1e-12)
     if top <= 0:
         return float(torch.linalg.vector_norm(beta))
-    best = math.inf
-    for exponent in torch.linspace(-14, 8, 2201, dtype=torch.float64).tolist():
-        level = top * (1 + 10**exponent)
-        best = min(best, level * d + float((inner / (level - values)).sum()))
+    levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64))
+    # A few levels at a time: all of them would take 2,201·d numbers.
+    best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
     return min(simple, math.sqrt(best + float(beta.square().sum())))
 
 

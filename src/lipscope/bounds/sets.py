@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -262,6 +263,7 @@ def large_radius_limit(layer: Attention, x: Tensor) -> Bound:
     return Bound("large_radius.limit", total, "limit", where, CASTIN, {"n": n, "heads": layer.heads})
 
 
+@lru_cache(maxsize=4096)
 def causal_norm(a: float) -> float:
     """Π(a) ≥ ‖P‖₂ for causal attention of any length whose scores vary by at most 2a within a row.
 
