@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 import transformers as tf
 from torch import nn
 
+from joint_decision import decide
 from lipscope.training import LipschitzCallback, Threshold
-from lipscope.training.thresholds import JointDecision
 
 lightning = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("accelerate")
@@ -249,15 +248,6 @@ def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_pa
         assert run.should_stop == (step >= 3)
     callback.teardown(run, module, "fit")
     assert saved == ["lipscope-step=3.ckpt"]
-
-
-def decide(rank: int, meeting: str, found: str) -> None:
-    """One of two processes: only the first has anything to ask for."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    decision, wish = JointDecision(), SimpleNamespace(save=True, stop=False)
-    took = [decision.take(wish if rank == 0 and step == 1 else None, joint=True, due=step % 2 == 0) for step in range(1, 5)]
-    Path(found, str(rank)).write_text(json.dumps(took))
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_take_the_decision_of_the_first_together(tmp_path):

@@ -39,7 +39,7 @@ FOREIGN = {
     "_attn_implementation", "_attn_implementation_internal", "_exit", "_experts_implementation_internal", "_foreach_zero_",
     "_forward_hooks", "_forward_pre_hooks", "_global_mapping", "_orig_mod", "_python_dispatch",
 }  # fmt: skip
-BEING_MENDED = {"test_long_certificates.py", "test_solvers.py"}
+BEING_MENDED = {"test_long_certificates.py"}
 PRIVATE = re.compile(r"_(?!_)\w+")
 
 
