@@ -203,7 +203,7 @@ def test_attack_on_tokens(tmp_path):
     ("arguments", "message"),
     [
         (["W", "--radius", "0"], "radius must be positive and finite, got 0"),
-        (["W"], "needs --radius"),
+        (["W"], "give a radius, the largest norm of a token"),
         (["W", "--radius", "1", "--layer", "7"], "--layer belongs to a model"),
         (["W", "--radius", "1", "--lengths", "1,2"], "n must be an integer of at least 2"),
         (["W", "--radius", "1", "--lengths", "a"], "lengths must look like"),

@@ -16,13 +16,8 @@ from lipscope.cli.terminal import notice, print_table, progress_bar
 from lipscope.rounding import interval, round_down, round_up
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipscope.attention.layer import Attention
     from lipscope.bounds.bound_table import BoundTable
     from lipscope.models.layer_bounds import LayerBounds
-    from lipscope.models.model import Model
-    from lipscope.models.recorded import RecordedLayer
     from lipscope.studies.worst_case.growth_in_n import Growth
     from lipscope.studies.worst_case.tokens import TokenAttack
 
@@ -104,8 +99,6 @@ def attack(
     as_json: opt.AsJson = False,
 ) -> None:
     """Look for the input at which a layer is least smooth, and follow its σ over the number of tokens."""
-    from lipscope.models.text import parse_lengths
-
     found = find(source, target, seed=seed, text=text, say=say, n=n)
     title = found.title(head)
     if method is Method.tokens:
@@ -131,69 +124,24 @@ def attack(
         return
     of_tokens = [f"--{name}" for name, value in (("say", say), ("n", n)) if value is not None]
     refuse(of_tokens, "method tokens", f"this is {method.value}")
-    search: dict[str, Any] = {"method": method.value, "restarts": restarts, "steps": steps, "seed": seed}
-    with progress_bar() as search["progress"]:
-        if found.model is None:
-            from lipscope.studies.worst_case.growth_in_n import growth
+    from lipscope.studies.worst_case.worst_inputs import attack as search
 
-            if radius is None:
-                raise ValueError(f"{found.name} needs --radius: the largest norm of a token")
-            study = growth(found.part(head), parse_lengths(lengths), radius=radius, **search)
-        else:
-            study = _model_growth(
-                found.model, parse_lengths(lengths), radius, found.layer, head, text or DEFAULT_TEXT, search
-            )
+    with progress_bar() as progress:
+        study = search(
+            found.model or found.part(None),
+            layer=found.layer,
+            head=head,
+            text=text or DEFAULT_TEXT,
+            lengths=lengths,
+            radius=radius,
+            method="ascend" if method is Method.ascend else "construct",
+            restarts=restarts,
+            steps=steps,
+            seed=seed,
+            progress=progress,
+            notice=notice,
+        )
     _report_growth(study, title, found.identity(head, text or DEFAULT_TEXT), out, as_json)
-
-
-def _model_growth(
-    handle: Model, lengths: list[int], radius: float | None, layer: int, head: int | None, text: str,
-    search: dict[str, Any],
-) -> Growth:  # fmt: skip
-    import torch
-
-    from lipscope.models.corpora import read_text
-    from lipscope.models.text import Chunker
-    from lipscope.studies.worst_case.growth_in_n import growth
-
-    if min(lengths) < 2:
-        raise ValueError(f"lengths must be at least 2, got {min(lengths)}")
-    if handle.tokenizer is None:
-        raise ValueError(f"{handle.name} has no tokenizer, so there is no text to take activations and masks from")
-    chunker = Chunker(read_text(text), handle.tokenizer)
-    extra = len(chunker.prefix) + len(chunker.suffix)
-    if skipped := [n for n in lengths if n <= extra]:
-        lengths = [n for n in lengths if n > extra]
-        if not lengths:
-            raise ValueError(f"lengths must be more than the {extra} special tokens of {handle.name}, got {skipped}")
-        notice(f"lengths {skipped} leave no room for text beside {extra} special tokens: left out")
-    chunks = chunker.chunks(lengths, 1, search["seed"])
-    if head is not None:
-        handle.check_heads(layer, [head])
-    known: dict[int, RecordedLayer] = {}
-
-    def at(n: int) -> RecordedLayer:
-        if n not in known:
-            known[n] = handle.record(input_ids=torch.tensor(chunks[n][0]))[layer]
-        return known[n]
-
-    def attention(n: int) -> Attention:
-        whole = at(n).weights().for_input(0).to(torch.float64)
-        return whole if head is None else whole.head(head)
-
-    def tokens(n: int) -> Tensor:
-        return at(n).tokens()[0].double()
-
-    where: dict[str, Any] = {"radius": radius}
-    if radius is None:
-        norm = at(lengths[-1]).norm
-        where = {"norm": norm}
-        said = f"tokens lie in the image of the layer's own {type(norm).__name__}"
-        if norm is None:
-            where = {"radius": max(float(tokens(n).norm(dim=-1).max()) for n in lengths)}
-            said = f"no normalisation comes before this layer: the radius is the largest token norm on {text}"
-        notice(said)
-    return growth(attention, lengths, **where, starts=tokens, **search)
 
 
 def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:

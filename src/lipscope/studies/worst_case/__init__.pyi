@@ -10,3 +10,4 @@ from .growth_in_n import growth as growth
 from .tokens import Substitution as Substitution
 from .tokens import TokenAttack as TokenAttack
 from .tokens import attack_tokens as attack_tokens
+from .worst_inputs import attack as attack
