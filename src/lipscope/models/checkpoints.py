@@ -111,15 +111,16 @@ def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
         )
 
 
-def auto_model(source: str | Path, *, local_files_only: bool = True, **options: Any) -> nn.Module:
-    """The model that transformers makes of a directory or name, in eval mode, without progress bars."""
-    from transformers import AutoModel
+def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only: bool = True, **options: Any) -> nn.Module:
+    """The model that a class of transformers makes of a directory or name, in eval mode, without progress bars."""
+    import transformers
     from transformers.utils import logging
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: nn.Module = AutoModel.from_pretrained(str(source), local_files_only=local_files_only, **options)
+        made_by = getattr(transformers, kind)
+        model: nn.Module = made_by.from_pretrained(str(source), local_files_only=local_files_only, **options)
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import model_dtype
-from lipscope.models.checkpoints import Loaded
+from lipscope.models.checkpoints import Loaded, auto_model
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load_named
@@ -306,19 +307,8 @@ def _load_with_head(name: str) -> Loaded:
     # Weights from another file format come without their head.
     if auto is None or not source or (Path(source).is_dir() and not any(Path(source).glob("*.safetensors"))):
         return loaded
-    import transformers
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = getattr(transformers, auto).from_pretrained(
-            source, dtype=loaded.model.dtype, local_files_only=True, use_safetensors=True
-        )
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    return Loaded(model.eval(), loaded.tokenizer, loaded.name, loaded.notes)
+    model = auto_model(source, kind=auto, dtype=loaded.model.dtype, use_safetensors=True)
+    return replace(loaded, model=model)
 
 
 def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: int, seed: int) -> Tensor:
