@@ -10,12 +10,13 @@ from typing import Any
 import lipscope
 from lipscope.models.corpora import read_text
 from lipscope.models.text import chunk_of
+from lipscope.report.palette import palette
 
 FOLDER = Path(__file__).parent
 MODEL, TEXT = "gpt2-mini", "alice"
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, PINK, SKY, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"
-COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)
+# The report's colours, which colour-blind readers can tell apart.
+COLOURS = tuple(palette("light")[name] for name in ("blue", "orange", "green", "purple", "sky", "amber"))
+BLUE, ORANGE, GREEN, PINK, SKY, YELLOW = COLOURS
 
 
 class RealLayer:
