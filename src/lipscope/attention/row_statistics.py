@@ -66,15 +66,7 @@ def row_statistics(
 def _from_matrices(core: Linearisation, rule: ScoreRule, heads: int, token: Tensor) -> RowStatistics:
     P = ungroup_queries(core.P, heads)
     B, H, n, _ = P.shape
-    scores = ungroup_queries(core.q @ core.k.transpose(-1, -2), heads)
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    if rule.additive is not None:
-        scores = scores + rule.additive
-    m = P.shape[-1]
-    visible = rule.visible(slice(0, n), slice(0, m), m, P.device)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))
+    scores, _ = rule.scores(ungroup_queries(core.q @ core.k.transpose(-1, -2), heads))
     on_token = P.gather(-1, token[:, None, None, None].expand(B, H, n, 1))[..., 0]
     on_sink = (1 - P.sum(-1)).clamp_min(0) if rule.sinks is not None else torch.zeros_like(on_token)
     return RowStatistics(-torch.special.xlogy(P, P).sum(-1), scores.amax(-1), on_token, on_sink)

@@ -54,10 +54,17 @@ class ScoreRule:
         W is P itself, times the slope of the soft-cap where there is one. For a strip of the scores of n tokens, ``rows``
         and ``columns`` say which entries these are; the columns must hold all that the rows see.
         """
+        scores, slope = self.scores(raw, rows, columns, n)
+        P = safe_softmax(scores, self.sinks)
+        return P, P if slope is None else P * slope
+
+    def scores(
+        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores with soft-cap and additive term, −inf where nothing is seen, and the slope of the soft-cap if any."""
         queries, keys = raw.shape[-2:]
         rows, columns, n = rows or slice(0, queries), columns or slice(0, keys), n or keys
-        scores = raw
-        slope = None
+        scores, slope = raw, None
         if self.softcap is not None:
             inner = raw / self.softcap
             scores, slope = self.softcap * torch.tanh(inner), tanh_slope(inner)
@@ -66,8 +73,7 @@ class ScoreRule:
         visible = self.visible(rows, columns, n, scores.device)
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))
-        P = safe_softmax(scores, self.sinks)
-        return P, P if slope is None else P * slope
+        return scores, slope
 
 
 def tanh_slope(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
-from lipscope.attention.scores import ScoreRule, safe_softmax
+from lipscope.attention.scores import ScoreRule
 from lipscope.attention.validation import derived, moved
 from lipscope.spectral.operator import Operator
 
@@ -239,15 +239,14 @@ class _Softmax(Variant):
 
     def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Softmax(q̃k̃ᵀ)ṽ."""
-        scores = q @ k.mT
-        visible = self.visible(q.shape[-2])
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        return safe_softmax(scores) @ v
+        return self._rule(q).probabilities(q @ k.mT)[0] @ v
 
     def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
         """The softmax core, with values about their mean, which changes no product and spares a cancellation."""
-        return Linearisation.at(q, k, v, ScoreRule(allowed=self.visible(q.shape[-2])), centred=True)
+        return Linearisation.at(q, k, v, self._rule(q), centred=True)
+
+    def _rule(self, q: Tensor) -> ScoreRule:
+        return ScoreRule(allowed=self.visible(q.shape[-2]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -312,8 +312,7 @@ class Bidiagonalisation:
         close = max(self.config.rtol, operator.rounding_error)
         for number in range(max(_MOST_RECURRENCES, rounds)):
             found = Bidiagonalisation(short, operator, right[:, 0], pure=True).solve()
-            assert found.right is not None
-            right = found.right
+            right = found.vectors[0]
             better = torch.maximum(self.output.estimate[items], found.estimate)
             self.output.estimate[items] = better
             self.output.upper[items] = torch.maximum(self.output.upper[items], better)

@@ -108,9 +108,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         rtol: relative differences that do not count.
         solve: the solver for the largest value of a deflated operator.
     """
-    values, right, left = found.singular_values, found.right, found.left
-    assert right is not None
-    assert left is not None
+    values, (right, left) = found.singular_values, found.vectors
     k = values.shape[1]
     orthonormalise(right)
     orthonormalise(left)
@@ -135,15 +133,12 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
             4 * torch.finfo(operator.dtype).eps * largest,
         )
         further = solve(deflated, attempt)
-        assert further.right is not None
-        assert further.left is not None
         found.iterations[pending] += further.iterations
         found.doubt(pending, further.converged)
         counts = further.estimate > (1 + rtol) * least + operator.rounding_error * largest
         # In the place of the least value, which needs no deflation: nothing below the new least counts.
-        next_right, next_left = (
-            _new_direction(further.right[:, 0], deflated.right),
-            _new_direction(further.left[:, 0], deflated.left),
+        next_right, next_left = map(
+            _new_direction, (vectors[:, 0] for vectors in further.vectors), (deflated.right, deflated.left)
         )
         pending, slot = pending[counts], slot[counts]
         values[pending, slot] = further.estimate[counts]
@@ -154,14 +149,11 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
 
 def _in_order(operator: Operator, found: SolverOutput) -> SolverOutput:
     """The triplets of every item with falling values, and what the result says of the first of them."""
-    assert found.right is not None
-    assert found.left is not None
     values, order = found.singular_values.sort(dim=1, descending=True, stable=True)
-    for vectors in (found.right, found.left):
+    for vectors in found.vectors:
         vectors[:] = vectors.gather(1, order[:, :, None].expand_as(vectors))
-    complete(found.right, _SEED)
-    complete(found.left, _SEED)
+        complete(vectors, _SEED)
     everyone = torch.arange(operator.batch, device=operator.device)
-    found.record_energy(everyone, operator.token_energy(found.right[:, 0]))
+    found.record_energy(everyone, operator.token_energy(found.vectors[0][:, 0]))
     estimate = torch.maximum(found.estimate, values[:, 0])
     return replace(found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values)

@@ -107,8 +107,7 @@ class GolubKahan:
         if fitting >= self.k:
             short = replace(self, vectors=True, max_steps=fitting)
             found = Bidiagonalisation(short, operator, start, whole=True).solve()
-            assert found.right is not None
-            start = found.right[:, 0]
+            start = found.vectors[0][:, 0]
         cut = (~found.converged).nonzero()[:, 0]
         if cut.numel():
             items = operator if cut.numel() == operator.batch else operator.select(cut)

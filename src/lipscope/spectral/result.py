@@ -103,12 +103,15 @@ class SolverOutput:
         for item in items[~ok].tolist():
             self.status[item] = Status.MAX_STEPS
 
-    def restart(self, items: Tensor, largest: SolverOutput) -> None:
-        """Instead of k values of the listed items their largest ones, with vectors; the others are not known (−∞)."""
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Right and left singular vectors, (B, k, N) and (B, k, M), of a solver that was asked for them."""
         assert self.right is not None
         assert self.left is not None
-        assert largest.right is not None
-        assert largest.left is not None
+        return self.right, self.left
+
+    def restart(self, items: Tensor, largest: SolverOutput) -> None:
+        """Instead of k values of the listed items their largest ones, with vectors; the others are not known (−∞)."""
         for name in ("estimate", "upper", "residual", "converged"):
             getattr(self, name)[items] = getattr(largest, name)
         self.iterations[items] += largest.iterations
@@ -116,8 +119,9 @@ class SolverOutput:
         self.singular_values[items, 0] = largest.estimate
         for item, status in zip(items.tolist(), largest.status, strict=True):
             self.status[item] = status
-        self.right[items], self.left[items] = 0.0, 0.0
-        self.right[items, 0], self.left[items, 0] = largest.right[:, 0], largest.left[:, 0]
+        for vectors, top in zip(self.vectors, largest.vectors, strict=True):
+            vectors[items] = 0.0
+            vectors[items, 0] = top[:, 0]
 
     @classmethod
     def cat(cls, parts: list[SolverOutput]) -> SolverOutput:
