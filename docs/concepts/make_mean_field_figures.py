@@ -23,6 +23,7 @@ import lipscope
 from lipscope.bounds.constants import Constants
 from lipscope.bounds.pairs import PlainHead, lower_meanfield
 from lipscope.bounds.sets import castin2024_meanfield, refined_unmasked
+from lipscope.report.palette import palette
 from lipscope.rounding import round_up, span
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, empirical_constant, local_constant
 from lipscope.studies.mean_field.laws import parse_law
@@ -36,7 +37,7 @@ CONFINED = ("ball:1.5", "sphere:1.5")
 CLUSTERS = "mixture:4:1.5:0.1"
 GAUSSIANS = ("gaussian:0.5", "gaussian:1", "gaussian:1.5")
 NODES = (12, 20, 28)
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#777777"
+BLUE, ORANGE, GREEN, PURPLE, GREY = (palette("light")[name] for name in ("blue", "orange", "green", "purple", "grey"))
 
 
 def attention(mask: str) -> MeanFieldAttention:

@@ -19,8 +19,10 @@ import say_worst_case
 from lipscope.bounds.constants import Constants
 from lipscope.bounds.pairs import PlainHead, best_pair, lower_meanfield
 from lipscope.bounds.sets import refined_unmasked
+from lipscope.report.palette import palette
 from lipscope.studies.worst_case import grouped_sigma, growth
 
+BLUE, ORANGE, GREEN, YELLOW = (palette("light")[name] for name in ("blue", "orange", "green", "amber"))
 R = 1.3
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 LONG = [round(2 ** (step / 2)) for step in range(2, 35)]
@@ -50,11 +52,11 @@ def over_n() -> tuple[dict[str, tuple[list[int], list[float], dict]], object]:
     constants = Constants.of_norms(1.0, 1.0)
     limit = lower_meanfield(PlainHead(A, torch.eye(2, dtype=torch.float64)), R).value
     return {
-        "upper bound (refined)": (LONG, [refined_unmasked(constants, R, n).value for n in LONG], {"color": "#0072B2"}),
+        "upper bound (refined)": (LONG, [refined_unmasked(constants, R, n).value for n in LONG], {"color": BLUE}),
         "found by ascent": (SHORT, climbed, {"color": "black", "marker": "o", "markersize": 3}),
-        "groups, best m": (LONG, [best_groups(layer, u, w, n) for n in LONG], {"color": "#009E73"}),
-        "pair: one token against n−1": (LONG, [grouped_sigma(layer, pair, [1, n - 1]) for n in LONG], {"color": "#E69F00"}),
-        "two-Dirac lower bound, n → ∞": (LONG, [limit] * len(LONG), {"color": "#009E73", "linestyle": ":"}),
+        "groups, best m": (LONG, [best_groups(layer, u, w, n) for n in LONG], {"color": GREEN}),
+        "pair: one token against n−1": (LONG, [grouped_sigma(layer, pair, [1, n - 1]) for n in LONG], {"color": YELLOW}),
+        "two-Dirac lower bound, n → ∞": (LONG, [limit] * len(LONG), {"color": GREEN, "linestyle": ":"}),
         "√n": (LONG[2:11], [1.5 * math.sqrt(n) for n in LONG[2:11]], {"color": "grey", "linestyle": ":"}),
     }, study
 
@@ -67,7 +69,7 @@ def with_and_without_norm() -> dict[str, dict[str, tuple[list[int], list[float],
     for title, sign in (("repulsive, A = −2I", -2.0), ("attractive, A = 2I", 2.0)):
         layer = head(sign * torch.eye(d, dtype=torch.float64))
         curves = {}
-        for name, where, colour in (("ball", {"radius": R}, "#D55E00"), ("LayerNorm", {"norm": norm}, "#0072B2")):
+        for name, where, colour in (("ball", {"radius": R}, ORANGE), ("LayerNorm", {"norm": norm}, BLUE)):
             study = growth(layer, SHORT[1::2], **where, method="ascend", restarts=10, steps=100)
             ns = [point.n for point in study.worst]
             lines = study.curves()

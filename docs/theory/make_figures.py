@@ -21,6 +21,7 @@ from lipscope.bounds import certificates, registry
 from lipscope.bounds.constants import Constants
 from lipscope.bounds.pairs import lower_groups, lower_meanfield, lower_pair, lower_proposition34
 from lipscope.bounds.sets import castin2024_general, castin2024_meanfield, refined_masked, refined_unmasked
+from lipscope.report.palette import palette
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)
@@ -66,16 +67,17 @@ def curves(mask: str, pairs: list[tuple[float, int]]) -> dict[str, list[float]]:
     return lines
 
 
+BLUE, ORANGE, AMBER, GREEN = (palette("light")[name] for name in ("blue", "orange", "amber", "green"))
 STYLES = {
     "σ at the worst known input": {"color": "black", "marker": "o", "markersize": 3},
     "σ at random tokens": {"color": "grey", "marker": "o", "markersize": 3},
-    "ours (refined)": {"color": "#0072B2"},
-    "ours, every n": {"color": "#0072B2", "linestyle": ":"},
-    "paper, Theorem 3.3": {"color": "#D55E00"},
-    "paper, Theorem 3.5": {"color": "#D55E00", "linestyle": ":"},
-    "paper, Proposition 3.4": {"color": "#E69F00", "linestyle": "--"},
-    "lower: groups": {"color": "#009E73", "linestyle": "--"},
-    "lower: mean-field": {"color": "#009E73", "linestyle": ":"},
+    "ours (refined)": {"color": BLUE},
+    "ours, every n": {"color": BLUE, "linestyle": ":"},
+    "paper, Theorem 3.3": {"color": ORANGE},
+    "paper, Theorem 3.5": {"color": ORANGE, "linestyle": ":"},
+    "paper, Proposition 3.4": {"color": AMBER, "linestyle": "--"},
+    "lower: groups": {"color": GREEN, "linestyle": "--"},
+    "lower: mean-field": {"color": GREEN, "linestyle": ":"},
 }
 
 
