@@ -12,7 +12,7 @@ import reference
 from bound_cases import jacobian, problem
 from lipscope.attention.variants import L2Attention
 from lipscope.bounds import registry
-from lipscope.bounds.offsets import turned_norms
+from lipscope.bounds.constants import rotated_norms
 from lipscope.bounds.sets import block_inf_max_token, newhouse2025_attention
 
 # Rounding of two float64 computations, relative.
@@ -121,7 +121,7 @@ def test_no_counter_example_among_rotary_layers_with_all_biases(seed):
 def test_the_largest_interaction_is_above_all_pairs_and_close(seed):
     case = problem(seed, n_max=8, always=frozenset({"rotary"}))
     layer, n = case.layer, len(case.X)
-    for h, norms in enumerate(turned_norms(layer, n)):
+    for h, norms in enumerate(rotated_norms(layer, n)):
         single = layer.head(h)
         R = reference.rotations(layer.rotary, n, layer.head_width)
         pairs = [(i, j) for i in range(n) for j in range(n if not isinstance(layer.mask, lipscope.masks.Causal) else i + 1)]
@@ -141,7 +141,7 @@ def test_long_or_irregular_tables_fall_back_to_the_product_of_norms():
     scattered = torch.randint(0, 10**6, (2000,), generator=G)
     for positions in (torch.arange(2000), scattered):
         table = lipscope.Rotary.from_base(4, positions=positions, dtype=torch.float64)
-        (norms,) = turned_norms(lipscope.Attention(*W, rotary=table))
+        (norms,) = rotated_norms(lipscope.Attention(*W, rotary=table))
         assert norms.interaction == pytest.approx(product)
 
 

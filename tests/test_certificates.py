@@ -14,8 +14,14 @@ from bound_cases import problem
 from lipscope.bounds import certified_radius
 from lipscope.bounds.ball import certify
 from lipscope.bounds.certificates import certified_upper, local_bounds
-from lipscope.bounds.head_sum import factor, factor_pair, product_norms, quadratic_norms
-from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm
+from lipscope.bounds.spectral_upper import (
+    factor,
+    factor_pair,
+    matrix_norm_upper,
+    nonnegative_norm,
+    product_norms,
+    quadratic_norms,
+)
 
 EXACT = 1 + 1e-9
 

@@ -16,14 +16,7 @@ from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.page import cell_facts, cell_table, page_view
 from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, rank_sentence, scopes_chart
 from lipscope.report.settings import ReportData, report_data
-from lipscope.report.summary import (
-    against_guides,
-    cards,
-    closeness_sentence,
-    growth_sentence,
-    sentences,
-    which_curve,
-)
+from lipscope.report.summary import against_guides, cards, closeness_sentence, growth_sentence, sentences, which_curve
 from lipscope.rounding import enclosure, number
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.runs.run import Run, load_run

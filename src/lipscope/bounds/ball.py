@@ -22,8 +22,8 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.bounds.bound import OURS, Bound
 from lipscope.bounds.certificates import certified_upper
+from lipscope.bounds.constants import largest_interaction
 from lipscope.bounds.head_core import HeadCore
-from lipscope.bounds.offsets import largest_interaction
 from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
 from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
 

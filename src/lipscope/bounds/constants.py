@@ -1,4 +1,4 @@
-"""The numbers of a layer that set bounds are made of, and how heads combine.
+"""The numbers of a layer that set bounds are made of.
 
 For one head and tokens in the ball of radius R:
 
@@ -7,7 +7,12 @@ For one head and tokens in the ball of radius R:
 
 A key bias is the same for all keys of a row, so it cancels in the softmax, and a value bias cancels in v_j − o_i; the terms
 in parentheses appear only where they do not: with sinks, and for the key bias also with a soft-cap or rotary embeddings.
-With rotary embeddings ‖A‖ is the largest over pairs of tokens, and a turned key bias also widens the range of the scores.
+
+With rotary embeddings ‖A‖ is the largest ‖A_ij‖, A_ij = τW_KᵀR_jᵀR_iW_Q, and a rotated key bias also widens the range of
+the scores. For evenly spaced positions R_jᵀR_i depends on i − j, so 2n − 1 norms of d_head × d_head matrices suffice; how
+far the tables are from that is measured, and added. Otherwise all pairs are tried while they are few, and in any case
+
+    ‖A_ij‖ ≤ γ²·τ‖W_K‖‖W_Q‖,    γ the largest stretch of a rotation (1 for pure ones)
 """
 
 from __future__ import annotations
@@ -15,14 +20,131 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Mask
+from lipscope.attention.masks import Causal, Mask
+from lipscope.attention.rotary import Rotation
 from lipscope.attention.variants import Variant
-from lipscope.bounds.offsets import TurnedNorms, turned_norms
-from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
+from lipscope.bounds.spectral_upper import matrix_norm_upper
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, spectral
+
+# Multiplications that may be spent on norms of single A_ij, per head.
+_AFFORDABLE = 1 << 30
+# Offsets are believed when the tables follow them to this accuracy.
+_EVEN = 1e-3
+
+
+@dataclass(frozen=True)
+class RotatedNorms:
+    """One head with rotary embeddings, over all pairs of tokens that may meet.
+
+    Attributes:
+        interaction: ≥ ‖A_ij‖.
+        query_bias: ≥ τ‖W_KᵀR_jᵀR_ib_Q‖.
+        key_bias: ≥ τ‖W_QᵀR_iᵀR_jb_K‖; a rotated key bias does not cancel in the softmax.
+        bias_score: ≥ τ|b_QᵀR_iᵀR_jb_K|.
+    """
+
+    interaction: float
+    query_bias: float
+    key_bias: float
+    bias_score: float
+
+
+def rotated_norms(layer: Attention, n: int | None = None) -> tuple[RotatedNorms, ...]:
+    """The norms of every head for n tokens (for all positions of the tables when None); computed once per layer and n."""
+    known = _CACHE.setdefault(layer, {})
+    if n not in known:
+        known[n] = tuple(_rotated_head(layer, h, n) for h in range(layer.heads))
+    return known[n]
+
+
+_CACHE: WeakKeyDictionary[Attention, dict[int | None, tuple[RotatedNorms, ...]]] = WeakKeyDictionary()
+
+
+def _rotated_head(layer: Attention, head: int, n: int | None) -> RotatedNorms:
+    assert layer.rotary is not None
+    w, single = layer_weights(layer).plain[head], layer.to(torch.float64).head(head)
+    causal = isinstance(layer.mask, Causal)
+    cos, sin = layer.rotary.cos.detach().double(), layer.rotary.sin.detach().double()
+    inputs = [(cos, sin)] if cos.ndim == 2 else list(zip(cos, sin, strict=True))
+    found = []
+    for c, s in inputs:
+        # A table per input is as long as the sequence: with padding, n counts the real places, and these may lie anywhere.
+        places = n if cos.ndim == 2 else None
+        rotation = Rotation(c[:places], s[:places], layer.rotary.interleaved)
+        query = key = score = 0.0
+        if single.q_bias is not None:
+            query = bias_gradient(w.R_K, single.tau * single.q_bias.detach(), rotation)
+        if single.k_bias is not None:
+            key = bias_gradient(w.R_Q, single.k_bias.detach(), rotation)
+            if single.q_bias is not None:
+                score = bias_gradient(single.tau * single.q_bias.detach()[None], single.k_bias.detach(), rotation)
+        found.append((largest_interaction(w, rotation, causal=causal), query, key, score))
+    return RotatedNorms(*(max(values) for values in zip(*found, strict=True)))
+
+
+def largest_interaction(w: HeadWeights, rotation: Rotation, *, causal: bool = False) -> float:
+    """An upper bound for max_{i,j} ‖A_ij‖, the exact maximum up to a few per cent when that is affordable.
+
+    Args:
+        w: weights of the head.
+        rotation: rotations with tables (n, r).
+        causal: only pairs with j ≤ i occur.
+    """
+    stretch = max(
+        float((rotation.cos.square() + rotation.sin.square()).max()), 1.0 if rotation.cos.shape[-1] < w.R_K.shape[1] else 0.0
+    )
+    simple = stretch * w.query * spectral(w.R_K) * (1 + 1e-12)
+    # W_Q = 0 or W_K = 0.
+    if simple == 0.0:
+        return 0.0
+    relative, deviation = _relative_rotations(rotation, causal, _AFFORDABLE // (12 * max(1, w.R_K.shape[1]) ** 3))
+    if relative is None:
+        return simple
+    # W_Kᵀ(R_jᵀR_i)τW_Q in triangular factors: R_K · rel · R_Qᵀ, a rotated R_Qᵀ read row by row.
+    images = relative.apply(w.R_Q.expand(relative.cos.shape[0], *w.R_Q.shape))
+    norms = matrix_norm_upper(w.R_K @ images.mT, squarings=6)
+    return min(simple, float(norms.max()) + deviation * w.query * spectral(w.R_K))
+
+
+def bias_gradient(M: Tensor, vector: Tensor, rotation: Rotation) -> float:
+    """The largest of ‖M R_jᵀR_i z‖ over all pairs, at most γ²‖M‖‖z‖ and exact for short tables."""
+    stretch = max(1.0, float((rotation.cos.square() + rotation.sin.square()).max()))
+    simple = stretch * spectral(M) * float(torch.linalg.vector_norm(vector)) * (1 + 1e-12)
+    relative, deviation = _relative_rotations(rotation, False, _AFFORDABLE // max(1, 4 * M.numel()))
+    if relative is None:
+        return simple
+    z = relative.apply(vector.expand(relative.cos.shape[0], 1, len(vector)))[:, 0]
+    exact = float(torch.linalg.vector_norm(z @ M.mT, dim=-1).max()) * (1 + 1e-12)
+    return min(simple, exact + deviation * spectral(M) * float(torch.linalg.vector_norm(vector)))
+
+
+def _relative_rotations(rotation: Rotation, causal: bool, limit: int) -> tuple[Rotation | None, float]:
+    """Rotations (m, 1, r) that R_jᵀR_i runs through, and how far it may be from them; None when they are too many."""
+    c = torch.complex(rotation.cos, rotation.sin)
+    n = c.shape[0]
+    if n <= min(limit, 1024):
+        # Offset o stands for all pairs (t + o, t).
+        offsets = c * c[:1].conj()
+        deviation = 0.0
+        for o in range(n):
+            deviation = max(deviation, float((c[o:] * c[: n - o].conj() - offsets[o]).abs().max()))
+        if deviation <= _EVEN and (2 - causal) * n <= limit:
+            return _as_rotation(offsets if causal else torch.cat([offsets, offsets[1:].conj()]), rotation), deviation
+    if n * n <= min(limit, 1 << 12):
+        pairs = c[:, None] * c.conj()[None]
+        pairs = pairs[torch.ones(n, n, dtype=torch.bool, device=c.device).tril()] if causal else pairs.flatten(0, 1)
+        return _as_rotation(pairs, rotation), 0.0
+    return None, 0.0
+
+
+def _as_rotation(numbers: Tensor, rotation: Rotation) -> Rotation:
+    return Rotation(numbers.real[:, None].contiguous(), numbers.imag[:, None].contiguous(), rotation.interleaved)
 
 
 @dataclass(frozen=True)
@@ -111,15 +233,15 @@ class Constants:
             return tuple(_of_head(layer, w, span) for w in each)
 
         found = cls(heads(weights.image), heads(weights.plain), weights.out)
-        return found if layer.rotary is None else found.with_rotary(turned_norms(layer, n))
+        return found if layer.rotary is None else found.with_rotary(rotated_norms(layer, n))
 
-    def with_rotary(self, norms: tuple[TurnedNorms, ...]) -> Constants:
+    def with_rotary(self, norms: tuple[RotatedNorms, ...]) -> Constants:
         """The same layer with rotary embeddings, given per head what the rotations make of its norms.
 
         ``Constants.of`` does this by itself for a layer that has them.
         """
 
-        def turn(each: tuple[HeadConstants, ...]) -> tuple[HeadConstants, ...]:
+        def rotate(each: tuple[HeadConstants, ...]) -> tuple[HeadConstants, ...]:
             return tuple(
                 replace(
                     head, interaction=norm.interaction, query_bias=norm.query_bias, key_bias=norm.key_bias,
@@ -128,7 +250,7 @@ class Constants:
                 for head, norm in zip(each, norms, strict=True)
             )  # fmt: skip
 
-        return Constants(turn(self.image), turn(self.plain), self.out)
+        return Constants(rotate(self.image), rotate(self.plain), self.out)
 
     def combine(self, bound: Callable[[HeadConstants], float]) -> float:
         """A bound for the whole layer from one for a head."""

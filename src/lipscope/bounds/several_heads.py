@@ -8,7 +8,7 @@ query:
     query  ≤ max_i ‖Σ_h W_O^h C_i^h R_i τW_Q^h‖
 
 with Cov_i the covariance of the values under row i and C_i that of values and keys (W²/P and W in place of P with a
-soft-cap), and R the rotations of rotary embeddings. The sums over heads are bounded by ``head_sum``. A strip takes its
+soft-cap), and R the rotations of rotary embeddings. The sums over heads are bounded by ``spectral_upper``. A strip takes its
 heads one after another, so that no more than a fixed number of its matrices is held when it is not kept. Ours; proofs in
 docs/theory.
 """
@@ -22,8 +22,14 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.bounds.head_core import HeadCore, Strip, Strips, power_of_two, rotate_back, with_diagonal
-from lipscope.bounds.head_sum import factor, factor_pair, product_norms, quadratic_norms
-from lipscope.bounds.spectral_upper import best_vectors, matrix_norm_upper
+from lipscope.bounds.spectral_upper import (
+    best_vectors,
+    factor,
+    factor_pair,
+    matrix_norm_upper,
+    product_norms,
+    quadratic_norms,
+)
 from lipscope.bounds.weights import HeadWeights, LayerWeights
 
 # heads·n·d_head³ up to which covariances are also taken through W_O.
