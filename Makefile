@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench bench-more docs clean
+.PHONY: demo test test-slow lint format types bench bench-more pages docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -48,27 +48,32 @@ format: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# Under 15 minutes on two idle cores; writes docs/performance.md with its plots. A missed memory goal does not keep the other
+# Under 15 minutes on two idle cores; writes docs/performance.md and its log with plots. A missed memory goal does not keep the other
 # sections from being written: goals.py, the last step, fails for it.
 bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	rm -rf build/goals
-	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance.md
-	$(BIN)/python benchmarks/scan.py --layers 4 --write docs/performance.md
-	-$(BIN)/python benchmarks/long_context.py --write docs/performance.md
-	$(BIN)/python benchmarks/model_scan.py --write docs/performance.md
-	$(BIN)/python benchmarks/cost_model.py --write docs/performance.md
-	$(BIN)/python benchmarks/experiments.py --write docs/performance.md
-	$(BIN)/python benchmarks/monitor.py --write docs/performance.md
-	$(BIN)/python benchmarks/goals.py --write docs/performance.md
+	$(BIN)/python benchmarks/local_lipschitz.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/scan.py --layers 4 --write docs/performance-log.md
+	-$(BIN)/python benchmarks/long_context.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/model_scan.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/cost_model.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/experiments.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/monitor.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/goals.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/questions.py --write docs/performance.md
 
 # What the certificate and the search for worst inputs cost; printed, not written.
 bench-more: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bounds.py --long
 	$(BIN)/python benchmarks/adversarial.py
 
+# Every generated page and figure whose code has changed since it was written; `make pages PAGES=--list` only says which.
+pages: $(VENV)/.installed-dev $(VENV)/.installed-offline
+	$(BIN)/python docs/pages.py $(PAGES)
+
 # The reference is written from the code first; any warning is an error.
 docs: $(VENV)/.installed-dev
-	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/pages.py reference architecture
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open $(CURDIR)/site/index.html"
 

@@ -1,6 +1,6 @@
 """The cost model against measurements at three sizes, and what it says about a model that does not fit here.
 
-    python benchmarks/cost_model.py [--write docs/performance.md] [--sizes 512,2048,3072]
+    python benchmarks/cost_model.py [--write docs/performance-log.md] [--sizes 512,2048,3072]
 
 The only number taken from a measurement is the speed of one pair of products at n = 1,024; everything else follows from
 ``lipscope.measure.cost``.

@@ -1,6 +1,6 @@
 """Ideas that were tried: each against what lipscope does, in one run, so that what did not work stays written down.
 
-python benchmarks/experiments.py [--write docs/performance.md] [--n 1024]
+python benchmarks/experiments.py [--write docs/performance-log.md] [--n 1024]
 """
 
 from __future__ import annotations

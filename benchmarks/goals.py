@@ -1,6 +1,6 @@
 """The goals of all benchmarks in one table, each with its measured reason where it is missed.
 
-    python benchmarks/goals.py --write docs/performance.md
+    python benchmarks/goals.py --write docs/performance-log.md
 
 Reads what the other benchmarks of the same run have left in build/goals. Ends with status 1, after the table is written,
 when a goal that is asserted was missed (memory, in benchmarks/long_context.py) or a benchmark has left nothing.
@@ -28,16 +28,20 @@ def main() -> None:
     for name in ORDER:
         if name not in silent:
             goals += [Goal(**entry) for entry in json.loads((GOALS / f"{name}.json").read_text(encoding="utf-8"))]
-    missed = [goal for goal in goals if not goal.met]
+    missed = [goal for goal in goals if goal.verdict == "missed"]
+    undecided = [goal for goal in goals if goal.verdict == "undecided"]
+    shown = {"met": "met", "missed": "**missed**", "undecided": "**undecided**"}
     lines = [
         "## Goals",
         "",
         f"Written by `benchmarks/goals.py` from the last run of every benchmark on one machine ({machine()}). Every figure "
-        f"is a ratio inside one run, an exponent, or a share. {len(goals) - len(missed)} of {len(goals)} goals are met.",
+        f"is a ratio inside one run, an exponent, or a share. Of {len(goals)} goals "
+        f"{len(goals) - len(missed) - len(undecided)} are met, {len(missed)} missed, and {len(undecided)} undecided: the "
+        "quartiles of the measurement lie on both sides of the limit.",
         "",
         "| case | goal | measured | verdict |",
         "|---|---|---|---|",
-        *[f"| {goal.case} | {goal.goal} | {goal.measured} | {'met' if goal.met else '**missed**'} |" for goal in goals],
+        *[f"| {goal.case} | {goal.goal} | {goal.measured} | {shown[goal.verdict]} |" for goal in goals],
     ]
     if missed:
         lines += ["", "Why goals are missed, as measured in the same runs:", ""]

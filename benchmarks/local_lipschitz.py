@@ -1,6 +1,6 @@
 """σ of BERT-shaped attention: lipscope against four other ways to get it, in one run.
 
-    python benchmarks/local_lipschitz.py [--write docs/performance.md] [--lengths 20,98] [--inputs 10]
+    python benchmarks/local_lipschitz.py [--write docs/performance-log.md] [--lengths 20,98] [--inputs 10]
 
 Same inputs, same weights, same float32 arithmetic; errors are against a float64 reference at rtol 1e-10. The query and
 key weights are sharpened so that power iteration is not trivially fast. Times compare only inside one run: read ratios.

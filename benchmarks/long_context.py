@@ -1,6 +1,6 @@
 """Long sequences: products without n×n matrices, against fused attention and plain products; growth of time and memory.
 
-    python benchmarks/long_context.py [--write docs/performance.md] [--longest 32768]
+    python benchmarks/long_context.py [--write docs/performance-log.md] [--longest 32768]
 
 One causal layer of d = 768 and 12 heads in float32. Ratios are taken inside one run. Memory is the peak resident size of a
 fresh process above what it held with the weights loaded; when it misses a goal the script ends with status 1, after

@@ -1,6 +1,6 @@
 """A whole model on a long text: all layers of a causal language model, in forward passes' time; and the command's start-up.
 
-    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--every 4] [--write docs/performance.md]
+    python benchmarks/model_scan.py [--model smollm2-135m] [--n 2048] [--every 4] [--write docs/performance-log.md]
 
 The unit is one forward pass of the same model on the same tokens with its own fused attention, timed in the same run.
 """

@@ -1,6 +1,6 @@
 """What watching σ costs a training: a step with the monitor's hooks against one without, and one measurement.
 
-    python benchmarks/monitor.py [--write docs/performance.md]
+    python benchmarks/monitor.py [--write docs/performance-log.md]
 
 Two copies of a small GPT-2 (the shape of gpt2-mini) train in turns on the same random tokens, one of them watched. Their
 steps are compared pair by pair, as CPU time on one thread, so that the ratio does not depend on what else the machine does.
@@ -107,7 +107,10 @@ def main() -> None:
         hooks = f"{found['hooks']:+.2%} ({found['low']:+.1%} … {found['high']:+.1%})"
         why = f"hooks add {hooks}, a measurement takes {found['measurement'] / found['step']:.2f} steps"
         overhead = found["overhead"]
-        goals.append(Goal(case, f"< {TARGET:.0%} of step time", f"{overhead:.2%}", overhead < TARGET, why))
+        share = overhead - found["hooks"]
+        decided = (found["low"] + share < TARGET) == (found["high"] + share < TARGET)
+        measured = f"{overhead:.2%} (quartiles {found['low'] + share:+.1%} … {found['high'] + share:+.1%})"
+        goals.append(Goal(case, f"< {TARGET:.0%} of step time", measured, overhead < TARGET, why, decided=decided))
         lines.append(
             f"| {rows} × {n} | {found['step']:.3f} | {hooks} | {found['measurement'] / found['step']:.2f} | "
             f"{found['set_up'] / found['step']:.2f} | {found['overhead']:.2%} |"

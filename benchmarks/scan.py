@@ -1,6 +1,6 @@
 """All layers and all heads of GPT-2 (random weights): lipscope against the textbook loop, in one run.
 
-    python benchmarks/scan.py [--inputs 10] [--textbook-inputs 2] [--n 98] [--layers 12] [--write docs/performance.md]
+    python benchmarks/scan.py [--inputs 10] [--textbook-inputs 2] [--n 98] [--layers 12] [--write docs/performance-log.md]
 
 The textbook loop treats one input at a time, so it is timed on a few inputs per layer and its time per input is compared:
 as it stops by itself, and run on until its error is below 1e-3. Errors are relative, against float64 at rtol 1e-10, on the

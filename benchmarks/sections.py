@@ -1,4 +1,4 @@
-"""Each benchmark owns one section of docs/performance.md and leaves the others alone; goals and plots are kept beside it."""
+"""Each benchmark owns one section of docs/performance-log.md and leaves the others alone; goals and plots are beside it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ GOALS = Path(__file__).resolve().parent.parent / "build" / "goals"
 class Goal:
     """One case of the suite: what was asked, what was measured, and why it is missed where it is.
 
-    A goal that is asserted fails the script that measures it and ``make bench`` when it is missed; others are reported.
+    A goal that is asserted fails the script that measures it and ``make bench`` when it is missed; others are reported. A
+    goal whose quartiles lie on both sides of its limit is not decided by the measurement.
     """
 
     case: str
@@ -28,6 +29,12 @@ class Goal:
     met: bool
     reason: str = ""
     asserted: bool = False
+    decided: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """``met``, ``missed``, or ``undecided`` where the scatter of the measurement straddles the limit."""
+        return ("met" if self.met else "missed") if self.decided else "undecided"
 
 
 def write_goals(script: str, goals: Sequence[Goal]) -> None:
@@ -36,7 +43,7 @@ def write_goals(script: str, goals: Sequence[Goal]) -> None:
     path = GOALS / f"{Path(script).stem}.json"
     path.write_text(json.dumps([asdict(goal) for goal in goals], indent=1), encoding="utf-8")
     for goal in goals:
-        verdict = "met" if goal.met else f"missed: {goal.reason}"
+        verdict = goal.verdict if goal.verdict == "met" else f"{goal.verdict}: {goal.reason}"
         print(f"goal: {goal.case}: {goal.measured} (asked {goal.goal}): {verdict}", flush=True)
 
 
