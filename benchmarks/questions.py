@@ -74,11 +74,7 @@ def answers() -> list[str]:
         "",
         "| tokens n | peak memory | seconds of one σ |",
         "|---|---|---|",
-        *[
-            f"| {row['n']} | {peak[row['n']]} | about {seconds(pairs * float(row['causal']))} |"
-            for row in long
-            if row["n"] in peak
-        ],
+        *[f"| {row['n']} | {peak[row['n']]} | about {row['whole']} |" for row in long if row["n"] in peak],
         "",
         "## How much faster is it than what I would write?",
         "",

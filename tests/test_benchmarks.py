@@ -68,7 +68,7 @@ def test_goals_that_are_only_reported_do_not_fail_and_missing_ones_do(script, mo
         sections.write_goals(f"{name}.py", [sections.Goal(f"case of {name}", "≥ 2×", "1×", False, "measured so")])
     page = tmp_path / "performance.md"
     run(goals, monkeypatch, "--write", page)
-    assert f"0 of {len(goals.ORDER)} goals are met" in page.read_text(encoding="utf-8")
+    assert f"Of {len(goals.ORDER)} goals 0 are met" in page.read_text(encoding="utf-8")
     (sections.GOALS / "scan.json").unlink()
     with pytest.raises(SystemExit, match=r"benchmarks/scan.py left no goals"):
         run(goals, monkeypatch, "--write", page)
