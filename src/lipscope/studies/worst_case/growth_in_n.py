@@ -198,7 +198,7 @@ def _worst(
     layer: Attention, n: int, built: tuple[Construction, ...], ascent: Ascent | None, R: float, given: Tensor | None
 ) -> WorstInput:
     largest = max(float(c.sigma.estimate) for c in built)
-    # Where the general pair stands in for another construction, the input is the pair's: of equals, the one without a note.
+    # Where the general pair stands in for another construction, both have the same input: name the pair, which has no note.
     equals = [c for c in built if float(c.sigma.estimate) >= largest * (1 - _SAME)]
     best = max(equals, key=lambda c: (not c.note, float(c.sigma.estimate)))
     tokens, sigma, source = best.tokens, best.sigma, best.name
