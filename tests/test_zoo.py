@@ -131,22 +131,6 @@ def test_mpnet_is_put_together_from_its_parts(site: Path, tmp_path: Path) -> Non
     assert set(load_file(directory / "model.safetensors")) == set(load_file(tmp_path / "saved" / "model.safetensors"))
 
 
-def test_pieces_are_read_as_one_file(tmp_path: Path) -> None:
-    whole = bytes(range(256)) * 3
-    paths = []
-    for i, (a, b) in enumerate(((0, 100), (100, 101), (101, 500), (500, 768))):
-        paths.append(tmp_path / str(i))
-        paths[-1].write_bytes(whole[a:b])
-    with packaged.Pieces(paths) as raw:
-        file = io.BufferedReader(raw, buffer_size=7)
-        assert file.read() == whole
-        for place in (0, 99, 100, 101, 499, 700):
-            file.seek(place)
-            assert file.read(130) == whole[place : place + 130]
-        file.seek(-5, io.SEEK_END)
-        assert file.read() == whole[-5:]
-
-
 def test_mpnets_relative_bias_is_part_of_the_map() -> None:
     """σ of the model's own layer is that of softmax(qkᵀ/√d + bias), and another one without the bias."""
     model = FAMILIES["mpnet"]()

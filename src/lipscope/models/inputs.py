@@ -1,7 +1,4 @@
-"""A small input any model accepts: for the survey and the self-tests on load.
-
-From text, token ids or embeddings to the keyword arguments of a model, with every refusal in one place.
-"""
+"""From text, token ids or embeddings to the keyword arguments of a model; and a small input that any model accepts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Named models, most of them usable without a network, and the door for local directories and hub names.
+"""``load``: a name, a directory or a module becomes a model that can be measured.
 
-Packages from ``requirements-offline.txt``, and two larger ones that are installed on demand, are read as data. Weights come
-from safetensors; pickled checkpoints can run code when opened and are refused unless allowed.
-
-``load``: a name, a directory or a module becomes a model that can be measured.
+Most named models need no network: packages from ``requirements-offline.txt``, and two larger ones that are installed on
+demand, are read as data. Weights come from safetensors; pickled checkpoints can run code when opened and are refused unless
+allowed.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class ByteTokenizer:
         return [bytes([i]).decode("latin-1") for i in ids]
 
     def num_special_tokens_to_add(self) -> int:
-        """None."""
+        """There are none."""
         return 0
 
 
@@ -213,7 +212,7 @@ def load(
         check: run the self-tests (see ``lipscope.models.selftest``).
 
     Returns:
-        The model, with ``.measure(…)``, ``.layers`` and ``.describe()``.
+        The model, with ``.record(…)``, ``.layers`` and ``.describe()``.
 
     Raises:
         FileNotFoundError: when the model is not available; names the ones that are.

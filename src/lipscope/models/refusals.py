@@ -32,7 +32,7 @@ def refuse_unmeasurable(model: nn.Module) -> None:
     refuse_training_dropout(model)
 
 
-def refuse_activations_that_are_not_numbers(model: nn.Module, run: Callable[[], Any]) -> None:
+def refuse_nan_activations(model: nn.Module, run: Callable[[], Any]) -> None:
     """Name the first module whose output is NaN or infinite when ``run()`` runs the model."""
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
