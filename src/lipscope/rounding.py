@@ -107,6 +107,16 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "task"), counted(12, "head")
+        ('1 task', '12 heads')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def show_bytes(count: int) -> str:
     """Bytes in binary units.
 

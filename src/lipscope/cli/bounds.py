@@ -154,15 +154,15 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
         fits = {name: vars(fit) for name, fit in study.fits.items()}
         typer.echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2))
         return
+    names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
     cells = []
     for w in study.worst:
         built = max((c.predicted for c in w.built if c.predicted is not None), default=None)
-        cells.append([
-            str(w.n), w.source, round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5),
-            "–" if built is None else round_down(built, 5), "–" if w.given is None else f"{w.given:.5g}",
-            round_up(min(w.bounds.values())),
-        ])  # fmt: skip
-    names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
+        row = [str(w.n), w.source, round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5)]
+        row += ["–" if built is None else round_down(built, 5), "–" if w.given is None else f"{w.given:.5g}"]
+        cells.append([*row, round_up(min(w.bounds.values()))])
+    if all(w.given is None for w in study.worst):  # weights alone: no text was read
+        names, cells = names[:5] + names[6:], [row[:5] + row[6:] for row in cells]
     least = min(study.worst[-1].bounds, key=lambda name: study.worst[-1].bounds[name])
     caption = f"{study.domain}; σ of the worst input lies between σ ≥ and σ ≤; {least} bounds all of them"
     title = f"Worst inputs of {title}"

@@ -64,6 +64,7 @@ def scan(
     looks = (3 if cheap else 0) if views is None else views
     handle = load_model(model, loading)
     longest = max(parse_lengths(lengths))
+    handle.check_lengths([longest])
     batch = batch_size(longest, inputs, pack=pack)
     places = handle.check_layers(chosen, what)
     announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))

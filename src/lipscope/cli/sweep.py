@@ -14,7 +14,7 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
 from lipscope.cli.terminal import announce, notice, print_table, progress_bar, waiting
-from lipscope.rounding import duration
+from lipscope.rounding import counted, duration
 
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
@@ -206,13 +206,13 @@ def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: P
         span = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} … {lengths[-1]} ({len(lengths)})"
         rows.append([model, source, scope, str(layers), span, str(len(tasks)), str(sum(t.work.rows for t in tasks))])
     names = ["model", "text", "scope", "layers", "n", "tasks", "rows"]
-    jobs = len(expansion.jobs)
-    finished = len(expansion.tasks) - left.tasks
-    title = f"{len(expansion.tasks)} tasks in {jobs} jobs of one forward pass each; {finished} are in {store} already"
+    jobs, finished = len(expansion.jobs), len(expansion.tasks) - left.tasks
+    title = f"{counted(len(expansion.tasks), 'task')} in {counted(jobs, 'job')} of one forward pass each; "
+    title += f"{finished} {'is' if finished == 1 else 'are'} in {store} already"
     print_table(names, rows, text=names[:3], title=title)
     where = "in this process" if workers == 1 else f"on {workers} workers"
     typer.echo(
-        f"Left: {left.tasks} tasks, {left.rows} rows; about {duration(left.seconds)} {where}, "
+        f"Left: {counted(left.tasks, 'task')}, {counted(left.rows, 'row')}; about {duration(left.seconds)} {where}, "
         f"about {left.bytes / 2**30:.1f} GiB of memory. The time is scaled up from a sample measured now, or from "
         "tasks in the store; cost model: lipscope.runs.estimate."
     )

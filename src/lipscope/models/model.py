@@ -26,6 +26,7 @@ from lipscope.models.inputs import (
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
+from lipscope.rounding import counted
 
 
 class Model:
@@ -194,21 +195,17 @@ class Model:
         first = self.layers[0]
         core = "the lipscope attention core" if first.through_seam else (
             "torch's nn.MultiheadAttention" if _hides_heads(first) else "the model's own eager attention")  # fmt: skip
-        lines = [f"{self.name}: {_count(len(self.layers), 'attention layer')}, through {core}, {str(self.dtype)[6:]}"]
+        lines = [f"{self.name}: {counted(len(self.layers), 'attention layer')}, through {core}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
         for layer in self.layers:
-            heads = _count(layer.heads, "head")
+            heads = counted(layer.heads, "head")
             if layer.kv_heads not in (None, layer.heads):
-                heads += f" on {_count(layer.kv_heads, 'key head')}"
+                heads += f" on {counted(layer.kv_heads, 'key head')}"
             norm = "pre-norm" if layer.normed else "no norm before attention"
             # The name is empty when the layer is the whole module.
             words = [layer.name, heads, f"mask {layer.mask}", norm]
             lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _hides_heads(layer: Layer) -> bool:
