@@ -12,6 +12,8 @@ import reference
 from bound_cases import jacobian, problem
 from lipscope.attention.variants import L2Attention
 from lipscope.bounds import registry
+from lipscope.bounds.bound import ENTRIES, Bound
+from lipscope.bounds.bound import bound as register
 from lipscope.bounds.constants import rotated_norms
 from lipscope.bounds.sets import block_inf_max_token, newhouse2025_attention
 
@@ -167,3 +169,27 @@ def test_an_unsupported_combination_names_the_supported_ones():
         registry.require("nonsense", lipscope.Attention(W, W, W))
     with pytest.raises(ValueError, match="needs radius, n"):
         registry.evaluate("castin2024.general", lipscope.Attention(W, W, W), radius=1.0)
+
+
+def test_a_decorated_function_is_a_bound():
+    """It is listed, evaluated, put into tables and refused like the others, without another line."""
+    known = dict(ENTRIES)
+    try:
+
+        @register("test.twice", needs="radius, n", masks="causal", without="softcap")
+        def twice(layer, radius, n):
+            return Bound("test.twice", 2 * radius * n, "set", "all", "a test")
+
+        W = torch.eye(2, dtype=torch.float64)
+        causal, full = (lipscope.Attention(W, W, W, mask=mask) for mask in ("causal", None))
+        assert lipscope.bounds.evaluate("test.twice", causal, radius=2.0, n=3).value == 12
+        assert lipscope.bounds.table(causal, radius=2.0, n=3)["test.twice"].value == 12
+        assert registry.least("test", causal, 2.0, 3) == 12
+        assert "test.twice" not in lipscope.bounds.names(full)
+        with pytest.raises(ValueError, match=r"test\.twice does not hold for mask full"):
+            lipscope.bounds.evaluate("test.twice", full, radius=2.0, n=3)
+        with pytest.raises(ValueError, match="'sinkholes' is none of"):
+            register("test.wrong", needs="n", without="sinkholes")(twice)
+    finally:
+        ENTRIES.clear()
+        ENTRIES.update(known)

@@ -166,3 +166,17 @@ def test_registry_knows_the_kinds():
     assert registry.evaluate("ramapuram2024.local", members["sigmoid"], x=X[0]).kind == "local"
     assert registry.evaluate("bounded_scores.softmax", members["qk-norm"], x=X[0]).inputs["n"] == X.shape[1]
     assert R > 0
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_tables_of_variants_have_sigma_and_every_bound_that_holds(name):
+    members, X, R = problem(5)
+    layer, x = members[name], X[0]
+    found = lipscope.bounds.table(layer, x, radius=R)
+    assert {bound.name for bound in found.bounds} == set(registry.names(layer))
+    assert found.sigma.estimate == pytest.approx(float(lipscope.local_lipschitz(layer, x).estimate), rel=1e-6)
+    assert all(found.ratio(bound) >= 1 - 1e-9 for bound in found.bounds)
+    assert "measured σ" in str(found)
+    without = lipscope.bounds.table(layer, radius=R, n=len(x))
+    assert without.sigma is None
+    assert {bound.name for bound in without.bounds} <= set(registry.names(layer))
