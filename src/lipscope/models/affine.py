@@ -1,13 +1,13 @@
 """The analytic fast path: a layer whose projections are affine, up to rotations by position, is an ``Attention``.
 
 Found by probing, not by architecture: the host is replayed on the tokens 0, e_1, …, e_d, and on one token at all positions,
-and the core tells which q, k and v came out. If R_t(W x_t + b) then reproduces q, k and v at the recorded tokens, and W_O the
-output, the layer is an ``Attention``. QK-norm fails that test and takes the general path.
+and the core tells which q, k and v came out. If R_t(W x_t + b) then reproduces q, k and v at the recorded tokens, and W_O
+the output, the layer is an ``Attention``. QK-norm fails that test and takes the general path.
 
-Rotary embeddings: if every token is z, the core receives R_t(W z + b) at position t. When R_t rotates (and perhaps stretches)
-pairs of coordinates, it is one complex number per pair, the same for all heads, for queries and for keys and for every z, so
-few samples determine it and many check it. Which coordinates form a pair, and how many are rotated, is tried out. Only
-R_t R_s⁻¹ can be known: W is found in the frame of the first position, which changes no score.
+Rotary embeddings: if every token is z, the core receives R_t(W z + b) at position t. When R_t rotates (and perhaps
+stretches) pairs of coordinates, it is one complex number per pair, the same for all heads, for queries and for keys and for
+every z, so few samples determine it and many check it. Which coordinates form a pair, and how many are rotated, is tried
+out. Only R_t R_s⁻¹ can be known: W is found in the frame of the first position, which changes no score.
 """
 
 from __future__ import annotations
