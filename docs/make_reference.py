@@ -76,14 +76,14 @@ def _value(kind: type) -> str:
 
 
 def registered() -> dict[str, Callable[..., None]]:
-    """The commands by name."""
+    """The commands by name, in the order of the help."""
     from lipscope.cli.main import app
 
     found = {}
     for command in app.registered_commands:
         assert command.callback is not None
         found[command.name or command.callback.__name__.replace("_", "-")] = command.callback
-    return dict(sorted(found.items()))
+    return found
 
 
 def options() -> dict[str, set[str]]:
@@ -98,9 +98,12 @@ def commands() -> str:
     parts = ["# Commands", f"{NOTE} `lipscope COMMAND --help` says the same.", "Every command ends with exit code 0 when "
              "all is well, 2 with one line on standard error when something is wrong with what it was given, and 1 when a "
              "sweep or a run has failed tasks. `--debug` shows the traceback."]  # fmt: skip
+    from lipscope.cli.main import PANELS
+
     found = registered()
-    parts.append(_table(["command", "what it does"], [
-        [f"[`lipscope {name}`](#lipscope-{name})", _paragraphs(command)[0]] for name, command in found.items()
+    panels = [(panel, command.__name__.replace("_", "-")) for panel, group in PANELS.items() for command in group]
+    parts.append(_table(["", "command", "what it does"], [
+        [panel, f"[`lipscope {name}`](#lipscope-{name})", _paragraphs(found[name])[0]] for panel, name in panels
     ]))  # fmt: skip
     for name, command in found.items():
         takes = parameters(command)
