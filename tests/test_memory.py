@@ -239,11 +239,13 @@ def test_measured_peaks_stay_within_the_plan_and_near_it():
         for solver, shares in values
         for share in shares
     ]
-    cases = [{"tokens": 512} | problem for problem in problems] + limited
+    # Mostly copies of tokens and projections: half of those that are counted would be too few.
+    wide = {"layer": full | {"heads": 2}, "width": 256, "tokens": 320, "share": 0.7}
+    cases = [{"tokens": 512} | problem for problem in problems] + limited + [wide]
     strange = [
         (peak >> 10, planned >> 10, case)
         for case, (peak, planned) in zip(cases, measured(cases), strict=True)
-        if not 0.5 * planned < peak < planned
+        if not 0.4 * planned < peak < planned
     ]
     assert not strange
 
