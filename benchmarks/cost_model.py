@@ -3,7 +3,7 @@
     python benchmarks/cost_model.py [--write docs/performance-log.md] [--sizes 512,2048,3072]
 
 The only number taken from a measurement is the speed of one pair of products at n = 1,024; everything else follows from
-``lipscope.measure.cost``.
+``benchmarks/cost.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import lipscope
+from cost import LayerShape, forward, pair_of_products, solve, vector_bytes, working_bytes
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.tiled import Tiling, using_tiling
-from lipscope.measure.cost import LayerShape, forward, pair_of_products, solve, vector_bytes, working_bytes
 from long_context import HEADS, WIDTH, make_layer, tokens
 from sections import Curve, Goal, machine, plot, timed, write_goals, write_section
 
@@ -131,7 +131,7 @@ def main() -> None:
         f"Written by `benchmarks/cost_model.py`: one causal layer, d = {WIDTH}, {HEADS} heads, probabilities rebuilt, "
         f"float32, {machine()}. One pair takes 4·n·(weights) + (12·d_k + 8·d_v)·(visible entries of all heads) "
         "operations, a linearisation 2·n·(weights) + 2·(d_k + d_v)·(visible entries), and a solve one linearisation and "
-        f"its pairs (`lipscope.measure.cost`). The speed, {rate / 1e9:.0f} GFLOP/s, is that of one pair at n = "
+        f"its pairs (`benchmarks/cost.py`). The speed, {rate / 1e9:.0f} GFLOP/s, is that of one pair at n = "
         f"{CALIBRATION:,}; the rest is predicted from it.",
         "",
         "| n | pair, predicted s | measured s | ratio | pairs | σ, predicted s | measured s | ratio |",

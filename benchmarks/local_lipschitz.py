@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import lipscope
+from cost import LayerShape, pair_of_products
 from lipscope.attention.operators import AttentionOperator
-from lipscope.measure.cost import LayerShape, pair_of_products
 from sections import Goal, machine, timed, write_goals, write_section
 from textbook import forward, power_loop, power_until, projection_until, scipy_over_autograd
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import lipscope
+from cost import LayerShape, pair_of_products
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.tiled import current_tiling, using_tiling
-from lipscope.measure.cost import LayerShape, pair_of_products
 from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory
 from lipscope.rounding import show_bytes
 from sections import Curve, Goal, exponent, failures, machine, plot, timed, write_goals, write_section
@@ -171,7 +171,7 @@ def main() -> None:
         f"{machine()}.",
         "",
         "One pair (J·u, Jᵀ·g) against one fused forward pass of attention without its projections, and its speed against "
-        "that of plain matrix products. Counted are the operations of `lipscope.measure.cost`.",
+        "that of plain matrix products. Counted are the operations of `benchmarks/cost.py`.",
         "",
         "| n | by | pair / fused forward | pair, GFLOP/s | matmul, GFLOP/s | share |",
         "|---|---|---|---|---|---|",

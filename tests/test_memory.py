@@ -19,10 +19,9 @@ from command import run
 from largest_tensor import LargestTensor
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
-from lipscope.measure import sigma as facade
-from lipscope.measure.cost import TYPICAL_PAIRS
-from lipscope.measure.memory import TYPICAL_VECTORS, plan_memory
-from lipscope.models.memory import plan_layers, plan_scan, recorded_bytes
+from lipscope.measure import certificate as certifying
+from lipscope.measure.memory import TYPICAL_PAIRS, TYPICAL_VECTORS, plan_memory
+from lipscope.models.memory import plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 
@@ -154,7 +153,7 @@ def test_one_plan_holds_for_layers_of_several_kinds(alternating, layers):
         tilings.add(plan.tiling)
         assert plan.total <= limit
         with plan.in_force():
-            each = [plan_scan(alternating, n, layer=layer) for layer in (0, 1)]
+            each = [plan_layers(alternating, n, [layer]) for layer in (0, 1)]
         for layer in layers:
             one = each[layer]
             assert one.matrices + one.tokens + min(one.bases, plan.room) <= limit, (limit >> 20, layer)
@@ -164,9 +163,10 @@ def test_one_plan_holds_for_layers_of_several_kinds(alternating, layers):
 
 def test_the_tiling_of_alternating_layers_is_that_of_the_larger(alternating):
     """Under a limit that fits the window's kept tiles alone, the layer without a window keeps nothing either."""
-    free = [plan_scan(alternating, 2048, layer=layer) for layer in (0, 1)]
-    limit = (free[0].total + free[1].total) // 2
-    assert free[0].total < limit < free[1].total
+    layers = [alternating.probe_recording[i].attention.with_mask(alternating.layer(i).mask) for i in (0, 1)]
+    free = [plan_memory(layer, 2048).total + recorded_bytes(alternating, 2048) for layer in layers]
+    limit = sum(free) // 2
+    assert free[0] < limit < free[1]
     plan = plan_layers(alternating, 2048, [0, 1], memory=limit)
     ids = torch.randint(3, 100, (1, 2048), generator=torch.Generator().manual_seed(1))
     with plan.in_force():
@@ -184,7 +184,7 @@ def test_a_limit_binds_the_certificates_of_scans(monkeypatch):
         asked.append(memory)
         return 48
 
-    monkeypatch.setattr(facade, "height_within", watched)
+    monkeypatch.setattr(certifying, "height_within", watched)
     options = {"layers": [0], "lengths": [128], "inputs": 1, "certificate": True}
     free = lipscope.scan(handle, "python-docs", **options)
     assert not asked
@@ -197,8 +197,8 @@ def test_a_limit_binds_the_certificates_of_scans(monkeypatch):
 
 def test_scans_are_planned_before_they_start():
     handle = lipscope.load("gpt2-mini")
-    free = plan_scan(handle, 128, inputs=4)
-    deep = plan_scan(handle, 128, inputs=4, scope="model")
+    free = plan_layers(handle, 128, [0], inputs=4)
+    deep = plan_layers(handle, 128, [0], inputs=4, scope="model")
     assert deep.tokens > free.tokens
     limit = free.total // 2
     tight = plan_layers(handle, 128, [0, 1], inputs=4, memory=limit)

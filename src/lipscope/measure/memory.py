@@ -5,15 +5,16 @@ and the Krylov bases, of which the solver keeps what it is given room for:
 
     peak ≈ bytes per number · n·( 3·(dq + dk + dv) + 4·heads·dv + 10·d ) + matrices + bases
 
-(dq, dk, dv: widths over all heads). The counts are those of ``attention.cost``, fitted to measured peaks. Singular vectors
-that a solver is asked for, or takes out to find the next ones, count twice: they are copied to be handed over.
+(dq, dk, dv: widths over all heads). The counts are fitted to measured peaks. Where autograd computes the products, what it
+keeps of the map takes the place of projections and outputs. Singular vectors that a solver is asked for, or takes out to
+find the next ones, count twice: they are copied to be handed over.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,12 +25,17 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, Tiling, current_tiling, exponentials, prefers_tiles, using_tiling
 from lipscope.attention.tiles import visited_entries
-from lipscope.measure.cost import OUTPUTS, PROJECTIONS, TOKENS, TYPICAL_PAIRS
 from lipscope.rounding import show_bytes
 from lipscope.spectral.basis import FEWEST, one_sided, together_within
 
 # Where autograd computes the products: blocks keep activations for the backward pass.
 AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
+# Operator pairs of a typical solve: the mean over the inputs of benchmarks/local_lipschitz.py.
+TYPICAL_PAIRS = 18
+# Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; fitted to measurements.
+_PROJECTIONS, _OUTPUTS, _TOKENS = 3, 4, 10
+# Tensors of the size of the tokens that a product by autograd makes beside what is kept.
+_STEP = 6
 # Vectors of the Krylov bases that a typical solve needs.
 TYPICAL_VECTORS = 24
 # What the solver takes for its bases when nobody limits it.
@@ -85,6 +91,129 @@ class MemoryPlan:
         )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What the memory of a solve depends on, beside the number of tokens.
+
+    Attributes:
+        width: token dimension d.
+        output_width: dimension of the outputs.
+        heads: query heads.
+        kv_heads: key heads.
+        key_width: d_k of one head.
+        value_width: d_v of one head.
+        dtype: dtype of the computation.
+        rule: mask and soft-cap of so many tokens and inputs.
+        activations: tensors of the size of the tokens that autograd keeps; 0 for products in closed form.
+        layers: attention layers in the map.
+        tileable: whether n×n matrices can be avoided.
+        additive: an additive mask that the layer holds already, or None.
+    """
+
+    width: int
+    output_width: int
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    rule: Callable[[int, int], ScoreRule]
+    activations: int = 0
+    layers: int = 1
+    tileable: bool = True
+    additive: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: Attention, dtype: torch.dtype) -> Shape:
+        """The shape of a layer whose products are computed in closed form."""
+
+        def rule(n: int, inputs: int) -> ScoreRule:
+            return (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
+
+        return cls(
+            width=layer.width,
+            output_width=layer.output_width,
+            heads=layer.heads,
+            kv_heads=layer.kv_heads,
+            key_width=layer.head_width,
+            value_width=layer.value_width,
+            dtype=dtype,
+            rule=rule,
+            additive=layer.bias,
+        )
+
+    @property
+    def element_size(self) -> int:
+        """Bytes per number."""
+        return torch.finfo(self.dtype).bits // 8
+
+    def numbers(self, n: int, scope: str) -> tuple[int, int]:
+        """(M, N): entries of an output and of a Krylov vector: the tokens, or the reduced coordinates of one head."""
+        if scope == "head":
+            return n * self.value_width, n * min(self.width, 2 * self.key_width + self.value_width)
+        return n * self.output_width, n * self.width
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to compute a batch of σ.
+
+    Attributes:
+        inputs: how many together.
+        tiling: sizes of the tiles.
+        alone: whether inputs are measured one after the other.
+    """
+
+    inputs: int
+    tiling: Tiling
+    alone: bool = False
+
+
+def strategies(inputs: int) -> Iterator[Strategy]:
+    """The ways to compute σ of so many inputs, the fastest first."""
+    usual = current_tiling()
+    if inputs > 1:
+        yield Strategy(inputs, usual)
+    for tiling in (usual, replace(usual, dense=0), replace(usual, dense=0, keep=0), SMALL):
+        yield Strategy(1, tiling, alone=inputs > 1)
+
+
+def solve_plan(shape: Shape, n: int, strategy: Strategy, scope: str = "attention", triplets: int = 0) -> MemoryPlan:
+    """The bytes of one solve: this is the only place that counts them.
+
+    Args:
+        shape: the layer, or the layers of a map.
+        n: number of tokens.
+        strategy: how it is computed.
+        scope: what is measured.
+        triplets: singular vectors of either side that are held.
+    """
+    size, inputs, tiling = shape.element_size, strategy.inputs, strategy.tiling
+    items = inputs * (shape.heads if scope == "head" and not shape.activations else 1)
+    M, N = shape.numbers(n, scope if not shape.activations else "attention")
+    if shape.activations:
+        tokens = (shape.activations + _STEP) * inputs * n * shape.width * size
+    else:
+        keys = shape.heads if scope == "head" else shape.kv_heads
+        rows = (shape.heads + keys) * shape.key_width + keys * shape.value_width
+        held = _PROJECTIONS * rows + _OUTPUTS * shape.heads * shape.value_width
+        tokens = inputs * n * size * held + _TOKENS * items * N * size
+    rule = shape.rule(n, inputs)
+    heads = inputs * shape.heads
+    with using_tiling(tiling):
+        tiled = shape.tileable and prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=shape.dtype))
+    groups = shape.heads // shape.kv_heads
+    matrices = shape.layers * matrix_bytes(
+        tiling, tiled, rule, heads, n, groups, size, several=items > 1 and not shape.activations
+    )
+    if rule.additive is not None and (shape.additive is None or not _same_storage(rule.additive, shape.additive)):
+        # Read off an additive mask, with what it hides beside it.
+        matrices += rule.additive.numel() * (size + 1)
+    vectors = triplet_bytes(triplets * (items // inputs), M + n * shape.width, size)
+    bases = typical_bases((M, N), items, size, SOLVER_ROOM)
+    return MemoryPlan(matrices, tokens, bases, vectors, tiled, tiling, strategy.alone, SOLVER_ROOM)
+
+
 def plan_memory(
     layer: Attention,
     n: int,
@@ -122,21 +251,18 @@ def plan_memory(
         >>> print(plan_memory(layer, 4096))
         expected peak 596 MiB above the weights: tiles 32 MiB, tokens 276 MiB, Krylov bases 288 MiB
     """
-    returned = inputs * triplets
+    shape = Shape.of(layer, dtype)
     if limit is None:
-        return _plan(layer, n, dtype, inputs, scope, current_tiling(), SOLVER_ROOM, returned)
-    candidates = [
-        _plan(layer, n, dtype, together, scope, tiling, SOLVER_ROOM, returned, alone=alone)
-        for together, alone, tiling in ways(inputs)
-    ]
-    return first_fitting(candidates, n, _vector(layer, n, scope) * torch.finfo(dtype).bits // 8, limit)
+        return solve_plan(shape, n, Strategy(inputs, current_tiling()), scope, inputs * triplets)
+    plans = [solve_plan(shape, n, strategy, scope, inputs * triplets) for strategy in strategies(inputs)]
+    return first_fitting(plans, n, shape.numbers(n, scope)[1] * shape.element_size, limit)
 
 
 def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) -> MemoryPlan:
     """The first plan whose usual bases fit into ``limit`` bytes beside the rest, else the first whose fewest vectors do.
 
     Args:
-        plans: ways to do it, the fastest first.
+        plans: one for every strategy, the fastest first.
         n: number of tokens, for the refusal.
         vector: bytes of one Krylov vector.
         limit: bytes that may be used.
@@ -153,54 +279,6 @@ def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) 
     raise MemoryError(
         f"n = {n} tokens need at least {show_bytes(least)} above the weights, but memory is limited to {show_bytes(limit)}"
     )
-
-
-def ways(inputs: int) -> Iterator[tuple[int, bool, Tiling]]:
-    """Inputs together, whether that is one after the other, and tilings; the fastest way first."""
-    usual = current_tiling()
-    if inputs > 1:
-        yield inputs, False, usual
-    alone = inputs > 1
-    for tiling in (usual, replace(usual, dense=0), replace(usual, dense=0, keep=0), SMALL):
-        yield 1, alone, tiling
-
-
-def _vector(layer: Attention, n: int, scope: str) -> int:
-    """Numbers of one Krylov vector: the tokens, or the reduced coordinates of one head."""
-    width = layer.width
-    return n * (min(width, 2 * layer.head_width + layer.value_width) if scope == "head" else width)
-
-
-def _plan(
-    layer: Attention,
-    n: int,
-    dtype: torch.dtype,
-    inputs: int,
-    scope: str,
-    tiling: Tiling,
-    room: int,
-    triplets: int,
-    alone: bool = False,
-) -> MemoryPlan:
-    size = torch.finfo(dtype).bits // 8
-    rows = layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]
-    items = inputs
-    if scope == "head":
-        items, rows = inputs * layer.heads, layer.heads * (2 * layer.head_width + layer.value_width)
-    N, M = _vector(layer, n, scope), n * (layer.value_width if scope == "head" else layer.output_width)
-    vectors = triplet_bytes(triplets * (items // inputs), M + n * layer.width, size)
-    held = PROJECTIONS * rows + OUTPUTS * layer.heads * layer.value_width
-    tokens = inputs * n * size * held + TOKENS * items * N * size
-    rule = (layer.for_input(0) if inputs == 1 else layer).score_rule(n, inputs, tiled=True)
-    heads = inputs * layer.heads
-    with using_tiling(tiling):
-        tiled = prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=dtype))
-    matrices = matrix_bytes(tiling, tiled, rule, heads, n, layer.heads // layer.kv_heads, size, several=items > 1)
-    if rule.additive is not None and (layer.bias is None or not _same_storage(rule.additive, layer.bias)):
-        # Read off an additive mask, with what it hides beside it.
-        matrices += rule.additive.numel() * (size + 1)
-    bases = typical_bases((M, N), items, size, room)
-    return MemoryPlan(matrices, tokens, bases, vectors, tiled, tiling, alone, room)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
@@ -251,7 +329,7 @@ def matrix_bytes(
     if kept > tiling.keep:
         kept = 0
     elif several:
-        # The caller's, those of a copy with at most three quarters of them, and those of the next copy.
+        # At the peak three sets are alive: all items, a compacted copy (≤ ¾), and the copy of that (≤ 9/16): 37/16.
         kept = kept * 37 // 16
     return tiling.scratch(groups, element_size) + kept
 

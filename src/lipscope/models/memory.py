@@ -1,7 +1,8 @@
 """How much memory σ of a model's layers takes beside its weights, known before the run starts.
 
-Beside what ``attention.memory`` counts there is the recorded pass, 3 tensors per layer, and for scopes that go through
-autograd what their blocks keep for the backward pass, about 34 tensors of the size of the tokens per block.
+Beside what ``measure.memory`` counts there is the recorded pass, 3 tensors per layer. For scopes that go through autograd,
+the graph of a product and of its adjoint holds about 64 tensors of the size of the tokens around attention, and about 84
+with the feed-forward part of a block.
 """
 
 from __future__ import annotations
@@ -11,51 +12,14 @@ from dataclasses import replace
 
 from lipscope.attention.masks import as_mask
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import Tiling, current_tiling, prefers_tiles, using_tiling
-from lipscope.measure.memory import (
-    SOLVER_ROOM,
-    MemoryPlan,
-    first_fitting,
-    matrix_bytes,
-    plan_memory,
-    read_bytes,
-    triplet_bytes,
-    typical_bases,
-    ways,
-)
+from lipscope.attention.tiled import current_tiling, using_tiling
+from lipscope.measure.memory import MemoryPlan, Shape, Strategy, first_fitting, read_bytes, solve_plan, strategies
 from lipscope.models.affine import core_call
 from lipscope.models.model import Model
 
-BLOCK_ACTIVATIONS = 34
+# Tensors of the size of the tokens, per attention layer; fitted to measured peaks.
+ATTENTION_ACTIVATIONS, BLOCK_ACTIVATIONS = 64, 84
 RECORDED = 3
-
-
-def plan_scan(
-    handle: Model, n: int, *, inputs: int = 1, scope: str = "attention", limit: int | None = None, layer: int = 0
-) -> MemoryPlan:
-    """What σ of one layer at n tokens takes in a scan, within ``limit`` bytes; see ``plan_memory``.
-
-    Args:
-        handle: the model.
-        n: number of tokens.
-        inputs: sequences in one forward pass.
-        scope: what is measured.
-        limit: bytes that may be used above the weights.
-        layer: index of the layer.
-
-    Returns:
-        The plan; ``alone`` means one input per forward pass.
-
-    Raises:
-        MemoryError: when ``limit`` is too small.
-
-    Example:
-        >>> import lipscope
-        >>> print(plan_scan(lipscope.load("gpt2-mini"), 128))
-        expected peak 9.38 MiB above the weights: n×n matrices 2 MiB, tokens 4.38 MiB, Krylov bases 3 MiB
-    """
-    plans = _ways_of(handle, n, inputs, scope, layer, limited=limit is not None)
-    return plans[0] if limit is None else first_fitting(plans, n, _vector(handle, n, layer), limit)
 
 
 def plan_layers(
@@ -70,54 +34,75 @@ def plan_layers(
 ) -> MemoryPlan:
     """One plan for all of the listed layers, within ``memory`` (bytes, or a size such as "4GiB").
 
-    Layers of several kinds, say with and without a sliding window, are computed with the same tiling, so a way of doing it
-    counts with what it takes for the layer that takes most, and for recording those that are not listed. ``triplets``
-    singular vectors of either side are held per input.
+    One tiling serves all layers, also where some have a sliding window and others not, so every strategy is charged with
+    its most expensive layer, and with recording the rest. ``triplets`` singular vectors of either side are held per input.
+
+    Raises:
+        MemoryError: when ``memory`` is too small.
+
+    Example:
+        >>> import lipscope
+        >>> print(plan_layers(lipscope.load("gpt2-mini"), 128, [0]))
+        expected peak 9.38 MiB above the weights: n×n matrices 2 MiB, tokens 4.38 MiB, Krylov bases 3 MiB
     """
     limit = None if memory is None else read_bytes(memory)
     kinds = {_kind(handle, i): i for i in layers}.values()
-    each = [_ways_of(handle, n, inputs, scope, i, triplets, limited=limit is not None) for i in kinds]
-    recorded = {_kind(handle, i): i for i in range(len(handle.layers))}.values()
+    shapes = [_shape(handle, scope, i) for i in kinds]
+    recorded = [
+        _through_autograd(handle, "attention", i) for i in {_kind(handle, i): i for i in range(len(handle.layers))}.values()
+    ]
     plans = []
-    for same_way in zip(*each, strict=True):
-        worst = max(same_way, key=lambda plan: plan.fixed)
-        together = 1 if worst.alone else inputs
-        passing = max(_through_autograd(handle, n, together, "attention", i, worst.tiling).matrices for i in recorded)
-        bases = max(plan.bases for plan in same_way)
-        plans.append(replace(worst, matrices=max(worst.matrices, passing), bases=bases))
-    return plans[0] if limit is None else first_fitting(plans, n, max(_vector(handle, n, i) for i in kinds), limit)
+    for strategy in strategies(inputs) if limit is not None else [Strategy(inputs, current_tiling())]:
+        with using_tiling(strategy.tiling):
+            each = [solve_plan(shape, n, strategy, scope, strategy.inputs * triplets) for shape in shapes]
+            passing = max(solve_plan(shape, n, strategy).matrices for shape in recorded)
+        worst = max(each, key=lambda plan: plan.fixed)
+        plans.append(
+            replace(
+                worst,
+                matrices=max(worst.matrices, passing),
+                tokens=worst.tokens + recorded_bytes(handle, n, strategy.inputs),
+                bases=max(plan.bases for plan in each),
+            )
+        )
+    vector = n * max(token_width(handle, i) for i in kinds) * handle.dtype.itemsize
+    return plans[0] if limit is None else first_fitting(plans, n, vector, limit)
 
 
-def _ways_of(
-    handle: Model, n: int, inputs: int, scope: str, layer: int, triplets: int = 0, *, limited: bool
-) -> list[MemoryPlan]:
-    """What σ of one layer takes by every way of doing it; only by the usual one when memory is not limited."""
+def _shape(handle: Model, scope: str, layer: int) -> Shape:
+    """A layer in closed form where its scope and mask allow it, else through autograd."""
     where = handle.layer(layer)
     attention = handle.probe_recording[layer].attention if scope in ("attention", "head") else None
-    if attention is not None and not _named(where.mask):
-        attention = None
-    plans = []
-    for together, alone, tiling in ways(inputs) if limited else [(inputs, False, current_tiling())]:
-        with using_tiling(tiling):
-            if attention is not None:
-                same_mask = attention.with_mask(where.mask)
-                plan = plan_memory(same_mask, n, dtype=handle.dtype, inputs=together, scope=scope, triplets=triplets)
-            else:
-                plan = _through_autograd(handle, n, together, scope, layer, tiling, triplets)
-        tokens = plan.tokens + recorded_bytes(handle, n, together)
-        plans.append(replace(plan, tokens=tokens, alone=alone, tiling=tiling))
-    return plans
+    if attention is None or not _named(where.mask):
+        return _through_autograd(handle, scope, layer)
+    return Shape.of(attention.with_mask(where.mask), handle.dtype)
+
+
+def _through_autograd(handle: Model, scope: str, layer: int) -> Shape:
+    where, width = handle.layer(layer), token_width(handle, layer)
+    layers = len(handle.layers) if scope == "model" else 1
+    each = BLOCK_ACTIVATIONS if scope in ("block", "model") else ATTENTION_ACTIVATIONS
+    rule = ScoreRule(mask=as_mask(where.mask if _named(where.mask) else None), softcap=_softcap(handle, layer))
+    return Shape(
+        width=width,
+        output_width=width,
+        heads=where.heads,
+        kv_heads=where.kv_heads or where.heads,
+        key_width=width // where.heads,
+        value_width=width // where.heads,
+        dtype=handle.dtype,
+        rule=lambda n, inputs: rule,
+        activations=each * layers,
+        layers=layers,
+        # A model that keeps its own attention forms its n×n matrices whatever we do.
+        tileable=where.through_seam,
+    )
 
 
 def _kind(handle: Model, layer: int) -> tuple[object, ...]:
     """What the cost of a layer depends on."""
     where = handle.layer(layer)
     return where.mask, where.heads, where.kv_heads, where.through_seam, token_width(handle, layer)
-
-
-def _vector(handle: Model, n: int, layer: int) -> int:
-    """Bytes of one Krylov vector."""
-    return n * token_width(handle, layer) * handle.dtype.itemsize
 
 
 def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False) -> int:
@@ -134,24 +119,6 @@ def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:
 def token_width(handle: Model, layer: int) -> int:
     """Width d of the tokens that a layer's attention sees."""
     return int(handle.probe_recording.hosts[handle.layer(layer).index].tokens.shape[-1])
-
-
-def _through_autograd(
-    handle: Model, n: int, inputs: int, scope: str, layer: int, tiling: Tiling, triplets: int = 0
-) -> MemoryPlan:
-    where, width, size = handle.layer(layer), token_width(handle, layer), handle.dtype.itemsize
-    layers = len(handle.layers) if scope == "model" else 1
-    mask = as_mask(where.mask) if _named(where.mask) else as_mask(None)
-    rule, heads = ScoreRule(mask=mask, softcap=_softcap(handle, layer)), inputs * where.heads
-    # A model that keeps its own attention forms its n×n matrices whatever we do.
-    with using_tiling(tiling):
-        tiled = where.through_seam and prefers_tiles(rule, heads, n, n, handle.probe_recording.last_hidden)
-    groups = where.heads // (where.kv_heads or where.heads)
-    matrices = matrix_bytes(tiling, tiled, rule, heads, n, groups, size)
-    tokens = (BLOCK_ACTIVATIONS * layers + 6) * inputs * n * width * size
-    bases = typical_bases((n * width, n * width), inputs, size, SOLVER_ROOM)
-    vectors = triplet_bytes(inputs * triplets, 2 * n * width, size)
-    return MemoryPlan(layers * matrices, tokens, bases, vectors, tiled, tiling, False, SOLVER_ROOM)
 
 
 def _softcap(handle: Model, layer: int) -> float | None:

@@ -7,20 +7,17 @@ entry of the scores of every head
     12·d_k + 8·d_v    when tiles rebuild them: one more product of length d_k for J and for Jᵀ
 
 A solve is one linearisation (2·d_k + 2·d_v per entry) and k pairs, k about 18 for an interval of 10 % whatever n. Its
-memory is planned in ``attention.memory``. Checked at several sizes by benchmarks/cost_model.py.
+memory is planned in ``lipscope.measure.memory``. Checked at several sizes by benchmarks/cost_model.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lipscope.attention.layer import Attention
+from lipscope.attention.layer import Attention
+from lipscope.measure.memory import TYPICAL_PAIRS
 
-# Operator pairs of a typical solve (mean over the inputs of benchmarks/local_lipschitz.py), and with room for harder ones.
-TYPICAL_PAIRS, PAIRS = 18, 20
-# Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; fitted to measurements.
+# Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; see lipscope.measure.memory.
 PROJECTIONS, OUTPUTS, TOKENS = 3, 4, 10
 
 
@@ -57,11 +54,6 @@ class LayerShape:
         return self.width * projections + self.output_width * self.heads * self.value_width
 
 
-def pair_flops(n: int, weights: int, entries: float, per_entry: float) -> float:
-    """4·n·weights + entries·per_entry: tokens through all weights twice, and the visible entries of all heads."""
-    return 4.0 * n * weights + entries * per_entry
-
-
 def pair_of_products(shape: LayerShape, n: int, *, visible: float = 1.0, rebuilt: bool = True) -> float:
     """Floating-point operations of one pair (J·u, Jᵀ·g).
 
@@ -77,7 +69,7 @@ def pair_of_products(shape: LayerShape, n: int, *, visible: float = 1.0, rebuilt
         '1.68e+11'
     """
     per_entry = (12 if rebuilt else 8) * shape.key_width + 8 * shape.value_width
-    return pair_flops(n, shape.weights, visible * n * n * shape.heads, per_entry)
+    return 4.0 * n * shape.weights + visible * n * n * shape.heads * per_entry
 
 
 def linearisation(shape: LayerShape, n: int, *, visible: float = 1.0) -> float:
