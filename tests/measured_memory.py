@@ -3,7 +3,7 @@
     echo '[{"layer": {"heads": 8, "mask": "causal"}, "width": 64, "tokens": 512}]' | python measured_memory.py
 
 Further keys of a case: ``inputs``, the ``solver``'s options, the ``tiling``, and the ``share`` of its planned memory that it
-gets. Prints a list of [peak, plan] in bytes.
+gets; a case with a ``scope`` is a scan of a small model. Prints a list of [peak, plan] in bytes.
 
 Every case has a process for itself, forked from this one: memory that other work has left to the C library would hide what
 it takes. This program is none of pytest's, whose threads must not be forked.
@@ -55,12 +55,35 @@ def measure(case: dict[str, Any]) -> list[int]:
     return [resident("VmHWM") - before, plan.total]
 
 
+def measure_scan(case: dict[str, Any]) -> list[int]:
+    """The same for a scan of one layer of a small GPT-2, as a sweep of the same plan would announce it."""
+    from transformers import GPT2Config, GPT2Model
+
+    from lipscope.models.load import ByteTokenizer
+    from lipscope.models.memory import plan_layers
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=128, n_layer=2, n_head=4, n_positions=1024, vocab_size=256, bos_token_id=0, eos_token_id=0)
+    handle = lipscope.load(GPT2Model(config).eval(), ByteTokenizer())
+    solver = lipscope.GolubKahan(rtol=1e-30, max_steps=STEPS)
+    text = ["".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(6000))]
+    options = {"layers": [0], "scope": case["scope"], "solver": solver}
+    lipscope.scan(handle, text, lengths=[16], inputs=1, **options)
+    plan = plan_layers(handle, case["tokens"], [0], inputs=case["inputs"], scope=case["scope"])
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = resident("VmRSS")
+    lipscope.scan(handle, text, lengths=[case["tokens"]], inputs=case["inputs"], **options)
+    return [resident("VmHWM") - before, plan.total]
+
+
 def in_a_process(case: dict[str, Any]) -> list[int]:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         with using_tiling(Tiling(**case.get("tiling", {}))):
-            os.write(writer, json.dumps(measure(case)).encode())
+            found = measure_scan(case) if "scope" in case else measure(case)
+            os.write(writer, json.dumps(found).encode())
         os._exit(0)
     os.close(writer)
     _, status = os.waitpid(child, 0)

@@ -250,6 +250,15 @@ def test_measured_peaks_stay_within_the_plan_and_near_it():
     assert not strange
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_scans_stay_within_the_plan():
+    """Products in closed form, head by head, and by autograd, which keeps the activations of a block."""
+    scopes = ("head", "block")
+    found = measured([{"scope": scope, "tokens": 512, "inputs": 2} for scope in scopes])
+    for scope, (peak, planned) in zip(scopes, found, strict=True):
+        assert 0.4 * planned < peak < planned, (scope, peak >> 20, planned >> 20)
+
+
 def measured(cases: list[dict[str, object]]) -> list[list[int]]:
     """Peak and plan of each case, in bytes, measured by a program of its own.
 

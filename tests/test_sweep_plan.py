@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lipscope
+from lipscope.models.memory import batch_size, plan_layers
 from lipscope.runs import Plan, expand, run_plan
 from lipscope.runs.plan import Block, ModelChoice
 from lipscope.runs.registry import QUANTITIES, register_quantity
@@ -271,3 +272,16 @@ def test_dry_run_counts_and_estimates(place: Path, tmp_path: Path) -> None:
     _, halves = dry_run(plan_of(place), tmp_path / "run.db", workers=2)
     assert halves.seconds == pytest.approx(rest.seconds / 2, rel=0.2)
     assert halves.bytes == 2 * rest.bytes > 2**28
+
+
+def test_a_sweep_plans_the_memory_of_a_scan(place: Path, tmp_path: Path) -> None:
+    """One number for both, in every scope; the estimate of a sweep is that of its largest pass."""
+    for scope in ("attention", "head", "block", "model"):
+        gpt2 = ModelChoice(str(place / "tiny-gpt2"), loader=LOADER)
+        _, left = dry_run(
+            plan_of(place, models=[gpt2], scopes=[scope], lengths=[6, 24], batch_tokens=60), tmp_path / "run.db"
+        )
+        handle = with_bytes(str(place / "tiny-gpt2"), None)
+        scans = [plan_layers(handle, n, handle.check_layers(None, scope), inputs=batch_size(n, 4, 60), scope=scope).total
+                 for n in (6, 24)]  # fmt: skip
+        assert left.planned == max(scans)
