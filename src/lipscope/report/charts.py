@@ -217,8 +217,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Where a logarithmic axis has numbers: powers of ten, or 1, 2, 5, or even steps, by how much is in view.
 
     Example:
-        >>> log_ticks(3.0, 40.0), log_ticks(2.0, 20000.0), log_ticks(0.133, 0.152)
-        ([5.0, 10.0, 20.0], [10.0, 100.0, 1000.0, 10000.0], [0.135, 0.14, 0.145, 0.15])
+        >>> log_ticks(3.0, 40.0), log_ticks(2.0, 20000.0), log_ticks(0.133, 0.152), log_ticks(1.37, 9.9)
+        ([5.0, 10.0, 20.0], [10.0, 100.0, 1000.0, 10000.0], [0.135, 0.14, 0.145, 0.15], [2.0, 4.0, 6.0, 8.0])
     """
     first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
     powers = range(first, last + 1)
@@ -228,9 +228,9 @@ def log_ticks(low: float, high: float) -> list[float]:
     if len(ticks) < 4:
         ticks = [tick for k in powers for m in (1, 2, 5) if low <= (tick := float(f"{m}e{k}")) <= high]
     if len(ticks) < 3 and high > low:
-        rough = (high - low) / 4
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
-        count = math.floor(high / step) - math.ceil(low / step) + 1
-        ticks = [float(f"{(math.ceil(low / step) + k) * step:.6g}") for k in range(count)]
+        unit = 10.0 ** math.floor(math.log10((high - low) / 4))
+        for step in (10 * unit, 5 * unit, 2 * unit, unit):
+            inside = range(math.ceil(low / step), math.floor(high / step) + 1)
+            if len(inside) > 2:
+                return [float(f"{k * step:.6g}") for k in inside]
     return ticks

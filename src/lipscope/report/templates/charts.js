@@ -83,10 +83,9 @@ lipscope.logTicks = (axis, traces) => {
   if (ticks.length > 7) ticks = ticks.filter((_, k) => k % Math.ceil(ticks.length / 6) === 0);
   if (ticks.length < 4) ticks = inView(powers.flatMap((k) => [1, 2, 5].map((m) => m * 10 ** k)));
   if (ticks.length < 3) {
-    const rough = (high - low) / 4;
-    const unit = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((m) => m * unit).find((size) => size >= rough);
-    ticks = Array.from({ length: 12 }, (_, k) => (Math.ceil(low / step) + k) * step).filter((value) => value <= high);
+    const unit = 10 ** Math.floor(Math.log10((high - low) / 4));
+    const even = [10, 5, 2, 1].map((m) => Array.from({ length: 50 }, (_, k) => (Math.ceil(low / (m * unit)) + k) * m * unit));
+    ticks = even.map(inView).find((values) => values.length > 2) || ticks;
   }
   const name = (value) => {
     if (value < 1e6 && value >= 1e-4) return String(Number(value.toPrecision(4)));
