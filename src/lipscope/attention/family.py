@@ -64,16 +64,7 @@ def variant(name: str, layer: Attention, **options: Any) -> Attention | Variant:
 def family(
     layer: Attention, names: Sequence[str] = VARIANTS, options: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Attention | Variant]:
-    """All kinds of attention with the weights of ``layer``; those that do not take its mask are left out.
-
-    Args:
-        layer: see ``variant``.
-        names: which kinds.
-        options: parameters by kind.
-
-    Returns:
-        Layers by name, in the order of ``names``.
-    """
+    """All kinds of attention with the weights of ``layer``; those that do not take its mask are left out."""
     from lipscope.attention.masks import Full
 
     kept = [name for name in names if name != "sinkhorn" or isinstance(layer.mask, Full)]

@@ -19,19 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Linear features c·Wx of tokens, at one batch of tokens, with their derivative.
+    """Linear features c·Wx of tokens, at one batch of tokens, with their derivative."""
 
-    Attributes:
-        weights: W, (heads·m, d).
-        heads: number of heads.
-        z: Wx by head, (B, heads, n, m).
-        scale: c.
-    """
-
-    weights: Tensor
+    weights: Tensor  # W, (heads·m, d)
     heads: int
-    z: Tensor
-    scale: float = 1.0
+    z: Tensor  # Wx by head, (B, heads, n, m)
+    scale: float = 1.0  # c
 
     @classmethod
     def at(cls, X: Tensor, weights: Tensor, heads: int, scale: float = 1.0) -> Self:
@@ -64,13 +57,9 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Normalised(Feature):
-    """Features c·z/√(|z|² + ε), head by head.
+    """Features c·z/√(|z|² + ε), head by head."""
 
-    Attributes:
-        eps: ε.
-    """
-
-    eps: float = 0.0
+    eps: float = 0.0  # ε
 
     def scaled(self, scale: float, eps: float) -> Self:
         """The same tokens with other c and ε."""

@@ -27,9 +27,6 @@ def load_layer(path: Path, *, heads: int | None = None, transposed: bool = False
         transposed: weights are stored (in, out), as in GPT-2's ``Conv1D``.
         **options: other fields of ``Attention``; ``kv_heads`` None means the metadata entry or ``heads``.
 
-    Returns:
-        The layer.
-
     Raises:
         ValueError: when the file is not safetensors, or tensors are missing, unknown or of the wrong shape.
     """

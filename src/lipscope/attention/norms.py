@@ -20,19 +20,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class NormLinearisation:
-    """A normalisation at tokens (B, n, d): everything its Jacobian products need.
+    """A normalisation at tokens (B, n, d): everything its Jacobian products need."""
 
-    Attributes:
-        g: gains (d,).
-        z: normalised tokens before the gains.
-        s: scales (B, n, 1).
-        centred: LayerNorm subtracts the mean.
-    """
-
-    g: Tensor
-    z: Tensor
-    s: Tensor
-    centred: bool
+    g: Tensor  # gains (d,)
+    z: Tensor  # normalised tokens before the gains
+    s: Tensor  # scales (B, n, 1)
+    centred: bool  # LayerNorm subtracts the mean
 
     def jvp(self, u: Tensor) -> Tensor:
         """Dy·u = g∘(Cu − z⟨z,u⟩/d)/s."""

@@ -55,15 +55,10 @@ class Projections(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _CoreOperator(Operator):
-    """What the operators below have in common: the attention core at one point.
+    """What the operators below have in common: the attention core at one point."""
 
-    Attributes:
-        core: the n×n part.
-        width: token dimension d, for the rounding allowance.
-    """
-
-    core: Core
-    width: int
+    core: Core  # the n×n part
+    width: int  # token dimension d, for the rounding allowance
     batch: int
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
@@ -168,21 +163,13 @@ class LayerProjections:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadOperator(_CoreOperator):
-    """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head).
+    """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head)."""
 
-    Attributes:
-        weights: projections in the reduced coordinates, Rᵀ of every item, (items, 2·dk + dv, r).
-        sizes: dk, dk and dv.
-        basis: U of every head, (H, d, r).
-        head_of_item: which head an item is, (items,).
-        rotation: rotations of rotary embeddings by item, or None.
-    """
-
-    weights: Tensor
-    sizes: list[int]
-    basis: Tensor
-    head_of_item: Tensor
-    rotation: Rotation | None
+    weights: Tensor  # projections in the reduced coordinates, Rᵀ of every item, (items, 2·dk + dv, r)
+    sizes: list[int]  # dk, dk and dv
+    basis: Tensor  # U of every head, (H, d, r)
+    head_of_item: Tensor  # which head an item is, (items,)
+    rotation: Rotation | None  # rotations of rotary embeddings by item, or None
 
     @classmethod
     def at(cls, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> HeadOperator:
@@ -286,23 +273,14 @@ class NormAttentionOperator(Operator):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockOperator(_CoreOperator):
-    """Blocks (rows[p], columns[p]) of one input's Jacobian; either all on the diagonal or all off it.
-
-    Attributes:
-        layer: the layer.
-        weights: the stacked projections, in the coordinates of their span where these are fewer, (·, r).
-        q: W_K-side vectors R_jᵀq_i of every pair, (pairs, H, dk).
-        P: P_ij, (pairs, H, 1).
-        difference: W_ij (v_j − o_i), (pairs, H, dv).
-        B: B_iR_i, (pairs, H, dv, dk), or None off the diagonal.
-    """
+    """Blocks (rows[p], columns[p]) of one input's Jacobian; either all on the diagonal or all off it."""
 
     layer: Attention
-    weights: Tensor
-    q: Tensor
-    P: Tensor
-    difference: Tensor
-    B: Tensor | None
+    weights: Tensor  # the stacked projections, in the coordinates of their span where these are fewer, (·, r)
+    q: Tensor  # W_K-side vectors R_jᵀq_i of every pair, (pairs, H, dk)
+    P: Tensor  # P_ij, (pairs, H, 1)
+    difference: Tensor  # W_ij (v_j − o_i), (pairs, H, dv)
+    B: Tensor | None  # B_iR_i, (pairs, H, dv, dk), or None off the diagonal
 
     @classmethod
     def at(cls, layer: Attention, core: Linearisation, rows: Tensor, columns: Tensor, *, diagonal: bool) -> BlockOperator:

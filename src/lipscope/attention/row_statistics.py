@@ -21,33 +21,20 @@ from lipscope.attention.tiled import TiledLinearisation, Workspace, core_at, cur
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """One number per input, head and row, each (B, H, n).
+    """One number per input, head and row, each (B, H, n)."""
 
-    Attributes:
-        entropy: of the attention of the row, in nats.
-        max_logit: largest visible logit after scale, soft-cap and bias; −inf where nothing is visible.
-        on_token: attention on the token asked for.
-        on_sink: attention on sinks.
-    """
-
-    entropy: Tensor
-    max_logit: Tensor
-    on_token: Tensor
-    on_sink: Tensor
+    entropy: Tensor  # of the attention of the row, in nats
+    max_logit: Tensor  # largest visible logit after scale, soft-cap and bias; −inf where nothing is visible
+    on_token: Tensor  # attention on the token asked for
+    on_sink: Tensor  # attention on sinks
 
 
 def row_statistics(
     q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, token: Tensor, *, tiled: bool | None = None
 ) -> RowStatistics:
-    """The statistics of attention rows.
+    """The statistics at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk) and values, of which only the shape matters.
 
-    Args:
-        q: scaled queries (B, H, n, dk).
-        k: keys (B, Hkv, m, dk).
-        v: values (B, Hkv, m, dv); only their shape matters.
-        rule: mask, additive term, soft-cap and sinks.
-        token: index of the token whose share is asked for, per input (B,).
-        tiled: without n×n matrices; by default when these would be large.
+    ``token`` (B,) is the token of every input whose share is asked for.
 
     Example:
         >>> import torch

@@ -17,20 +17,13 @@ from lipscope.attention.masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class ScoreRule:
-    """What happens between q·k and the softmax. Tensors broadcast to (batch, heads, n, n).
+    """What happens between q·k and the softmax. Tensors broadcast to (batch, heads, n, n)."""
 
-    Attributes:
-        softcap: c in c·tanh(s/c), or None.
-        additive: finite term added after the soft-cap, or None.
-        allowed: True where query i sees key j, or None for everywhere.
-        sinks: one extra logit per head, shape (heads,), of a virtual token with value zero; or None.
-        mask: a rule for who sees whom, beside ``allowed``; it is evaluated where it is needed, tile by tile.
-    """
-
-    softcap: float | None = None
-    additive: Tensor | None = None
-    allowed: Tensor | None = None
-    sinks: Tensor | None = None
+    softcap: float | None = None  # c in c·tanh(s/c), or None
+    additive: Tensor | None = None  # finite term added after the soft-cap, or None
+    allowed: Tensor | None = None  # True where query i sees key j, or None for everywhere
+    sinks: Tensor | None = None  # one extra logit per head, shape (heads,), of a virtual token with value zero; or None
+    # A rule for who sees whom, beside ``allowed``; it is evaluated where it is needed, tile by tile
     mask: Mask | None = None
 
     def visible(self, rows: slice, columns: slice, n: int, device: torch.device) -> Tensor | None:

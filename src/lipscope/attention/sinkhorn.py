@@ -34,10 +34,6 @@ _SHIFT, _FLAT = 1e-14, 1e-11
 class SinkhornAttention(DotProductVariant):
     """Attention with doubly stochastic weights; no mask, since a triangular doubly stochastic matrix is the identity.
 
-    Attributes:
-        k: key weights, ``(heads·dk, d)``.
-        scale: τ, 1/√dk by default.
-
     Example:
         >>> import torch
         >>> W = torch.eye(2, dtype=torch.float64)

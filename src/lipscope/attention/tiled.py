@@ -56,22 +56,15 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of tiles and what is kept of them.
+    """Sizes of tiles and what is kept of them."""
 
-    Attributes:
-        tile: most queries and keys of one tile.
-        tile_bytes: bytes of one tile matrix over the items that are worked on together: a few of those stay in the cache
-            while the products are large enough to run at full speed (benchmarks/long_context.py).
-        keep: bytes of exponentials that are kept between products.
-        dense: bytes of one n×n matrix over all heads and inputs beyond which tiles are used.
-        shortest_half: tokens from which tiles are faster when a mask hides about half of the entries.
-    """
-
-    tile: tuple[int, int] = (256, 512)
+    tile: tuple[int, int] = (256, 512)  # most queries and keys of one tile
+    # Bytes of one tile matrix over the items that are worked on together: a few of those stay in the cache while the
+    # products are large enough to run at full speed (benchmarks/long_context.py)
     tile_bytes: int = 4 << 20
-    keep: int = 256 << 20
-    dense: int = 256 << 20
-    shortest_half: int = 512
+    keep: int = 256 << 20  # bytes of exponentials that are kept between products
+    dense: int = 256 << 20  # bytes of one n×n matrix over all heads and inputs beyond which tiles are used
+    shortest_half: int = 512  # tokens from which tiles are faster when a mask hides about half of the entries
 
     def scratch(self, groups: int, element_size: int) -> int:
         """Bytes that the matrices of one tile take while it is worked on, for ``groups`` query heads per key head."""
@@ -143,16 +136,7 @@ class TiledLinearisation:
         tiling: Tiling | None = None,
         centred: bool = False,
     ) -> TiledLinearisation:
-        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk) and values v (B, Hkv, m, dv).
-
-        Args:
-            q: queries.
-            k: keys.
-            v: values.
-            rule: mask, additive term, soft-cap and sinks.
-            tiling: sizes of the tiles and what is kept of them; by default the one in force.
-            centred: take the values about their mean, see ``Linearisation.at``.
-        """
+        """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk), values v (B, Hkv, m, dv); see ``core_at``."""
         q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
         if centred:
             v = v - v.mean(-2, keepdim=True)
@@ -395,16 +379,10 @@ def core_at(
     centred: bool = False,
     tiling: Tiling | None = None,
 ) -> AnyLinearisation:
-    """The attention core at queries, keys and values, from n×n matrices or from tiles.
+    """The core at scaled queries (B, H, n, dk), keys (B, Hkv, m, dk) and values (B, Hkv, m, dv), from n×n matrices or tiles.
 
-    Args:
-        q: scaled queries (B, H, n, dk).
-        k: keys (B, Hkv, m, dk).
-        v: values (B, Hkv, m, dv).
-        rule: mask, additive term, soft-cap and sinks.
-        tiled: without n×n matrices; by default when these would be large, or when half of them is hidden.
-        centred: take the values about their mean; see ``Linearisation.at``.
-        tiling: sizes of the tiles; by default those in force.
+    Tiles are used by default when the matrices would be large, or half hidden; ``centred`` takes the values about their
+    mean, see ``Linearisation.at``; ``tiling`` is by default the one in force.
     """
     if tiled is None:
         tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)

@@ -346,8 +346,6 @@ class SigmoidAttention(DotProductVariant):
     """Attention with P_ij = sigmoid(τ q_i·k_j + b).
 
     Attributes:
-        k: key weights, ``(heads·dk, d)``.
-        scale: τ, 1/√dk by default.
         shift: b, −log n by default, n the number of tokens.
 
     Example:

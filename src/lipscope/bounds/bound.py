@@ -98,29 +98,21 @@ PLAIN = ", ".join(FEATURES)
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One line of the registry.
-
-    Attributes:
-        name: the bound.
-        function: what computes it from a layer and the arguments it needs; under several names, all of their bounds.
-        needs: arguments without which it cannot be evaluated: ``x`` (tokens), ``radius`` (R), ``n`` (their number).
-        takes: those and the optional ones.
-        masks: masks it holds for.
-        features: what the layer may use besides plain dot-product scores; key and value biases are always allowed.
-        side: upper or lower.
-        scores: the kinds of attention it is about: ``"dot"`` (softmax of scaled dot products) or those of ``Variant``.
-        superseded: masks for which a cheaper bound of the same source gives the same number.
-    """
+    """One line of the registry."""
 
     name: str
+    # What computes it from a layer and the arguments it needs; under several names, all of their bounds
     function: Callable[..., Found]
+    # Arguments without which it cannot be evaluated: ``x`` (tokens), ``radius`` (R), ``n`` (their number)
     needs: tuple[str, ...]
-    takes: tuple[str, ...]
-    masks: frozenset[str]
+    takes: tuple[str, ...]  # those and the optional ones
+    masks: frozenset[str]  # masks it holds for
+    # What the layer may use besides plain dot-product scores; key and value biases are always allowed
     features: frozenset[str]
     side: Side
+    # The kinds of attention it is about: ``"dot"`` (softmax of scaled dot products) or those of ``Variant``
     scores: tuple[str, ...]
-    superseded: frozenset[str]
+    superseded: frozenset[str]  # masks for which a cheaper bound of the same source gives the same number
 
     @property
     def source(self) -> str:

@@ -40,19 +40,12 @@ _EVEN = 1e-3
 
 @dataclass(frozen=True)
 class RotatedNorms:
-    """One head with rotary embeddings, over all pairs of tokens that may meet.
+    """One head with rotary embeddings, over all pairs of tokens that may meet."""
 
-    Attributes:
-        interaction: ≥ ‖A_ij‖.
-        query_bias: ≥ τ‖W_KᵀR_jᵀR_ib_Q‖.
-        key_bias: ≥ τ‖W_QᵀR_iᵀR_jb_K‖; a rotated key bias does not cancel in the softmax.
-        bias_score: ≥ τ|b_QᵀR_iᵀR_jb_K|.
-    """
-
-    interaction: float
-    query_bias: float
-    key_bias: float
-    bias_score: float
+    interaction: float  # ≥ ‖A_ij‖
+    query_bias: float  # ≥ τ‖W_KᵀR_jᵀR_ib_Q‖
+    key_bias: float  # ≥ τ‖W_QᵀR_iᵀR_jb_K‖; a rotated key bias does not cancel in the softmax
+    bias_score: float  # ≥ τ|b_QᵀR_iᵀR_jb_K|
 
 
 def rotated_norms(layer: Attention, n: int | None = None) -> tuple[RotatedNorms, ...]:
@@ -89,13 +82,7 @@ def _rotated_head(layer: Attention, head: int, n: int | None) -> RotatedNorms:
 
 
 def largest_interaction(w: HeadWeights, rotation: Rotation, *, causal: bool = False) -> float:
-    """An upper bound for max_{i,j} ‖A_ij‖, the exact maximum up to a few per cent when that is affordable.
-
-    Args:
-        w: weights of the head.
-        rotation: rotations with tables (n, r).
-        causal: only pairs with j ≤ i occur.
-    """
+    """An upper bound for max_{i,j} ‖A_ij‖, over j ≤ i if ``causal``: exact up to a few per cent when that is affordable."""
     stretch = max(
         float((rotation.cos.square() + rotation.sin.square()).max()), 1.0 if rotation.cos.shape[-1] < w.R_K.shape[1] else 0.0
     )
@@ -149,28 +136,17 @@ def _as_rotation(numbers: Tensor, rotation: Rotation) -> Rotation:
 
 @dataclass(frozen=True)
 class HeadConstants:
-    """One head.
+    """One head."""
 
-    Attributes:
-        value: ‖V‖, V = W_O W_V.
-        interaction: ‖A‖, A = τW_KᵀW_Q; the largest over offsets with rotary embeddings.
-        query_bias: τ‖W_Kᵀb_Q‖.
-        key_bias: τ‖W_Qᵀb_K‖ where the key bias does not cancel, else 0.
-        value_bias: ‖W_O b_V‖ where the value bias does not cancel, else 0.
-        score_range: largest difference of the additive bias within a row.
-        softcap: c, or infinity.
-        bias_score: τ|b_Qᵀ R b_K| at most, where rotary embeddings keep the key bias in the scores; None without them.
-        orthogonal: ∂s_ij/∂x_j is the same for all j (no soft-cap, no rotary embeddings).
-    """
-
-    value: float
-    interaction: float
-    query_bias: float = 0.0
-    key_bias: float = 0.0
-    value_bias: float = 0.0
-    score_range: float = 0.0
-    softcap: float = math.inf
-    orthogonal: bool = True
+    value: float  # ‖V‖, V = W_O W_V
+    interaction: float  # ‖A‖, A = τW_KᵀW_Q; the largest over offsets with rotary embeddings
+    query_bias: float = 0.0  # τ‖W_Kᵀb_Q‖
+    key_bias: float = 0.0  # τ‖W_Qᵀb_K‖ where the key bias does not cancel, else 0
+    value_bias: float = 0.0  # ‖W_O b_V‖ where the value bias does not cancel, else 0
+    score_range: float = 0.0  # largest difference of the additive bias within a row
+    softcap: float = math.inf  # c, or infinity
+    orthogonal: bool = True  # ∂s_ij/∂x_j is the same for all j (no soft-cap, no rotary embeddings)
+    # τ|b_Qᵀ R b_K| at most, where rotary embeddings keep the key bias in the scores; None without them
     bias_score: float | None = None
 
     def nu(self, R: float) -> float:
@@ -218,12 +194,7 @@ class Constants:
 
     @classmethod
     def of(cls, layer: Attention | Constants, n: int | None = None) -> Constants:
-        """The constants of a layer; constants pass through.
-
-        Args:
-            layer: the layer.
-            n: number of tokens, when only the first n positions of rotary embeddings matter.
-        """
+        """The constants of a layer, for the first n positions of rotary embeddings if given; constants pass through."""
         if isinstance(layer, Constants):
             return layer
         weights = layer_weights(layer)

@@ -141,43 +141,24 @@ def _part(rotation: Rotation | None, places: slice) -> Rotation | None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCore:
-    """One head evaluated at one input: r rows of its scores and c columns, all n of both when it is the only strip.
+    """One head evaluated at one input: r rows of its scores and c columns, all n of both when it is the only strip."""
 
-    Attributes:
-        q: scaled queries (r, dk).
-        k: keys (c, dk), shifted by their mean where a shift does not matter.
-        v: values (c, dv), shifted by their mean.
-        o: outputs Σ_j P_ij v_j, shifted likewise.
-        P: probabilities (r, c).
-        W: P times the slope of the soft-cap.
-        sink_share: share of the sink in every row (r,), or None.
-        centre: the mean that was taken from the values.
-        softcapped: there is a soft-cap.
-        margin: relative rounding margin.
-        rotation: the rotations R_j of rotary embeddings at the columns, or None; q and k are rotated already.
-        row_rotation: those at the rows.
-        weights: the weights of the head.
-        rows: which rows of the scores.
-        columns: which columns; the rows see nothing outside.
-        n: number of tokens.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    P: Tensor
-    W: Tensor
-    sink_share: Tensor | None
-    centre: Tensor
+    q: Tensor  # scaled queries (r, dk)
+    k: Tensor  # keys (c, dk), shifted by their mean where a shift does not matter
+    v: Tensor  # values (c, dv), shifted by their mean
+    o: Tensor  # outputs Σ_j P_ij v_j, shifted likewise
+    P: Tensor  # probabilities (r, c)
+    W: Tensor  # P times the slope of the soft-cap
+    sink_share: Tensor | None  # share of the sink in every row (r,), or None
+    centre: Tensor  # the mean that was taken from the values
     softcapped: bool
-    margin: float
-    rotation: Rotation | None
-    row_rotation: Rotation | None
+    margin: float  # relative rounding margin
+    rotation: Rotation | None  # the rotations R_j of rotary embeddings at the columns, or None; q and k are rotated already
+    row_rotation: Rotation | None  # those at the rows
     weights: HeadWeights
-    rows: slice
-    columns: slice
-    n: int
+    rows: slice  # which rows of the scores
+    columns: slice  # which columns; the rows see nothing outside
+    n: int  # number of tokens
 
     @classmethod
     def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadCore:

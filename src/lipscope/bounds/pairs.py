@@ -7,7 +7,8 @@ One head without biases, A = τW_KᵀW_Q, V = W_OW_V. m tokens at u and n−m at
 E is the score by which a token at w prefers u to its own kind: the larger, the more tokens at w listen to few at u.
 ``lower.pair`` is m = 1 with the largest E; Proposition 3.4 of Castin et al. takes u and w along an eigenvector of A;
 ``lower.groups`` maximises over m and so never decays as n grows; ``lower.meanfield`` is its limit for n → ∞;
-``lower.measured`` measures σ at such inputs, for any mask and score rule.
+``lower.measured`` measures σ at such inputs, for any mask and score rule. All bound the supremum of σ over B_R^n from below,
+with the tokens that attain the value.
 """
 
 from __future__ import annotations
@@ -38,19 +39,12 @@ _LARGEST_BATCH = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class PlainHead:
-    """One head without biases, in coordinates of what it looks at.
+    """One head without biases, in coordinates of what it looks at."""
 
-    Attributes:
-        A: τW_KᵀW_Q, (r, r).
-        V: W_OW_V, (·, r).
-        causal: under the causal mask, else without a mask.
-        basis: (d, r), the tokens of the coordinates; None when they are the same.
-    """
-
-    A: Tensor
-    V: Tensor
-    causal: bool = False
-    basis: Tensor | None = None
+    A: Tensor  # τW_KᵀW_Q, (r, r)
+    V: Tensor  # W_OW_V, (·, r)
+    causal: bool = False  # under the causal mask, else without a mask
+    basis: Tensor | None = None  # (d, r), the tokens of the coordinates; None when they are the same
 
     @classmethod
     def of(cls, layer: Attention | PlainHead, head: int = 0) -> PlainHead:
@@ -129,14 +123,6 @@ def lower_pair(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
     """One token at u, the others at w, with w maximising E = R‖Aw‖ − wᵀAw over B_R and u = R·Aw/‖Aw‖.
 
     No real eigenvalue of A is needed. Any u, w give a valid lower bound, so the maximisation need not be exact.
-
-    Args:
-        layer: a layer of one head without biases, or that head.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
     """
     head = PlainHead.of(layer)
     return _bound("lower.pair", head, best_pair(head.A, radius), radius, n, OURS)
@@ -146,13 +132,7 @@ def lower_pair(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
 def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> Bound | None:
     """The input of Proposition 3.4, see ``eigenvector_pair``; it grows as √n as long as n−1 ≲ e^E, then decays.
 
-    Args:
-        layer: a layer of one head without biases, or that head.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A lower bound for the supremum of σ over B_R^n; None when A has no real eigenvalue.
+    None when A has no real eigenvalue.
     """
     head = PlainHead.of(layer)
     pair = eigenvector_pair(head.A, radius)
@@ -161,16 +141,7 @@ def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> 
 
 @bound("lower.groups", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
 def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
-    """With m tokens at u and n−m at w: the best m and the best of the pairs above; it never decays in n.
-
-    Args:
-        layer: a layer of one head without biases, or that head.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it.
-    """
+    """With m tokens at u and n−m at w: the best m and the best of the pairs above; it never decays in n."""
     head = PlainHead.of(layer)
     candidates = [best_pair(head.A, radius)]
     for _, e in sorted(real_eigenvectors(head.A), key=lambda found: -abs(found[0]))[:_EIGENVECTORS]:
@@ -186,13 +157,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float) -> Bound | None
     """Two Diracs at ±Re, unmasked, n → ∞: ‖Ve‖e^{γR²} max_{t>0} (√t/(1+t))(1 + tE/(1+t)), E = 2γR², γ = −γ_min.
 
     The supremum of σ over n and over B_R^n is at least this; with ``refined.unmasked`` it fixes the exponent e^{‖A‖R²}.
-
-    Args:
-        layer: a layer of one head without biases, or that head.
-        radius: R.
-
-    Returns:
-        A lower bound for the W_2-Lipschitz constant; None when A has no negative real eigenvalue.
+    None when A has no negative real eigenvalue.
     """
     head = PlainHead.of(layer)
     negative = [(gamma, e) for gamma, e in real_eigenvectors(head.A) if gamma < 0]
@@ -209,16 +174,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float) -> Bound | None
 
 @bound("lower.measured", side="lower", needs="radius, n")
 def lower_measured(layer: Attention, radius: float, n: int) -> Bound | None:
-    """The largest σ measured at two-group inputs of every head: a lower bound for any mask and score rule.
-
-    Args:
-        layer: the layer, for one input.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A lower bound for the supremum of σ over B_R^n, with the tokens that attain it; None for a single token.
-    """
+    """The largest σ measured at two-group inputs of every head, any mask and score rule; None for a single token."""
     if n < 2:
         return None
     precise = layer.to(torch.float64)

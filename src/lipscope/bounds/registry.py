@@ -80,18 +80,9 @@ def applicable(
     side: str | None = None,
     sources: Sequence[str] | None = None,
 ) -> Iterator[Bound]:
-    """Every bound that holds for a layer and needs no more than what is given.
+    """Every bound that holds for a layer and needs no more than what is given, in the order in which they are defined.
 
-    Args:
-        layer: the layer, or a variant.
-        x: tokens (n, d), or None for no local bounds.
-        radius: R.
-        n: number of tokens.
-        side: ``"upper"`` or ``"lower"`` only.
-        sources: only bounds of these sources, in this order.
-
-    Yields:
-        Bounds, otherwise in the order in which they are defined.
+    Without tokens x (n, d) there are no local bounds; ``sources`` are the only ones, in their order.
     """
     given = {"x": x, "radius": radius, "n": n}
     entries = [entry for entry in _holding(layer) if side in (None, entry.side)]
@@ -150,11 +141,7 @@ def features(layer: Attention | Variant) -> frozenset[str]:
 
 
 def require(name: str, layer: Attention | Variant) -> None:
-    """Refuse a bound that does not hold for a layer, listing those that do.
-
-    Raises:
-        ValueError: when the bound is unknown or does not hold for this layer.
-    """
+    """Refuse a bound that does not hold for a layer, listing those that do."""
     if name not in ENTRIES:
         raise ValueError(f"unknown bound {name!r}; bounds are: {', '.join(ENTRIES)}")
     holding = names(layer)

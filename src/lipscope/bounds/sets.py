@@ -16,7 +16,8 @@ A row that sees m keys has entries of at most 1/(1 + (m−1)q), so κ is a sum o
     any mask   κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)q)
 
 Causal, free of n: σ ≤ ‖V‖((1+2a)Π(a) + a) with ‖P‖₂ ≤ Π(a) = min(2e^{2a}, inf_{0<t<1} e^{a(1+t)}√((1+1/t)/(1−t))).
-With biases, soft-cap and sinks the same proofs give the forms below; they reduce to the above without.
+With biases, soft-cap and sinks the same proofs give the forms below; they reduce to the above without. Where a bound takes
+``Constants``, those may be ``Constants.of_norms(‖V‖, ‖A‖)``; where n may be infinite, the bound is for every n.
 """
 
 from __future__ import annotations
@@ -43,14 +44,6 @@ def castin2024_general(layer: Attention | Constants, radius: float, n: int) -> B
     """Theorem 3.3: √3(n‖V‖² + 4n ν²α² + ν²β²)^½ for tokens in B_R, any mask; √3‖V‖(a²(4n+1) + n)^½ without biases.
 
     Frobenius norms. The form with biases is ours, by the same proof.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A set bound.
     """
 
     def head(c: HeadConstants) -> float:
@@ -66,13 +59,6 @@ def castin2024_meanfield(layer: Attention | Constants, radius: float) -> Bound:
     """Theorem 3.5: (‖V‖ + 2να + νβ)e^{2h} for tokens in B_R, unmasked, every n; ‖V‖(1+3a)e^{2a} without biases.
 
     It bounds the Lipschitz constant for the Wasserstein distances W_p, hence σ.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-
-    Returns:
-        A set bound.
     """
 
     def head(c: HeadConstants) -> float:
@@ -89,14 +75,6 @@ def refined_unmasked(layer: Attention | Constants, radius: float, n: float = mat
 
     κ ≤ min(n, e^{2a}): the √n regime, the plateau e^a, and the border between them. For n = ∞ it bounds the
     W_2-Lipschitz constant of mean-field attention. Frobenius norms, tokens in B_R, no mask. Ours.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens, infinite for every n.
-
-    Returns:
-        A set bound.
     """
 
     def head(c: HeadConstants) -> float:
@@ -113,14 +91,6 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
 
     Without biases: ‖V‖(min{√(1+a²)√κ, (1+2a)Π(a)} + a). The second member does not depend on n. Frobenius norms, tokens
     in B_R. Ours: Hardy's inequality and a Schur test with weights j^{−t}.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens, infinite for every n.
-
-    Returns:
-        A set bound.
     """
 
     def head(c: HeadConstants) -> float:
@@ -135,16 +105,8 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
 def refined_visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLike = None) -> Bound:
     """The bound ρ√κ + νβ with κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}), m_i the number of keys row i sees; any mask.
 
-    Frobenius norms, tokens in B_R. Ours.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens; a layer made for one length is taken at that length, as padding neither sees nor is seen.
-        mask: the mask; the layer's own when it is a layer and this is None.
-
-    Returns:
-        A set bound.
+    Frobenius norms, tokens in B_R. Ours. ``mask`` is by default the layer's own; a layer made for one length is taken at
+    that length whatever n, as padding neither sees nor is seen.
     """
     if isinstance(layer, Attention):
         mask, n = (layer.mask if mask is None else mask), additive_length(layer) or n
@@ -164,15 +126,8 @@ def block_inf_max_token(layer: Attention | Constants, radius: float, n: int | No
     """The bound ‖V‖ + να + νβ in the norm max_i‖x_i‖ on both sides, any mask and n; ‖V‖(1+2a) without biases.
 
     Row i moves by at most Σ_j P_ij(‖V‖ + ‖v_j − o_i‖‖a_i‖)‖ε_j‖ + ‖B_i‖‖ε_i‖, and Σ_j P_ij‖v_j − o_i‖ ≤ ν. The outputs of
-    the heads are joined token by token, so that a root of squares over heads is valid in this norm too. Ours.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens, which only matters for rotary embeddings; None for all their positions.
-
-    Returns:
-        A set bound in the norm max_i‖x_i‖.
+    the heads are joined token by token, so that a root of squares over heads is valid in this norm too. n matters for rotary
+    embeddings only. Ours.
     """
 
     def head(c: HeadConstants) -> float:
@@ -184,16 +139,7 @@ def block_inf_max_token(layer: Attention | Constants, radius: float, n: int | No
 
 @bound("block_inf.frobenius", needs="radius, n")
 def block_inf_frobenius(layer: Attention | Constants, radius: float, n: int) -> Bound:
-    """The bound √n(‖V‖ + να + νβ) for Frobenius norms: ‖Y‖_F ≤ √n·max_i‖y_i‖ and max_i‖x_i‖ ≤ ‖X‖_F. Any mask. Ours.
-
-    Args:
-        layer: the layer, or ``Constants.of_norms(‖V‖, ‖A‖)``.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A set bound.
-    """
+    """The bound √n(‖V‖ + να + νβ) for Frobenius norms: ‖Y‖_F ≤ √n·max_i‖y_i‖ and max_i‖x_i‖ ≤ ‖X‖_F. Any mask. Ours."""
     value = math.sqrt(n) * block_inf_max_token(layer, radius, n).value
     return _bound("block_inf.frobenius", value, radius, n, "any mask")
 
@@ -206,14 +152,6 @@ def newhouse2025_attention(layer: Attention, radius: float, *, scale: float = 3.
     mask, any n. With τ = 1/d_head and s = 1 it is the published constant; ``scale`` = 3 leaves the layer's output as it is.
     In rms norms the width ratios cancel between neighbouring factors, so it equals the bound ``block_inf.max_token`` with
     ‖W_OW_V‖ and ‖A‖ replaced by products of norms.
-
-    Args:
-        layer: the layer.
-        radius: R, the largest Euclidean norm of a token.
-        scale: s, the factor of the output times 3.
-
-    Returns:
-        A set bound in the norm max_i‖x_i‖/√d.
     """
     weights = layer_weights(layer)
     d, dk, dv, d_out = layer.width, layer.head_width, layer.value_width, layer.output_width
@@ -237,13 +175,6 @@ def large_radius_limit(layer: Attention, x: Tensor) -> Bound:
     When every row has a unique largest score, P tends to the 0–1 matrix of the choices and all covariances vanish. The
     scores are those of r²·x_jᵀAx_i alone: biases are outgrown. Holds for almost every X (unique largest scores) and any
     mask, without soft-cap and sinks. Regime of Castin et al.; formula derived in docs/theory.
-
-    Args:
-        layer: the layer.
-        x: tokens (n, d), their direction.
-
-    Returns:
-        A limit.
     """
     n = x.shape[0]
     bare = Attention(

@@ -39,14 +39,7 @@ KEY_ENTRIES = 1 << 22
 
 
 def several_heads(strips: Strips, layer: Attention, weights: LayerWeights, gain: Tensor) -> dict[str, float]:
-    """Every certificate of a layer with several heads, without the margin for the rounding of probabilities.
-
-    Args:
-        strips: the heads at one input.
-        layer: the layer.
-        weights: its weights.
-        gain: (n,), norms of the maps before the tokens.
-    """
+    """Every certificate of a layer with several heads, without the margin for the rounding of probabilities."""
     rows = _Rows(strips, layer, weights)
     heads, squared, B = range(layer.heads), gain.square(), rows.B * gain
     # Cauchy–Schwarz over the heads with weights ρ: (Σ_h ρ_h e_h)² ≤ (Σ_h ρ_h)(Σ_h ρ_h e_h²).

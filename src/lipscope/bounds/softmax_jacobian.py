@@ -34,13 +34,6 @@ def yudin2025_published(layer: Attention, x: Tensor) -> Bound:
 
     Without biases it is ‖V‖(‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i)). Here b_Q = τ‖W_Kᵀb_Q‖, and b_K, b_V are zero unless there are
     sinks (b_K: or a soft-cap). ‖P‖ is replaced by a rigorous upper bound. Frobenius norms.
-
-    Args:
-        layer: the layer.
-        x: tokens (n, d).
-
-    Returns:
-        A local bound.
     """
     size = float(torch.linalg.matrix_norm(x.double(), 2))
     root = math.sqrt(x.shape[0])
@@ -61,13 +54,6 @@ def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
     Never larger than ``yudin2025.published``. With rotary embeddings the norms of scores are the largest ‖τK R_iW_Q‖ and ‖τQ
     R_jW_K‖ over tokens. The means are subtracted where a shift does not matter (not with sinks; keys not with a
     soft-cap). Any mask, Frobenius norms. Ours.
-
-    Args:
-        layer: the layer.
-        x: tokens (n, d).
-
-    Returns:
-        A local bound.
     """
 
     def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
@@ -116,13 +102,6 @@ def largest_eigenvalue(p: Tensor, iterations: int = 64) -> Tensor:
 
     The function f(λ) = 1 − Σ p_i²/(p_i − λ) changes sign once in (p₍₂₎, p₍₁₎): it tends to −∞ at p₍₁₎ and +∞ at p₍₂₎. The
     upper end of the last bracket is returned, so that the value is an upper bound to the last bit of the bisection.
-
-    Args:
-        p: probabilities (…, n).
-        iterations: bisection steps.
-
-    Returns:
-        Eigenvalues (…), float64.
     """
     p = p.double()
     first, second = _two_largest(p)

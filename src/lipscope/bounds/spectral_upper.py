@@ -34,13 +34,6 @@ def nonnegative_norm(N: Tensor, steps: int = 40) -> float:
     Every x > 0 gives a valid bound; power steps only make it tight. All sums are of nonnegative terms, so each carries a
     relative error of at most (number of terms)·eps, which is added.
 
-    Args:
-        N: matrix (m, n), entries ≥ 0, float64.
-        steps: power steps.
-
-    Returns:
-        A number ≥ ‖N‖₂.
-
     Example:
         >>> import torch
         >>> round(nonnegative_norm(torch.ones(3, 3, dtype=torch.float64)), 9)
@@ -77,13 +70,9 @@ Grams: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 def best_vectors(
     grams: Grams, start: dict[str, Tensor], steps: int = 40, *, rows: int | None = None
 ) -> dict[str, tuple[float, Tensor]]:
-    """Collatz–Wielandt bounds for matrices known by their products alone, each with the x > 0 at which it was found.
+    """Collatz–Wielandt bounds for matrices known by their products NᵀNx alone, each with the x > 0 at which it was found.
 
-    Args:
-        grams: NᵀNx of the asked matrices.
-        start: a positive x for every matrix.
-        steps: power steps.
-        rows: rows of the matrices; as many as columns by default.
+    ``start`` has a positive x for every matrix; ``rows`` is their number of rows, that of columns by default.
     """
     vectors, found = dict(start), {name: (math.inf, x) for name, x in start.items()}
     for step in range(steps):
@@ -126,9 +115,6 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         squarings: s; by default 4, and 2 for large batches, where each squaring costs as much as the matrices themselves.
         symmetric: the matrices are symmetric, so that M may stand for G and one product is saved.
         single: compute in float32, twice as fast; the bound is enlarged by the rounding of float32 instead of float64.
-
-    Returns:
-        Upper bounds (…).
     """
     scale = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1)).clamp_min(_SMALLEST)
     dtype, M = M.dtype, M / scale[..., None, None]

@@ -62,13 +62,6 @@ def kim2021_l2mha(layer: L2Attention, n: int) -> Bound:
 
     W₀ is the Lambert function. The power 4 comes from A = tW_QᵀW_Q, which is quadratic in W_Q; with power 2 the inequality
     is false. Nothing is assumed of the tokens. Frobenius norms, unmasked; without W_O the heads are joined as they are.
-
-    Args:
-        layer: the layer.
-        n: number of tokens.
-
-    Returns:
-        A set bound valid on the whole space.
     """
     from scipy.special import lambertw
 
@@ -83,13 +76,6 @@ def qi2023_scsa(layer: CosineAttention, n: int) -> Bound:
     """Cosine attention is Lipschitz on the whole space: ν'ε^{−½}(2n(n−1)τ‖W_K‖ + 2(n−1)τ‖W_Q‖ + 2n‖W_V‖).
 
     Frobenius norms, unmasked. Published for one head; several heads are joined by the root of squares times ‖W_O‖.
-
-    Args:
-        layer: the layer.
-        n: number of tokens.
-
-    Returns:
-        A set bound valid on the whole space.
     """
 
     def head(query: float, key: float, value: float) -> float:
@@ -103,13 +89,6 @@ def nair2025_scsa(layer: CosineAttention, n: int) -> Bound:
     """The bound of ``qi2023.scsa`` with ½ in the place of (n−1)/n: ν'ε^{−½}(n²τ‖W_K‖ + nτ‖W_Q‖ + 2n‖W_V‖).
 
     The ½ is the Lipschitz constant of the softmax. Heads are joined as in ``qi2023.scsa``.
-
-    Args:
-        layer: the layer.
-        n: number of tokens.
-
-    Returns:
-        A set bound valid on the whole space.
     """
 
     def head(query: float, key: float, value: float) -> float:
@@ -124,17 +103,6 @@ def bounded_scores_softmax(layer: Variant, radius: float, n: int) -> Bound:
 
     Frobenius norms, any mask. For scaled-cosine attention it does not depend on the radius: it holds on the whole space.
     Without a mask κ ≤ min(n, e^{2h}), so for cosine and QK-normalised attention it is bounded in n. Ours.
-
-    Args:
-        layer: an L2, cosine or QK-normalised layer.
-        radius: R, the largest norm of a token.
-        n: number of tokens.
-
-    Returns:
-        A set bound.
-
-    Raises:
-        TypeError: when the layer is of another kind.
 
     Example:
         >>> import torch
@@ -160,15 +128,7 @@ def bounded_scores_softmax(layer: Variant, radius: float, n: int) -> Bound:
 
 @bound("ramapuram2024.local", needs="x", scores="sigmoid")
 def ramapuram2024_local(layer: SigmoidAttention, x: Tensor) -> Bound:
-    """Sigmoid attention at tokens x (n, d): ‖V‖(σ_∞ + 2σ'_∞‖A‖·(1/n)Σ_i|x_i|²), heads summed; any mask, Frobenius norms.
-
-    Args:
-        layer: the layer.
-        x: tokens (n, d).
-
-    Returns:
-        A local bound.
-    """
+    """Sigmoid attention at tokens x (n, d): ‖V‖(σ_∞ + 2σ'_∞‖A‖·(1/n)Σ_i|x_i|²), heads summed; any mask, Frobenius norms."""
     X = x.detach().double()
     n = X.shape[0]
     precise = layer.to(torch.float64)
@@ -191,14 +151,6 @@ def ramapuram2024_ball(layer: SigmoidAttention, radius: float, n: int) -> Bound:
     """Sigmoid attention on B_R: ‖V‖(σ_∞ + 2σ'_∞‖A‖R²) with suprema over scores within b ± ‖A‖R²; any mask.
 
     Frobenius norms.
-
-    Args:
-        layer: the layer.
-        radius: R.
-        n: number of tokens.
-
-    Returns:
-        A set bound.
     """
     shift = layer.shift_at(n)
 
@@ -219,13 +171,6 @@ def sinkhorn_doubly_stochastic(layer: SinkhornAttention, radius: float) -> Bound
     """Sinkhorn attention on B_R: ‖V‖(1 + 2‖A‖R²), heads summed or ‖W_O‖ times the root of squares; every n, no mask.
 
     Frobenius norms. Ours.
-
-    Args:
-        layer: the layer.
-        radius: R, the largest norm of a token.
-
-    Returns:
-        A set bound.
 
     Example:
         >>> import torch

@@ -22,74 +22,42 @@ from lipscope.attention.layer import Attention
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """One head in float64, seen through its output weights (or without them).
+    """One head in float64, seen through its output weights (or without them)."""
 
-    Attributes:
-        R_O: stands for W_O of this head, (r, dv); None for the identity.
-        R_K: stands for W_Kᵀ, (r, dk).
-        R_Q: stands for τW_Qᵀ, (r, dk).
-        VK: R_O W_V W_Kᵀ, (r, dk): maps a scaled query q_i to V a_i.
-        V: stands for W_O W_V, (r, m), in coordinates of the span of the rows of W_V and W_K.
-        K: W_Kᵀ in the same coordinates, (m, dk).
-        KQ: W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j.
-        out: ‖W_O‖ of this head, 1 for the identity.
-        query: |τ|‖W_Q‖ of this head.
-        value: ‖W_O W_V‖.
-        interaction: ‖A‖ = τ‖W_Kᵀ W_Q‖.
-        query_bias: τ‖W_Kᵀ b_Q‖.
-        key_bias: τ‖W_Qᵀ b_K‖.
-        value_bias: ‖W_O b_V‖.
-        score_scale: |τ|‖W_Q‖_F‖W_K‖_F, for the rounding of the scores.
-        query_shift: ‖b_Q‖/‖W_Q‖_F, the token norm that the query bias stands for, likewise.
-        key_shift: ‖b_K‖/‖W_K‖_F.
-    """
-
-    R_O: Tensor | None
-    R_K: Tensor
-    R_Q: Tensor
-    VK: Tensor
-    V: Tensor
-    K: Tensor
-    KQ: Tensor
-    out: float
-    query: float
-    value: float
-    interaction: float
-    query_bias: float
-    key_bias: float
-    value_bias: float
-    score_scale: float
-    query_shift: float
-    key_shift: float
+    R_O: Tensor | None  # stands for W_O of this head, (r, dv); None for the identity
+    R_K: Tensor  # stands for W_Kᵀ, (r, dk)
+    R_Q: Tensor  # stands for τW_Qᵀ, (r, dk)
+    VK: Tensor  # R_O W_V W_Kᵀ, (r, dk): maps a scaled query q_i to V a_i
+    V: Tensor  # stands for W_O W_V, (r, m), in coordinates of the span of the rows of W_V and W_K
+    K: Tensor  # W_Kᵀ in the same coordinates, (m, dk)
+    KQ: Tensor  # W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j
+    out: float  # ‖W_O‖ of this head, 1 for the identity
+    query: float  # |τ|‖W_Q‖ of this head
+    value: float  # ‖W_O W_V‖
+    interaction: float  # ‖A‖ = τ‖W_Kᵀ W_Q‖
+    query_bias: float  # τ‖W_Kᵀ b_Q‖
+    key_bias: float  # τ‖W_Qᵀ b_K‖
+    value_bias: float  # ‖W_O b_V‖
+    score_scale: float  # |τ|‖W_Q‖_F‖W_K‖_F, for the rounding of the scores
+    query_shift: float  # ‖b_Q‖/‖W_Q‖_F, the token norm that the query bias stands for, likewise
+    key_shift: float  # ‖b_K‖/‖W_K‖_F
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """All heads of a layer, with W_O inside (``image``) and without (``plain``).
+    """All heads of a layer, with W_O inside (``image``) and without (``plain``)."""
 
-    Attributes:
-        image: heads followed by their block of W_O; the same objects as ``plain`` when the layer has no W_O.
-        plain: heads alone.
-        out: ‖W_O‖, 1 without W_O.
-        queries: |τ|‖W_Q‖ of the heads stacked; keys and values that several heads share count once per head.
-        keys: ‖W_K‖ likewise.
-        values: ‖W_V‖ likewise.
-        total: ‖Σ_h W_O^h W_V^h‖.
-        gram_out: W_OᵀW_O, (heads·dv, heads·dv).
-        gram_query: τ²W_QW_Qᵀ, (heads·dk, heads·dk).
-        gram_key: W_KW_Kᵀ likewise, once per query head.
-    """
-
+    # Heads followed by their block of W_O; the same objects as ``plain`` when the layer has no W_O
     image: tuple[HeadWeights, ...]
-    plain: tuple[HeadWeights, ...]
-    out: float
-    queries: float
-    keys: float
-    values: float
-    total: float
-    gram_out: Tensor
-    gram_query: Tensor
-    gram_key: Tensor
+    plain: tuple[HeadWeights, ...]  # heads alone
+    out: float  # ‖W_O‖, 1 without W_O
+    queries: float  # |τ|‖W_Q‖ of the heads stacked; keys and values that several heads share count once per head
+    keys: float  # ‖W_K‖ likewise
+    values: float  # ‖W_V‖ likewise
+    total: float  # ‖Σ_h W_O^h W_V^h‖
+    gram_out: Tensor  # W_OᵀW_O, (heads·dv, heads·dv)
+    gram_query: Tensor  # τ²W_QW_Qᵀ, (heads·dk, heads·dk)
+    gram_key: Tensor  # W_KW_Kᵀ likewise, once per query head
 
 
 def spectral(M: Tensor) -> float:
@@ -98,13 +66,7 @@ def spectral(M: Tensor) -> float:
 
 
 def over_heads(plain: Iterable[float], out: float, image: Iterable[float] | None = None) -> float:
-    """A bound for all heads from bounds of each: min( Σ_h image_h, ‖W_O‖·√Σ_h plain_h² ).
-
-    Args:
-        plain: bounds of the heads before W_O.
-        out: ‖W_O‖, 1 without W_O.
-        image: bounds of the heads followed by their blocks of W_O, if known.
-    """
+    """A bound for all heads from those of each: min( Σ_h image_h, ‖W_O‖·√Σ_h plain_h² ), image with W_O, plain before it."""
     joint = out * math.hypot(*plain)
     return joint if image is None else min(sum(image), joint)
 

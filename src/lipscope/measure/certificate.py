@@ -21,17 +21,10 @@ def certificate_at(
     norm: Normalisation | None = None,
     memory: int | None = None,
 ) -> Tensor:
-    """Certified upper bounds at tokens X (B, n, d), one per item of the scope's operator.
+    """Certified upper bounds at tokens X (B, n, d), one per item of the operator: (B,), or (B·H,) for scope ``"head"``.
 
-    Args:
-        layer: the layer.
-        X: tokens (B, n, d); those before the normalisation for scope ``"norm+attention"``.
-        scope: ``"attention"``, ``"head"`` or ``"norm+attention"``.
-        norm: the normalisation of scope ``"norm+attention"``; it enters by its exact norm at every token.
-        memory: bytes that its matrices may take.
-
-    Returns:
-        Bounds of shape (B,), or (B·H,) for scope ``"head"``.
+    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its exact norm at every token. The
+    matrices take at most ``memory`` bytes.
     """
     heads = 1 if scope == "head" else layer.heads
     height = None if memory is None else height_within(X.shape[1], heads, memory)
@@ -55,14 +48,9 @@ def add_certificate(
 ) -> SpectralNorm:
     """The same flat batch with certified upper ends, where there are some and they are wanted.
 
-    Args:
-        result: σ as a flat batch, one item per input, or per input and head.
-        layer: the layer that was measured as an ``Attention``; None when it is not known as one.
-        X: the scope's tokens (B, n, d).
-        wanted: whether to compute the certificate; None: when it costs no more than the measurement did.
-        heads: the heads of scope ``head``, all by default.
-        norm: the normalisation of scope ``norm+attention``.
-        memory: bytes that its matrices may take.
+    The batch has one item per input, or per input and head of ``heads`` (all by default). ``layer`` is None when what was
+    measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
+    measurement.
 
     Raises:
         ValueError: when a certificate is asked for that does not exist.

@@ -39,13 +39,7 @@ class SigmaGradient:
         self._linear = dataclasses.replace(layer, q_bias=None, k_bias=None, v_bias=None)
 
     def __call__(self, operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
-        """The gradient (B, n, d) at the operator's inputs.
-
-        Args:
-            operator: the layer linearised at B inputs.
-            left: unit output directions u, (B, n·d_out).
-            right: unit input directions v, (B, n·d).
-        """
+        """The gradient (B, n, d) at the inputs, from unit directions ``left`` (B, n·d_out) and ``right`` (B, n·d)."""
         layer, core = self.layer, operator.core
         if not isinstance(core, Linearisation):
             raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")

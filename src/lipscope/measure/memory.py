@@ -44,27 +44,16 @@ SOLVER_ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one batch of σ is expected to take, and how it keeps to them.
+    """Bytes that one batch of σ is expected to take, and how it keeps to them."""
 
-    Attributes:
-        matrices: n×n matrices, or tiles and what is kept of them.
-        tokens: copies of tokens and projections.
-        bases: Krylov bases.
-        vectors: singular vectors beside them, where several are looked for or they are asked for.
-        tiled: whether n×n matrices are avoided.
-        tiling: sizes of the tiles.
-        alone: inputs are measured one after the other.
-        room: most bytes for Krylov bases; the solver's ``memory``.
-    """
-
-    matrices: int
-    tokens: int
-    bases: int
-    vectors: int
-    tiled: bool
-    tiling: Tiling
-    alone: bool
-    room: int
+    matrices: int  # n×n matrices, or tiles and what is kept of them
+    tokens: int  # copies of tokens and projections
+    bases: int  # Krylov bases
+    vectors: int  # singular vectors beside them, where several are looked for or they are asked for
+    tiled: bool  # whether n×n matrices are avoided
+    tiling: Tiling  # sizes of the tiles
+    alone: bool  # inputs are measured one after the other
+    room: int  # most bytes for Krylov bases; the solver's ``memory``
 
     @property
     def total(self) -> int:
@@ -93,35 +82,20 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the memory of a solve depends on, beside the number of tokens.
+    """What the memory of a solve depends on, beside the number of tokens."""
 
-    Attributes:
-        width: token dimension d.
-        output_width: dimension of the outputs.
-        heads: query heads.
-        kv_heads: key heads.
-        key_width: d_k of one head.
-        value_width: d_v of one head.
-        dtype: dtype of the computation.
-        rule: mask and soft-cap of so many tokens and inputs.
-        activations: tensors of the size of the tokens that autograd keeps; 0 for products in closed form.
-        layers: attention layers in the map.
-        tileable: whether n×n matrices can be avoided.
-        additive: an additive mask that the layer holds already, or None.
-    """
-
-    width: int
-    output_width: int
+    width: int  # token dimension d
+    output_width: int  # dimension of the outputs
     heads: int
     kv_heads: int
-    key_width: int
-    value_width: int
+    key_width: int  # d_k of one head
+    value_width: int  # d_v of one head
     dtype: torch.dtype
-    rule: Callable[[int, int], ScoreRule]
-    activations: int = 0
-    layers: int = 1
-    tileable: bool = True
-    additive: Tensor | None = None
+    rule: Callable[[int, int], ScoreRule]  # mask and soft-cap of so many tokens and inputs
+    activations: int = 0  # tensors of the size of the tokens that autograd keeps; 0 for products in closed form
+    layers: int = 1  # attention layers in the map
+    tileable: bool = True  # whether n×n matrices can be avoided
+    additive: Tensor | None = None  # an additive mask that the layer holds already, or None
 
     @classmethod
     def of(cls, layer: Attention, dtype: torch.dtype) -> Shape:
@@ -156,17 +130,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to compute a batch of σ.
+    """One way to compute a batch of σ."""
 
-    Attributes:
-        inputs: how many together.
-        tiling: sizes of the tiles.
-        alone: whether inputs are measured one after the other.
-    """
-
-    inputs: int
-    tiling: Tiling
-    alone: bool = False
+    inputs: int  # how many together
+    tiling: Tiling  # sizes of the tiles
+    alone: bool = False  # whether inputs are measured one after the other
 
 
 def strategies(inputs: int) -> Iterator[Strategy]:
@@ -179,15 +147,7 @@ def strategies(inputs: int) -> Iterator[Strategy]:
 
 
 def solve_plan(shape: Shape, n: int, strategy: Strategy, scope: str = "attention", triplets: int = 0) -> MemoryPlan:
-    """The bytes of one solve: this is the only place that counts them.
-
-    Args:
-        shape: the layer, or the layers of a map.
-        n: number of tokens.
-        strategy: how it is computed.
-        scope: what is measured.
-        triplets: singular vectors of either side that are held.
-    """
+    """The bytes of a solve that holds ``triplets`` singular vectors of either side: the only place that counts them."""
     size, inputs, tiling = shape.element_size, strategy.inputs, strategy.tiling
     items = inputs * (shape.heads if scope == "head" and not shape.activations else 1)
     M, N = shape.numbers(n, scope if not shape.activations else "attention")
@@ -224,22 +184,13 @@ def plan_memory(
     scope: str = "attention",
     triplets: int = 0,
 ) -> MemoryPlan:
-    """What one batch of σ at n tokens takes, and how to stay within ``limit`` bytes.
+    """What one batch of σ at n tokens takes, and how to stay within ``limit`` bytes above the weights.
+
+    ``triplets`` singular vectors of either side are held per input; see ``spectral.solvers.triplets``. Give ``plan.room`` to
+    the solver as its ``memory``, and compute inside ``plan.in_force()``.
 
     When memory is short, in this order: inputs one after the other, tiles instead of n×n matrices, no kept exponentials,
     smaller tiles, fewer Krylov vectors.
-
-    Args:
-        layer: the layer.
-        n: number of tokens.
-        dtype: dtype of the computation.
-        inputs: sequences in the batch.
-        limit: bytes that may be used above the weights.
-        scope: ``"attention"`` or ``"norm+attention"``, or ``"head"``.
-        triplets: singular vectors of either side that are held per input; see ``spectral.norm.triplets``.
-
-    Returns:
-        The plan; give ``plan.room`` to the solver as its ``memory``, and compute inside ``plan.in_force()``.
 
     Raises:
         MemoryError: when ``limit`` is too small even for the fewest vectors.
@@ -259,13 +210,7 @@ def plan_memory(
 
 
 def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) -> MemoryPlan:
-    """The first plan whose usual bases fit into ``limit`` bytes beside the rest, else the first whose fewest vectors do.
-
-    Args:
-        plans: one for every strategy, the fastest first.
-        n: number of tokens, for the refusal.
-        vector: bytes of one Krylov vector.
-        limit: bytes that may be used.
+    """The first (fastest) plan whose usual bases fit into ``limit`` bytes beside the rest, else whose fewest vectors do.
 
     Raises:
         MemoryError: when nothing fits.
@@ -312,15 +257,8 @@ def matrix_bytes(
 ) -> int:
     """Bytes of the n×n matrices of so many ``heads`` (over all inputs), or of tiles and what is kept of them.
 
-    Args:
-        tiling: sizes of the tiles.
-        tiled: whether there are tiles.
-        rule: mask and soft-cap.
-        heads: query heads times inputs.
-        n: number of tokens.
-        groups: query heads per key head.
-        element_size: bytes per number.
-        several: whether several items are solved together; those that take longer are copied when others are done.
+    There are ``groups`` query heads per key head. Where ``several`` items are solved together, those that take longer are
+    copied when others are done.
     """
     if not tiled:
         # Raw scores, probabilities and two on their way; with a soft-cap also its values, slope and weights.

@@ -123,19 +123,10 @@ def sigma(
 ) -> SpectralNorm:
     """From the Jacobian to σ: the one place that solves, allows for rounding, enters the certificate and shapes the result.
 
-    Args:
-        operator: the Jacobian, one item per problem.
-        solver: ``Auto()`` by default.
-        scope: which map it belongs to.
-        mask: who sees whom, in words.
-        input_dtype: dtype of what was handed in, in words; that of the operator by default.
-        shape: shape of the result; a flat batch by default.
-        layer: what was measured as an ``Attention``, for the certificate.
-        X: its tokens; without them no certificate is computed.
-        norm: its normalisation, for scope ``"norm+attention"``.
-        heads: its heads, for scope ``"head"``.
-        certificate: see ``local_lipschitz``.
-        memory: bytes that the matrices of the certificate may take.
+    ``mask`` and ``input_dtype`` (of what was handed in; by default the operator's) are words for the result, which is a flat
+    batch unless it has a ``shape``. The certificate is that of ``layer`` at tokens X, with ``norm`` for scope
+    ``"norm+attention"`` and ``heads`` for scope ``"head"``; without tokens there is none. Its matrices take at most
+    ``memory`` bytes.
     """
     result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
     if X is not None:
@@ -148,15 +139,10 @@ def sigma(
 
 @dataclass(frozen=True)
 class TorchMap:
-    """Any torch callable on tokens as a layer: its Jacobian comes from automatic differentiation.
-
-    Attributes:
-        function: the callable.
-        bare: it takes tokens without a batch dimension.
-    """
+    """Any torch callable on tokens as a layer: its Jacobian comes from automatic differentiation."""
 
     function: TensorMap
-    bare: bool = False
+    bare: bool = False  # it takes tokens without a batch dimension
     mask = None
     dtype = None
     heads = 1

@@ -49,14 +49,9 @@ class Layout:
         return torch.complex(moving[..., :half].contiguous(), moving[..., half:].contiguous())
 
     def fit(self, seen: Tensor, reference: Tensor) -> Tensor:
-        """The complex numbers c_t with seen_t ≈ c_t·reference, by least squares over the samples.
+        """The complex numbers c_t, (B, n, width/2), with seen_t ≈ c_t·reference, by least squares over the samples.
 
-        Args:
-            seen: what the core received, (samples, B, n, dk).
-            reference: the same before it was turned, (samples, dk).
-
-        Returns:
-            Complex (B, n, width/2).
+        ``seen`` (samples, B, n, dk) is what the core received, ``reference`` (samples, dk) the same before it was turned.
         """
         before = self.pairs(reference)
         weight = before.abs().square().sum(0)
@@ -115,12 +110,8 @@ def plain_attention(
 ) -> Attention | None:
     """The layer as an ``Attention`` that equals it at the recorded tokens, or None when it is not plain.
 
-    Args:
-        model: the model.
-        layer: one of its layers.
-        recording: a recorded forward pass.
-        known: projections found before, by layer index; filled in. They are checked at the new tokens all the same.
-        core: what the core receives at the recorded tokens, where that is known already.
+    ``known`` are projections found before, by layer index; they are checked at the new tokens all the same, and new ones are
+    filled in. ``core`` is what the core receives at the recorded tokens, where that is known already.
     """
     call = recording.hosts[layer.index]
     if isinstance(layer.out, nn.MultiheadAttention):
@@ -183,15 +174,9 @@ def core_call(
     graph: bool = False,
     frozen: bool = True,
 ) -> CoreCall:
-    """What the attention core receives when ``call`` is replayed on ``tokens``.
+    """What the attention core receives when the recorded ``call`` is replayed on other ``tokens``.
 
-    Args:
-        model: the model.
-        call: a recorded call of one of its attention modules.
-        tokens: what the module gets instead of what was recorded.
-        documents: lengths of the documents packed into each input.
-        graph: keep the graph that leads from the tokens to the core.
-        frozen: leave the parameters out of that graph.
+    ``graph`` keeps the graph that leads from the tokens to the core, ``frozen`` leaves the parameters out of it.
 
     Raises:
         RuntimeError: when the core is never called.
@@ -322,12 +307,7 @@ def _reproduces(parts: AffineParts | None, rotary: Rotary | None, at_tokens: Cor
 
 
 def normalisation_of(module: nn.Module, like: Tensor) -> Normalisation | None:
-    """The module as a ``LayerNorm`` or ``RMSNorm``, or None when it is neither.
-
-    Args:
-        module: a normalisation of any library.
-        like: a tensor of tokens (…, d) of the right width, dtype and device.
-    """
+    """The module as a ``LayerNorm`` or ``RMSNorm``, or None when it is neither; ``like`` has tokens (…, d) of its kind."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     gain = weight.detach() if isinstance(weight, Tensor) else like.new_ones(like.shape[-1])
     offset = bias.detach() if isinstance(bias, Tensor) else None

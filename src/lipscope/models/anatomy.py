@@ -28,42 +28,24 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One attention layer of a model.
+    """One attention layer of a model."""
 
-    Attributes:
-        index: position among the model's attention layers.
-        name: name of the block inside the model.
-        block: the Transformer block.
-        host: the module whose call is replayed for the attention map; its tokens are what attention sees.
-        out: the output projection W_O (for ``nn.MultiheadAttention`` that module itself).
-        heads: number of query heads.
-        kv_heads: number of key heads, or None when the model does not hand its keys over.
-        through_seam: False when the model keeps its own eager attention.
-        causal: the layer claims that no token sees its future.
-        mask: the layer's mask in words.
-        normed: a normalisation comes between the block's input and attention.
-        norm: the normalisation whose output attention sees, of this block or of what comes before it, or None.
-        stream: where the residual stream leaves the attention sub-layer.
-        stream_adds_input: the block's input is still to be added at ``stream``.
-        batch_first: tokens are (B, n, d); otherwise (n, B, d).
-        occurrence: which call of these modules it is, for models that use one layer several times.
-    """
-
-    index: int
-    name: str
+    index: int  # position among the model's attention layers
+    name: str  # name of the block inside the model
     block: nn.Module
-    host: nn.Module
-    out: nn.Module
+    host: nn.Module  # the module whose call is replayed for the attention map; its tokens are what attention sees
+    out: nn.Module  # the output projection W_O (for ``nn.MultiheadAttention`` that module itself)
     heads: int
-    kv_heads: int | None
-    through_seam: bool
-    causal: bool
-    mask: str
-    normed: bool
-    stream: Cut
-    stream_adds_input: bool
-    batch_first: bool = True
-    occurrence: int = 0
+    kv_heads: int | None  # number of key heads, or None when the model does not hand its keys over
+    through_seam: bool  # False when the model keeps its own eager attention
+    causal: bool  # the layer claims that no token sees its future
+    mask: str  # the layer's mask in words
+    normed: bool  # a normalisation comes between the block's input and attention
+    stream: Cut  # where the residual stream leaves the attention sub-layer
+    stream_adds_input: bool  # the block's input is still to be added at ``stream``
+    batch_first: bool = True  # tokens are (B, n, d); otherwise (n, B, d)
+    occurrence: int = 0  # which call of these modules it is, for models that use one layer several times
+    # The normalisation whose output attention sees, of this block or of what comes before it, or None
     norm: nn.Module | None = None
 
 

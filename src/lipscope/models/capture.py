@@ -74,25 +74,15 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one forward pass left behind.
+    """What one forward pass left behind."""
 
-    Attributes:
-        hosts: the call of every layer's attention host, by layer index.
-        blocks: the call of every block.
-        outputs: the recorded output of every W_O, in the model's token layout.
-        last_hidden: the model's output.
-        real: True at real tokens, (B, n); None when nothing is padded.
-        documents: lengths of the documents packed into each input, or None.
-        run: runs the model on these inputs again.
-    """
-
-    hosts: dict[int, Call]
-    blocks: dict[int, Call]
-    outputs: dict[int, Tensor]
-    last_hidden: Tensor
-    real: Tensor | None
-    run: Callable[[], Any]
-    documents: tuple[int, ...] | None = None
+    hosts: dict[int, Call]  # the call of every layer's attention host, by layer index
+    blocks: dict[int, Call]  # the call of every block
+    outputs: dict[int, Tensor]  # the recorded output of every W_O, in the model's token layout
+    last_hidden: Tensor  # the model's output
+    real: Tensor | None  # True at real tokens, (B, n); None when nothing is padded
+    run: Callable[[], Any]  # runs the model on these inputs again
+    documents: tuple[int, ...] | None = None  # lengths of the documents packed into each input, or None
 
 
 def record(

@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as it comes from its source.
+    """A model as it comes from its source."""
 
-    Attributes:
-        model: in eval mode.
-        tokenizer: its tokenizer, or None.
-        name: how rows call it.
-        notes: remarks every row carries.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    name: str
-    notes: tuple[str, ...] = ()
+    model: nn.Module  # in eval mode
+    tokenizer: Any  # its tokenizer, or None
+    name: str  # how rows call it
+    notes: tuple[str, ...] = ()  # remarks every row carries
 
 
 class NotReachableError(FileNotFoundError):

@@ -23,23 +23,14 @@ from lipscope.models.packaged import data_file
 
 @dataclass(frozen=True)
 class Corpus:
-    """A named text.
-
-    Attributes:
-        name: how it is asked for.
-        summary: what it is.
-        licence: its licence.
-        find: the documents' source, or None when absent.
-        read: the documents.
-        advice: how to get it when it is absent.
-    """
+    """A named text."""
 
     name: str
     summary: str
     licence: str
-    find: Callable[[], Path | None]
-    read: Callable[[Path], list[str]]
-    advice: str
+    find: Callable[[], Path | None]  # the documents' source, or None when absent
+    read: Callable[[Path], list[str]]  # the documents
+    advice: str  # how to get it when it is absent
 
     @property
     def available(self) -> bool:

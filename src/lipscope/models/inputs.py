@@ -20,11 +20,7 @@ _PROBE_TOKENS = 8
 
 
 def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
-    """Keyword arguments for one short forward pass, drawn from a fixed seed.
-
-    Args:
-        model: the model.
-        n: number of tokens; a few by default.
+    """Keyword arguments for one short forward pass of n tokens, a few by default, drawn from a fixed seed.
 
     Raises:
         ValueError: when the model takes an input of an unknown kind, or its number of tokens cannot be chosen.

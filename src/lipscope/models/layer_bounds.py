@@ -24,27 +24,16 @@ Origin = Literal["normalisation", "tokens", "given"]
 
 @dataclass(frozen=True, eq=False)
 class LayerBounds:
-    """Bounds of one layer or head of a model.
+    """Bounds of one layer or head of a model."""
 
-    Attributes:
-        table: the bounds, and σ when tokens were given.
-        model: name of the model.
-        layer: index of the layer.
-        head: index of the head, None for the whole layer.
-        mask: who sees whom.
-        radius_from: where R comes from: the layer's ``"normalisation"``, the ``"tokens"``, or ``"given"``.
-        radius_norm: the largest norm that the normalisation can put out, None without one.
-        radius_tokens: the largest norm among the tokens, None without tokens.
-    """
-
-    table: BoundTable
+    table: BoundTable  # the bounds, and σ when tokens were given
     model: str
     layer: int
-    head: int | None
-    mask: str
-    radius_from: Origin
-    radius_norm: float | None
-    radius_tokens: float | None
+    head: int | None  # index of the head, None for the whole layer
+    mask: str  # who sees whom
+    radius_from: Origin  # where R comes from: the layer's ``"normalisation"``, the ``"tokens"``, or ``"given"``
+    radius_norm: float | None  # the largest norm that the normalisation can put out, None without one
+    radius_tokens: float | None  # the largest norm among the tokens, None without tokens
 
     @property
     def scope(self) -> str:

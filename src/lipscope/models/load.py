@@ -26,25 +26,16 @@ RANDOM_SEED = 0
 
 @dataclass(frozen=True)
 class Entry:
-    """A named model.
-
-    Attributes:
-        name: how it is asked for.
-        summary: architecture and size in words.
-        size: download size in words.
-        licence: licence of the weights.
-        load: builds it from its name and files.
-        parts: (distribution with version, file inside it) of everything that must be installed.
-        needs: importable modules that loading takes beyond the core dependencies.
-    """
+    """A named model."""
 
     name: str
-    summary: str
-    size: str
-    licence: str
-    load: Callable[[str, Sequence[Path]], Loaded]
+    summary: str  # architecture and size in words
+    size: str  # download size in words
+    licence: str  # licence of the weights
+    load: Callable[[str, Sequence[Path]], Loaded]  # builds it from its name and files
+    # (distribution with version, file inside it) of everything that must be installed
     parts: tuple[tuple[str, str], ...] = ()
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # importable modules that loading takes beyond the core dependencies
 
     @property
     def files(self) -> list[Path | None]:

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 def data_file(package: str, file: str) -> Path | None:
-    """A file of an installed distribution, found without importing it; None when absent.
-
-    Args:
-        package: the distribution, with or without ``==version``; the version is not compared.
-        file: its path as the distribution records it.
-    """
+    """A file of an installed distribution, found without importing it; None when absent. A ``==version`` is not compared."""
     try:
         path = Path(str(metadata.distribution(package.partition("==")[0]).locate_file(file)))
     except metadata.PackageNotFoundError:
@@ -136,12 +131,7 @@ def mpnet(name: str, files: Sequence[Path]) -> Loaded:
 
 
 def assembled(name: str, parts: Sequence[Path]) -> Path:
-    """The directory with the saved model inside the zip file that the parts make up; unpacked once, into the cache.
-
-    Args:
-        name: of the directory.
-        parts: pieces of one zip file, in order.
-    """
+    """The directory with the saved model inside the zip file made up of the parts in order; unpacked once, into a cache."""
 
     def unpack(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=directory) as joined:
@@ -160,11 +150,7 @@ def assembled(name: str, parts: Sequence[Path]) -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """A directory of the cache, filled the first time it is asked for.
-
-    Args:
-        name: of the directory; says everything that its content depends on.
-        make: fills the empty directory it is given.
+    """A directory of the cache that ``make`` fills the first time; ``name`` says everything that its content depends on.
 
     Raises:
         OSError: when the cache cannot be written.

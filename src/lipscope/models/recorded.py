@@ -44,14 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Recorded(Recording):
-    """One forward pass of a model; ``recorded[i]`` is its i-th attention layer at these tokens.
-
-    Attributes:
-        model: the model.
-        fresh: the weights may have changed since the model was loaded, so its layers are described from this pass alone.
-    """
+    """One forward pass of a model; ``recorded[i]`` is its i-th attention layer at these tokens."""
 
     model: Model
+    # The weights may have changed since the model was loaded, so its layers are described from this pass alone
     fresh: bool = False
     _layers: dict[int, RecordedLayer] = field(default_factory=dict, repr=False)
 
@@ -76,15 +72,7 @@ class Recorded(Recording):
         solver: Solver | None = None,
         certificate: bool | None = None,
     ) -> list[dict[str, Any]]:
-        """One row per layer, head and input; see ``RecordedLayer.rows``.
-
-        Args:
-            layers: layer indices, all by default.
-            heads: head indices for scope ``head``, all by default.
-            scope: see ``lipscope.measure.scopes``.
-            solver: ``Auto()`` by default.
-            certificate: see ``RecordedLayer.sigma``.
-        """
+        """One row per layer, head and input; see ``RecordedLayer.rows``."""
         check_scope(scope)
         chosen = self.model.check_layers(layers, scope)
         how: dict[str, Any] = {"heads": heads, "solver": solver, "certificate": certificate}
@@ -92,12 +80,7 @@ class Recorded(Recording):
 
 
 class RecordedLayer:
-    """One attention layer of a model at recorded tokens.
-
-    Attributes:
-        recorded: the forward pass.
-        layer: where the layer is in the model.
-    """
+    """One attention layer of a model at recorded tokens."""
 
     def __init__(self, recorded: Recorded, layer: Layer) -> None:
         self.recorded = recorded
@@ -237,12 +220,7 @@ class RecordedLayer:
         }
 
     def operator(self, scope: str = "attention", *, analytic: bool = True) -> Operator:
-        """The Jacobian of a scope at the recorded tokens, one item per input (per input and head for ``head``).
-
-        Args:
-            scope: see ``lipscope.measure.scopes``.
-            analytic: use the closed form where the layer is known as an ``Attention``.
-        """
+        """The Jacobian of a scope, one item per input (and head); if ``analytic``, in closed form where one is known."""
         check_scope(scope)
         hidden_heads = scope == "head" and isinstance(self.layer.out, nn.MultiheadAttention)
         if scope in ("attention", "head") and (analytic or hidden_heads) and self.attention is not None:
@@ -261,14 +239,9 @@ class RecordedLayer:
     ) -> SpectralNorm:
         """σ at the recorded tokens, of shape (B,), or (B, heads) for scope ``head``.
 
-        Args:
-            scope: see ``lipscope.measure.scopes``.
-            heads: head indices for scope ``head``, all by default.
-            solver: ``Auto()`` by default.
-            analytic: use the closed-form Jacobian of layers that are known as an ``Attention``.
-            certificate: also compute the certified upper end and report the least; None: when it costs no more than the
-                measurement, where the layer has one.
-            memory: bytes that the matrices of the certificate may take.
+        With ``analytic`` the closed-form Jacobian of layers that are known as an ``Attention`` is used. ``certificate`` also
+        computes the certified upper end, with matrices of at most ``memory`` bytes, and reports the least; by default when
+        the layer has one that costs no more than the measurement.
         """
         chosen = self.model.check_heads(self.index, heads) if check_scope(scope) == "head" else None
         operator = self.operator(scope, analytic=analytic)
@@ -305,13 +278,7 @@ class RecordedLayer:
     ) -> list[dict[str, Any]]:
         """Rows with the columns of ``lipscope.measure.columns``: σ, bounds, and what attention looks like there.
 
-        Args:
-            scope: what to measure.
-            heads: head indices for scope ``head``, all by default.
-            solver: ``Auto()`` by default.
-            certificate: see ``sigma``.
-            memory: likewise.
-            first_input: index of the recording's first input among those of its length.
+        ``first_input`` is the index of the recording's first input among those of its length; the rest as for ``sigma``.
         """
         how: dict[str, Any] = {"heads": heads, "solver": solver, "certificate": certificate, "memory": memory}
         return layer_rows(self, scope, first_input=first_input, **how)

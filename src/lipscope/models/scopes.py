@@ -86,13 +86,7 @@ def scope_operator(model: nn.Module, layer: Layer, recording: Recording, scope: 
 
 
 class HeadsOperator(Operator):
-    """Single heads of an operator whose outputs are all heads side by side, (n, H·dv): rows of its Jacobians.
-
-    Args:
-        parent: one item per item of this operator.
-        head: the head of every item.
-        heads: number of heads H.
-    """
+    """One head of every item of ``parent``, whose outputs are all heads side by side, (n, H·dv): rows of its Jacobians."""
 
     def __init__(self, parent: Operator, head: Tensor, heads: int) -> None:
         n, width = parent.output_shape

@@ -136,12 +136,7 @@ def uses_interface(model: nn.Module) -> bool:
 def using_seam(model: nn.Module) -> Iterator[bool]:
     """Run ``model`` on our attention core; yields False when the model keeps its own eager attention.
 
-    Args:
-        model: a ``transformers`` model, or any module (then nothing changes).
-
-    Yields:
-        Whether the model goes through the seam. On exit the model's attention implementation and the registries of
-        ``transformers`` are as they were.
+    On exit the model's attention implementation and the registries of ``transformers`` are as they were.
     """
     through_seam = uses_interface(model)
     configs = _configs(model)

@@ -31,11 +31,7 @@ class SelfTestError(RuntimeError):
 
 
 def run_self_tests(recorded: Recorded) -> None:
-    """Run the four self-tests on every layer, at the recorded tokens.
-
-    Raises:
-        SelfTestError: naming the layer and the test that failed.
-    """
+    """Run the four self-tests on every layer, at the recorded tokens; a ``SelfTestError`` names the layer and the test."""
     model = recorded.model.model
     with replaying(model, recorded.documents):
         for layer in recorded:

@@ -126,14 +126,7 @@ def symbolic_mask(
 ) -> SymbolicMask:
     """The mask of ``batch_size`` sequences as a rule, called by name where it is the full, causal or windowed one.
 
-    Args:
-        batch_size: number of sequences.
-        q_length: number of queries, all tokens.
-        kv_length: number of keys, likewise.
-        mask_function: who sees whom, a function of index tensors.
-        padding: True at real tokens (B, n), or None.
-        window: width of a sliding window, if the layer has one.
-        device: where the model is.
+    ``padding`` is True at real tokens (B, n); ``window`` is the width of a sliding window, if the layer has one.
     """
     rule: Mask = MaskFunction(mask_function, batch_size, q_length, device)
     candidates: list[Mask] = [Causal(), Full()]

@@ -24,7 +24,6 @@ class Chunker:
     """Token ids of a text, and disjoint chunks of them.
 
     Args:
-        documents: the text.
         tokenizer: a Hugging Face tokenizer, or anything that maps a string to ``{"input_ids": …}``.
     """
 

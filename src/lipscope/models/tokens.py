@@ -24,25 +24,15 @@ _SINGULAR_VALUES = 8
 
 @dataclass(frozen=True, eq=False)
 class TokenView:
-    """A layer seen token by token.
+    """A layer seen token by token."""
 
-    Attributes:
-        tokens: the tokens as the tokenizer writes them.
-        energy: share of each token in the worst input direction, summing to one.
-        influence: ‖∂out_i/∂x_j‖₂, rows are outputs.
-        result: σ of the layer or head.
-        layer: index of the layer.
-        head: index of the head for scope ``head``, else None.
-        input: index of the input in a scan, None for a text of its own.
-    """
-
-    tokens: list[str]
-    energy: Tensor
-    influence: Tensor
-    result: SpectralNorm
+    tokens: list[str]  # the tokens as the tokenizer writes them
+    energy: Tensor  # share of each token in the worst input direction, summing to one
+    influence: Tensor  # ‖∂out_i/∂x_j‖₂, rows are outputs
+    result: SpectralNorm  # σ of the layer or head
     layer: int = 0
-    head: int | None = None
-    input: int | None = None
+    head: int | None = None  # index of the head for scope ``head``, else None
+    input: int | None = None  # index of the input in a scan, None for a text of its own
 
     def strongest_pairs(self, count: int = 10, *, apart: bool = True) -> list[tuple[int, int, float]]:
         """The pairs (output i, input j) with the largest influence; ``apart`` leaves out a token on itself."""
@@ -68,13 +58,6 @@ def token_view(
     handle: Model, text: str | Sequence[int], layer: int, *, scope: str = "attention", head: int | None = None
 ) -> TokenView:
     """Look at one layer, or one head, of a model on one text.
-
-    Args:
-        handle: the model.
-        text: the text, or its token ids.
-        layer: index of the layer.
-        scope: which map; ``head`` with ``head``.
-        head: index of the head.
 
     Raises:
         ValueError: when the text is empty or too long, or the layer, head or scope does not exist.

@@ -55,8 +55,6 @@ class Bidiagonalisation:
     """One batched bidiagonalisation: the growing bases, and the items that have not converged yet.
 
     Args:
-        config: the options.
-        operator: the maps.
         start: directions (B, N) to start from, mixed with a random one.
         whole: keep every vector of both sides. The caller has seen to it that ``max_steps`` of them fit.
         pure: start from unit vectors ``start`` alone, so that the upper bound is none, and keep every right vector.

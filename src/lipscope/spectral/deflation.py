@@ -100,13 +100,10 @@ def _new_direction(x: Tensor, directions: Tensor) -> Tensor:
 
 
 def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) -> SolverOutput:
-    """The k leading singular triplets, from those that a first solve has found.
+    """The k leading singular triplets, from those that a first solve has found and the solver for a deflated operator.
 
-    Args:
-        operator: the maps.
-        found: k triplets of every item, those that are not known yet with the value −∞ and zero vectors. It is used up.
-        rtol: relative differences that do not count.
-        solve: the solver for the largest value of a deflated operator.
+    ``found`` holds k triplets of every item, those that are not known yet with the value −∞ and zero vectors; it is used up.
+    Relative differences of values up to ``rtol`` do not count.
     """
     values, (right, left) = found.singular_values, found.vectors
     k = values.shape[1]

@@ -90,9 +90,6 @@ def polynomial_upper_bound(
         overlap: g(δ) of the current recurrence (B,).
         floor: norms below this are rounding, and count as this much (B,).
         one_sided: which form it is.
-
-    Returns:
-        Upper bounds (B,).
     """
     k = alpha.shape[1]
     position = torch.arange(k, device=alpha.device)

@@ -95,20 +95,13 @@ class Power:
     """Power iteration on JᵀJ, stopped when ‖Jv‖ grows by less than ``rtol`` relative to itself in one step.
 
     A slow growth does not mean a small error: prefer :class:`GolubKahan`, which needs a fraction of the products.
-
-    Attributes:
-        rtol: relative growth of ‖Jv‖ at which an item stops.
-        max_steps: most operator pairs (J, Jᵀ).
-        delta: allowed probability that ``upper`` fails.
-        vectors: also return the singular vectors.
-        seed: seed of the start vector.
     """
 
-    rtol: float = 1e-4
-    max_steps: int = 1000
-    delta: float = 1e-6
-    vectors: bool = False
-    seed: int = 0
+    rtol: float = 1e-4  # relative growth of ‖Jv‖ at which an item stops
+    max_steps: int = 1000  # most operator pairs (J, Jᵀ)
+    delta: float = 1e-6  # allowed probability that ``upper`` fails
+    vectors: bool = False  # also return the singular vectors
+    seed: int = 0  # seed of the start vector
 
     def __post_init__(self) -> None:
         if not 0 < self.rtol < 1:

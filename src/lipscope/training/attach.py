@@ -77,11 +77,8 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def probe_batch(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str, Tensor]:
     """The probe batch as the model's keyword arguments: ``inputs`` inputs of at most ``tokens`` tokens, none padded.
 
-    Args:
-        handle: the model.
-        batch: a mapping of arguments, or a tensor: token ids (B, n), or embedded tokens (B, n, d).
-        inputs: how many inputs to keep, those with most tokens first.
-        tokens: how many tokens of each to keep.
+    ``batch`` is a mapping of arguments, or a tensor: token ids (B, n), or embedded tokens (B, n, d). Inputs with most tokens
+    are kept first.
 
     Raises:
         ValueError: when there is nothing to probe with, it holds NaN, or its mask is more than one of padding.
@@ -217,7 +214,6 @@ class OwnHook:
     is the model itself, so a hook is not copied: an inert one takes its place.
 
     Args:
-        module: the module that it is registered on.
         then: called with what the hook gets beside the module (arguments, keyword arguments, output).
 
     Example:

@@ -40,7 +40,6 @@ class LayerGain:
     """Watches one layer: hooks on its projections and on W_O, and the largest gain since it was last asked.
 
     Args:
-        index: index of the layer.
         host: the module around projections and W_O; its call begins a passage.
         entries: the modules that take x.
         out: the module that gives y.

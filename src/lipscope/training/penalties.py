@@ -107,13 +107,6 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
     Rows in which g is 0 have a vanishing softmax Jacobian (they see one key only) and are left out, as are rows that see
     fewer than k keys.
 
-    Args:
-        P: probabilities; rows may be hidden (all zero).
-        k: 0, or the k of g₁/g_k, at least 2.
-
-    Returns:
-        A scalar; 0 when no row of any head is left.
-
     Example:
         >>> import torch
         >>> jasmin(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))          # max(log 0.5, log 0.18)
@@ -159,9 +152,6 @@ def max_logit(scores: Tensor, visible: Tensor | None = None, *, limit: float = 0
         scores: logits (B, H, n, n), with their scale, before a mask.
         visible: True where query i sees key j, broadcastable; None for everywhere.
         limit: logits up to this cost nothing.
-
-    Returns:
-        A scalar.
     """
     if limit < 0:
         raise ValueError(f"limit must not be negative, got {limit:g}")

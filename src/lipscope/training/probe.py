@@ -52,16 +52,7 @@ class WarmStart:
 
 
 class Probe:
-    """σ and the shape of attention on fixed inputs, again and again.
-
-    Args:
-        handle: the model; its weights may change between measurements.
-        inputs: the model's keyword arguments.
-        layers: which layers.
-        heads: also every head of these layers.
-        scope: which map; see ``lipscope.models.scopes``.
-        solver: accuracy of σ.
-    """
+    """σ and the shape of attention on fixed inputs, again and again, while the weights change in between."""
 
     def __init__(
         self, handle: Model, inputs: dict[str, Any], *, layers: Sequence[int], heads: bool, scope: str, solver: GolubKahan

@@ -76,19 +76,12 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A threshold that was crossed.
-
-    Attributes:
-        layer: index of the layer.
-        head: index of the head, or None.
-        value: what was read.
-        threshold: the line.
-    """
+    """A threshold that was crossed."""
 
     layer: int
-    head: int | None
-    value: float
-    threshold: Threshold
+    head: int | None  # index of the head, or None
+    value: float  # what was read
+    threshold: Threshold  # the line
 
     @property
     def action(self) -> Action:
@@ -146,10 +139,8 @@ class JointDecision:
     def take(self, record: Record | None, *, joint: bool, due: bool) -> tuple[bool, bool]:
         """Whether to save and whether to stop now.
 
-        Args:
-            record: what this step found; None where another process measures.
-            joint: whether there are several processes.
-            due: whether all of them take part at this step.
+        ``record`` is None where another process measures; ``joint`` says whether there are several, ``due`` whether all of
+        them take part at this step.
         """
         if record is not None:
             self._save, self._stop = self._save or record.save, self._stop or record.stop

@@ -22,15 +22,10 @@ from lipscope.spectral.solvers import Solver
 
 @dataclass(frozen=True)
 class Factors:
-    """What a head of a layer needs.
+    """What a head of a layer needs."""
 
-    Attributes:
-        gamma: the factor of its scores, (H,); 0 where the target cannot be met.
-        lowest: the least value that was reached on the way, (H,).
-    """
-
-    gamma: Tensor
-    lowest: Tensor
+    gamma: Tensor  # the factor of its scores, (H,); 0 where the target cannot be met
+    lowest: Tensor  # the least value that was reached on the way, (H,)
 
 
 def raw_scores(call: CoreCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,14 +20,11 @@ from lipscope.models.anatomy import Layer, is_linear
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A row of a weight matrix for every row of W_Q (or W_K).
+    """A row of a weight matrix for every row of W_Q (or W_K)."""
 
-    Attributes:
-        weights: parameters that hold rows, each with its bias (or None), and whether it is stored transposed.
-        where: per row, the index into ``weights`` and the row there; (-1, -1) for a row of zeros without a bias.
-    """
-
+    # Parameters that hold rows, each with its bias (or None), and whether it is stored transposed
     weights: list[tuple[nn.Parameter, nn.Parameter | None, bool]]
+    # Per row, the index into ``weights`` and the row there; (-1, -1) for a row of zeros without a bias
     where: list[tuple[int, int]]
 
 
@@ -36,14 +33,6 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
 
     Rows that look the same are told apart by trial: every candidate row is multiplied by a factor of its own, the layer
     is probed once more, and what a row was multiplied by says where it is. The trial is taken back.
-
-    Args:
-        layer: the layer.
-        plain: what probing it has found.
-        again: probes it anew, with the parameters as they are then.
-
-    Returns:
-        The rows of W_Q and those of W_K.
 
     Raises:
         ValueError: when a row is not there (adapters, parametrisations), or serves as a query and as a key.

@@ -18,40 +18,24 @@ from lipscope.rounding import interval
 
 @dataclass(frozen=True)
 class Span:
-    """σ as an interval.
+    """σ as an interval."""
 
-    Attributes:
-        lower: σ is at least this.
-        estimate: best estimate.
-        upper: σ is at most this.
-    """
-
-    lower: float
-    estimate: float
-    upper: float
+    lower: float  # σ is at least this
+    estimate: float  # best estimate
+    upper: float  # σ is at most this
 
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One head, or one layer (``head`` None), on the calibration text: largest values over its inputs.
-
-    Attributes:
-        layer: index of the layer.
-        head: index of the head, or None for the whole layer (scope attention).
-        factor: γ, what its scores were multiplied by; None for a layer.
-        logit_before: largest visible logit before.
-        logit_after: the same after.
-        sigma_before: σ before, scope head (attention for a layer).
-        sigma_after: σ after.
-    """
+    """One head, or one layer (``head`` None), on the calibration text: largest values over its inputs."""
 
     layer: int
-    head: int | None
-    factor: float | None
-    logit_before: float
-    logit_after: float
-    sigma_before: Span
-    sigma_after: Span
+    head: int | None  # index of the head, or None for the whole layer (scope attention)
+    factor: float | None  # γ, what its scores were multiplied by; None for a layer
+    logit_before: float  # largest visible logit before
+    logit_after: float  # the same after
+    sigma_before: Span  # σ before, scope head (attention for a layer)
+    sigma_after: Span  # σ after
 
 
 @dataclass(frozen=True, eq=False)
