@@ -20,7 +20,7 @@ from lipscope.attention.operators import AttentionOperator
 from lipscope.studies.worst_case import ascent, maximise
 from lipscope.studies.worst_case.ascent import gather_starts, warm_pair
 from lipscope.studies.worst_case.constructions import construct
-from lipscope.studies.worst_case.domain import Ball
+from lipscope.studies.worst_case.domain import ball
 
 WIDTH, HEADS, TOKENS, RESTARTS, STEPS, RADIUS = 64, 4, 64, 16, 200, 8.0
 
@@ -41,9 +41,9 @@ def layer(mask: str) -> lipscope.Attention:
 
 def step_ratio(attention: lipscope.Attention, turns: int = 40) -> tuple[float, float, float]:
     """Median seconds of a step, of a warm evaluation of the same restarts, and the median of their ratio."""
-    domain = Ball(RADIUS)
-    begin = gather_starts(domain, construct(attention, TOKENS, radius=RADIUS), None, RESTARTS, TOKENS, WIDTH, 0)
-    search = ascent._Search(attention, domain, begin.z.clone(), 0)
+    domain = ball(RADIUS)
+    begin, _ = gather_starts(domain, construct(attention, TOKENS, radius=RADIUS), None, RESTARTS, TOKENS, WIDTH, 0)
+    search = ascent._Search(attention, domain, begin.clone(), 0)
 
     def evaluate() -> None:
         warm_pair(AttentionOperator.at(attention, domain.tokens(search.z)), search.pair.right, ascent._WARM_STEPS)

@@ -11,7 +11,7 @@ from lipscope.measure.gradient import SigmaGradient
 from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, maximise
 from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
-from lipscope.studies.worst_case.domain import Ball, NormImage
+from lipscope.studies.worst_case.domain import ball, image
 
 LAYER_NORM = lipscope.LayerNorm(cases.random(6, seed=9).abs() + 0.1, 0.3 * cases.random(6, seed=8))
 
@@ -52,7 +52,7 @@ def test_gradient_equals_finite_differences_of_the_dense_svd(extras, mask_name):
 
 
 def test_gradient_through_a_normalisation():
-    layer, domain = cases.layer(extras="biases"), NormImage(LAYER_NORM)
+    layer, domain = cases.layer(extras="biases"), image(LAYER_NORM)
     z = domain.project(cases.random(1, 5, 6, seed=3))
     step = cases.random(1, 5, 6, seed=4)
     step = step - step.mean(-1, keepdim=True)
@@ -102,7 +102,7 @@ def test_warm_pairs_are_valid_and_close():
 )
 def test_ascent_never_loses_to_a_construction_or_a_start(mask, where, heads, kv_heads, extras):
     layer = cases.layer(heads=heads, kv_heads=kv_heads, extras=extras).with_mask(mask)
-    domain = Ball(1.2) if where == "ball" else NormImage(LAYER_NORM)
+    domain = ball(1.2) if where == "ball" else image(LAYER_NORM)
     given = {"radius": 1.2} if where == "ball" else {"norm": LAYER_NORM}
     activations = domain.tokens(domain.coordinates(cases.random(2, 7, 6, seed=5)))
     found = maximise(layer, 7, **given, restarts=10, steps=30, starts=activations, solver=lipscope.Dense())

@@ -13,7 +13,7 @@ import reference
 from lipscope.bounds import pairs
 from lipscope.bounds.pairs import matrices
 from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
-from lipscope.studies.worst_case.domain import Ball, NormImage
+from lipscope.studies.worst_case.domain import ball, image
 from lipscope.studies.worst_case.grouped import group_gain
 
 ROTATION = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
@@ -98,7 +98,7 @@ NORMS = {
 @pytest.mark.parametrize("mask", ["full", "causal", "window:3"])
 def test_constructions_keep_their_promise_inside_the_set(where, heads, kv_heads, extras, mask):
     layer = cases.layer(heads=heads, kv_heads=kv_heads, extras=extras).with_mask(mask)
-    domain = Ball(1.3) if where == "ball" else NormImage(NORMS[where])
+    domain = ball(1.3) if where == "ball" else image(NORMS[where])
     given_set = {"radius": 1.3} if where == "ball" else {"norm": NORMS[where]}
     found = construct(layer, 9, **given_set, solver=lipscope.Dense())
     assert tuple(c.name for c in found) == NAMES
@@ -115,7 +115,7 @@ def test_constructions_keep_their_promise_inside_the_set(where, heads, kv_heads,
 def test_image_of_a_normalisation_is_where_its_outputs_lie():
     for norm in NORMS.values():
         Y = norm(3 * cases.random(20, 6, seed=1))
-        domain = NormImage(norm)
+        domain = image(norm)
         assert float((domain.tokens(domain.coordinates(Y)) - Y).abs().max()) < 1e-12
         far = domain.tokens(domain.project(100 * cases.random(20, 6, seed=2)))
         # A point of the surface is the image of a large token: the normalisation gives it back.

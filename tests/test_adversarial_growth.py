@@ -12,7 +12,7 @@ import lipscope
 from lipscope.cli.main import app
 from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
 from lipscope.studies.worst_case import construct, growth
-from lipscope.studies.worst_case.domain import NormImage
+from lipscope.studies.worst_case.domain import image as image_of
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -114,7 +114,7 @@ def test_layers_of_models_and_their_normalisation(name, kind, mask):
         assert type(at.norm).__name__ == kind
         assert str(attention.mask) == mask
         # The activations lie in the image, and the layer is the model's.
-        image = NormImage(at.norm)
+        image = image_of(at.norm)
         assert float((image.tokens(image.coordinates(X)) - X).abs().max()) < 1e-9
         sigma = float(at.sigma(solver=lipscope.Dense()).estimate[0])
         assert lipscope.local_lipschitz(attention, X, solver=lipscope.Dense()).estimate == pytest.approx(sigma, rel=1e-8)

@@ -10,15 +10,13 @@ import torch
 import lipscope
 from chart_cases import assert_drawn_alike
 from lipscope.report.charts import Panel
+from lipscope.studies.charts import comparison_chart, growth_chart, history_chart, plateau_chart, tokens_chart
 from lipscope.studies.mean_field.attention import MeanFieldAttention
-from lipscope.studies.mean_field.charts import plateau_chart
 from lipscope.studies.mean_field.laws import parse_law
 from lipscope.studies.mean_field.study import convergence_study
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.variants import compare, random_layer
-from lipscope.studies.variants_charts import comparison_chart
 from lipscope.studies.worst_case import growth
-from lipscope.studies.worst_case.charts import growth_chart, history_chart, tokens_chart
 from lipscope.studies.worst_case.tokens import TokenAttack, Trial
 from paper_cases import CAST, text_rows
 from test_paper_findings import adversarial, difference, norms

@@ -20,8 +20,8 @@ from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
 from lipscope.report import draw
 from lipscope.rounding import interval, round_down, round_up
+from lipscope.studies.charts import comparison_chart
 from lipscope.studies.variants import Comparison, compare, random_layer
-from lipscope.studies.variants_charts import comparison_chart
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "concepts"))
 

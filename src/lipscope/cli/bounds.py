@@ -124,7 +124,7 @@ def attack(
         return
     of_tokens = [f"--{name}" for name, value in (("say", say), ("n", n)) if value is not None]
     refuse(of_tokens, "method tokens", f"this is {method.value}")
-    from lipscope.studies.worst_case.worst_inputs import attack as search
+    from lipscope.studies.worst_case.growth_in_n import attack as search
 
     with progress_bar() as progress:
         study = search(
@@ -178,8 +178,8 @@ def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Pa
     from safetensors.torch import save_file
 
     from lipscope.report import draw
+    from lipscope.studies.charts import growth_chart, history_chart
     from lipscope.studies.rows import write_rows
-    from lipscope.studies.worst_case.charts import growth_chart, history_chart
 
     write_rows(rows, out)
     save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
@@ -199,8 +199,8 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
     }  # fmt: skip
     if out is not None:
         from lipscope.report import draw
+        from lipscope.studies.charts import tokens_chart
         from lipscope.studies.rows import identified, write_rows
-        from lipscope.studies.worst_case.charts import tokens_chart
 
         write_rows(identified(found.to_rows(), **who), out)
         (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")

@@ -26,19 +26,12 @@ DEFAULT_TEXT, DEFAULT_N = "python-docs", 32
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A source: either the layer itself, or a model and the index of a layer.
+    """A source: either the layer itself, or a model and the index of a layer."""
 
-    Attributes:
-        name: in words, for titles.
-        attention: the layer of a weights file, or with random weights.
-        model: the model.
-        layer: index of the layer in it.
-    """
-
-    name: str
-    attention: Attention | None = None
-    model: Model | None = None
-    layer: int = 0
+    name: str  # in words, for titles
+    attention: Attention | None = None  # the layer of a weights file, or with random weights
+    model: Model | None = None  # the model
+    layer: int = 0  # index of the layer in it
 
     def identity(self, head: int | None = None, text: str | None = None) -> dict[str, Any]:
         """Who it is in rows."""

@@ -230,8 +230,8 @@ def _csv(found: Comparison) -> str:
 
 def _write_comparison(found: Comparison, directory: Path, name: str, who: dict[str, Any]) -> None:
     from lipscope.report import draw
+    from lipscope.studies.charts import comparison_chart
     from lipscope.studies.rows import identified, write_rows
-    from lipscope.studies.variants_charts import comparison_chart
 
     write_rows(identified(found.to_rows(), **who), directory)
     (directory / "comparison.json").write_text(json.dumps({"weights": name} | found.to_dict(), indent=2), encoding="utf-8")
@@ -280,7 +280,7 @@ def _law(text: str | None, dimension: int, tokens: Any) -> Any:
 
 def _write_meanfield(study: PlateauStudy, directory: Path, name: str, who: dict[str, Any]) -> None:
     from lipscope.report import draw
-    from lipscope.studies.mean_field.charts import plateau_chart
+    from lipscope.studies.charts import plateau_chart
     from lipscope.studies.rows import identified, write_rows
 
     write_rows(identified(study.to_rows(), **who), directory)

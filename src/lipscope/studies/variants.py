@@ -9,7 +9,7 @@ found and the least bound that holds on that ball.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +202,12 @@ def compare(
     if not 0 < radius < math.inf:
         raise ValueError(f"radius must be positive and finite, got {radius:g}")
     chosen = tuple(share * radius for share in SHARES) if radii is None else tuple(sorted(radii))
-    draw = _Tokens(tokens, layer.width, inputs, seed)
+
+    def draw(m: int, R: float) -> Tensor:
+        if tokens is None:
+            return sphere_tokens(m, layer.width, R, inputs, seed)
+        return tokens[:, :m] * (R / radius)
+
     members = family(layer, names, options)
     if not members:
         raise ValueError(
@@ -260,35 +265,19 @@ def sphere_tokens(n: int, width: int, radius: float, inputs: int, seed: int = 0)
     return torch.stack(rows)
 
 
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """The tokens of a comparison: given ones, or random ones."""
-
-    given: Tensor | None
-    width: int
-    inputs: int
-    seed: int
-
-    def at(self, n: int, radius: float, reference: float) -> Tensor:
-        """``n`` tokens per input; ``radius``/``reference`` scales given ones."""
-        if self.given is None:
-            return sphere_tokens(n, self.width, radius, self.inputs, self.seed)
-        return self.given[:, :n] * (radius / reference)
-
-
 def _measure(
-    name: str, member: Attention | Variant, draw: _Tokens, n: int, radius: float, lengths: Sequence[int],
-    radii: Sequence[float], search: int, seed: int, solver: Solver | None,
+    name: str, member: Attention | Variant, draw: Callable[[int, float], Tensor], n: int, radius: float,
+    lengths: Sequence[int], radii: Sequence[float], search: int, seed: int, solver: Solver | None,
 ) -> Kind:  # fmt: skip
     def sigma(m: int, R: float) -> SpectralNorm:
-        return local_lipschitz(member, draw.at(m, R, radius), solver=solver)
+        return local_lipschitz(member, draw(m, R), solver=solver)
 
     here = sigma(n, radius)
     along_n = {m: here if m == n else sigma(m, radius) for m in sorted(set(lengths))}
     along_R = {R: here.estimate if radius == R else sigma(n, R).estimate for R in radii}
     worst = None
     if search:
-        starts = {"inputs": draw.at(n, radius, radius)[:2]}
+        starts = {"inputs": draw(n, radius)[:2]}
         if isinstance(member, Variant):
             # Normalisations are steepest at the origin.
             starts["small"] = 0.01 * starts["inputs"][:1]

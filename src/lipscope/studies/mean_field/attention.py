@@ -147,15 +147,10 @@ class MeanFieldAttention:
 
 @dataclass(frozen=True, eq=False)
 class Reweighted(Mask):
-    """Log-weights on the keys, and the order of positions: how a measure looks to the softmax.
+    """Log-weights on the keys, and the order of positions: how a measure looks to the softmax."""
 
-    Attributes:
-        log_weights: log w_j up to a constant (n,); −inf hides an atom of weight zero.
-        positions: s_i when only τ ≤ s is visible, or None.
-    """
-
-    log_weights: Tensor
-    positions: Tensor | None = None
+    log_weights: Tensor  # log w_j up to a constant (n,); −inf hides an atom of weight zero
+    positions: Tensor | None = None  # s_i when only τ ≤ s is visible, or None
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Atoms that carry mass, at positions not later than the query's."""

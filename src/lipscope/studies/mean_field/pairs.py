@@ -36,25 +36,16 @@ _LIGHTEST = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class PairRatio:
-    """One pair of measures and what attention does to their distance.
+    """One pair of measures and what attention does to their distance."""
 
-    Attributes:
-        ratio: output / input.
-        input: W_2(μ, ν), or d_2 under the causal mask.
-        output: W_2(F(μ), F(ν)), or d_2.
-        mu: μ.
-        nu: ν.
-        change: how ν came from μ at the start: ``move``, ``insert``, ``delete``, ``duplicate``, ``split`` or ``given``.
-        history: the ratio at every step of the search that led here.
-    """
-
-    ratio: float
-    input: float
-    output: float
+    ratio: float  # output / input
+    input: float  # W_2(μ, ν), or d_2 under the causal mask
+    output: float  # W_2(F(μ), F(ν)), or d_2
     mu: Measure
     nu: Measure
+    # How ν came from μ at the start: ``move``, ``insert``, ``delete``, ``duplicate``, ``split`` or ``given``.
     change: str = "given"
-    history: tuple[float, ...] = ()
+    history: tuple[float, ...] = ()  # the ratio at every step of the search that led here
 
     def to_row(self) -> dict[str, Any]:
         """Numbers and strings only."""
@@ -64,19 +55,12 @@ class PairRatio:
 
 @dataclass(frozen=True, eq=False)
 class EmpiricalConstant:
-    """The largest ratio a search has found, beside what bounds say.
-
-    Attributes:
-        best: the pair with the largest ratio.
-        pairs: the best pair of every start, largest ratio first.
-        upper: ``refined`` bound of the Lipschitz constant on measures in B_R, for every number of atoms.
-        radius: R.
-    """
+    """The largest ratio a search has found, beside what bounds say."""
 
     best: PairRatio
-    pairs: tuple[PairRatio, ...]
-    upper: float
-    radius: float
+    pairs: tuple[PairRatio, ...]  # the best pair of every start, largest ratio first
+    upper: float  # ``refined`` bound of the Lipschitz constant on measures in B_R, for every number of atoms
+    radius: float  # R
 
     def __str__(self) -> str:
         kind = "W_2" if self.best.mu.positions is None else "d_2"

@@ -33,56 +33,33 @@ from lipscope.studies.rows import Row, study_row
 
 @dataclass(frozen=True)
 class StudyRow:
-    """One draw.
-
-    Attributes:
-        n: number of tokens.
-        repeat: which draw of this length.
-        lower: σ(μ_n) is at least this.
-        sigma: estimate of σ(μ_n).
-        upper: σ(μ_n) is at most this, in the sense of ``upper_kind``.
-        upper_kind: exact or probabilistic.
-        delta: failure probability of a probabilistic upper end, else None.
-        radius: largest norm of a token of μ_n and ν_n.
-        bound: ``refined`` constant at that radius, for every n.
-        distance: W_2(μ_n, ν_n), or d_2; None beyond the longest transport.
-        ratio: W_2(F(μ_n), F(ν_n)) over it; None when both draws are the same measure.
-        insertion: the ratio for one inserted token; None under the causal mask, where d_2 is infinite, and when the token
-            leaves the measure as it is.
-    """
+    """One draw."""
 
     n: int
-    repeat: int
-    lower: float
+    repeat: int  # which draw of this length
+    lower: float  # σ(μ_n) is at least this
     sigma: float
-    upper: float
-    upper_kind: str
-    delta: float | None
-    radius: float
-    bound: float
-    distance: float | None
-    ratio: float | None
+    upper: float  # σ(μ_n) is at most this, in the sense of ``upper_kind``
+    upper_kind: str  # exact or probabilistic
+    delta: float | None  # failure probability of a probabilistic upper end, else None
+    radius: float  # largest norm of a token of μ_n and ν_n
+    bound: float  # ``refined`` constant at that radius, for every n
+    distance: float | None  # W_2(μ_n, ν_n), or d_2; None beyond the longest transport
+    ratio: float | None  # W_2(F(μ_n), F(ν_n)) over it; None when both draws are the same measure
+    # The ratio for one inserted token; None under the causal mask, where d_2 is infinite, and when the token leaves the
+    # measure as it is.
     insertion: float | None
 
 
 @dataclass(frozen=True)
 class PlateauStudy:
-    """The draws of one study, and what they say about n → ∞.
+    """The draws of one study, and what they say about n → ∞."""
 
-    Attributes:
-        rows: one per length and repeat.
-        law: the law in words.
-        law_radius: its radius, infinite for a Gaussian.
-        mask: full or causal.
-        bound: ``refined`` constant for every n at the law's radius; infinite when that is.
-        seed: the seed.
-    """
-
-    rows: tuple[StudyRow, ...]
-    law: str
-    law_radius: float
-    mask: str
-    bound: float
+    rows: tuple[StudyRow, ...]  # one per length and repeat
+    law: str  # the law in words
+    law_radius: float  # its radius, infinite for a Gaussian
+    mask: str  # full or causal
+    bound: float  # ``refined`` constant for every n at the law's radius; infinite when that is
     seed: int
 
     @property

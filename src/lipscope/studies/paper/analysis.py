@@ -24,23 +24,14 @@ _SHORTEST = 7
 
 @dataclass(frozen=True)
 class Curve:
-    """Measurements over n of one layer under one condition.
-
-    Attributes:
-        model: name in rows.
-        layer: its index.
-        mask: who sees whom.
-        experiment: which experiment.
-        condition: what tells it from other curves of the same layer: ``"real text"``, ``"R = 15.5, groups"``, …
-        rows: the rows, in the order of n.
-    """
+    """Measurements over n of one layer under one condition."""
 
     model: str
     layer: int
     mask: str
     experiment: str
-    condition: str
-    rows: tuple[Row, ...]
+    condition: str  # what tells it from other curves of the same layer: ``"real text"``, ``"R = 15.5, groups"``, …
+    rows: tuple[Row, ...]  # the rows, in the order of n
 
     def values(self, column: str) -> tuple[list[int], list[float]]:
         """The lengths n and a column, where the column has a value."""
@@ -99,16 +90,10 @@ def _curves(rows: Sequence[Row], experiment: str, condition: Any) -> list[Curve]
 
 @dataclass(frozen=True)
 class FitRow:
-    """One line of the table of exponents.
-
-    Attributes:
-        curve: what was fitted.
-        estimator: ``"σ"`` or ``"companion"``.
-        fit: the power law.
-    """
+    """One line of the table of exponents."""
 
     curve: Curve
-    estimator: str
+    estimator: str  # ``"σ"`` or ``"companion"``
     fit: GrowthFit
 
     def contains(self, exponent: float) -> bool:

@@ -33,23 +33,14 @@ Family = Literal["bert", "gpt2"]
 
 @dataclass(frozen=True)
 class Member:
-    """One model of the run.
-
-    Attributes:
-        choice: how it is loaded.
-        name: how rows call it.
-        family: ``"bert"`` (read in both directions) or ``"gpt2"`` (causal by nature).
-        weights: ``"random"`` or ``"pretrained"``.
-        masked: a causal mask was put on a model of BERT's kind.
-        stands_for: the paper's model that it replaces, or None when it is that model.
-    """
+    """One model of the run."""
 
     choice: ModelChoice
-    name: str
-    family: Family
-    weights: Literal["random", "pretrained"]
-    masked: bool = False
-    stands_for: str | None = None
+    name: str  # how rows call it
+    family: Family  # ``"bert"`` (read in both directions) or ``"gpt2"`` (causal by nature)
+    weights: Literal["random", "pretrained"]  # ``"random"`` or ``"pretrained"``
+    masked: bool = False  # a causal mask was put on a model of BERT's kind
+    stands_for: str | None = None  # the paper's model that it replaces, or None when it is that model
 
     @property
     def title(self) -> str:
@@ -60,15 +51,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Cast:
-    """All models of a run.
+    """All models of a run."""
 
-    Attributes:
-        members: the models, in the order of the figures.
-        absent: sentences on models that could not be had and have no stand-in.
-    """
-
-    members: tuple[Member, ...]
-    absent: tuple[str, ...] = ()
+    members: tuple[Member, ...]  # the models, in the order of the figures
+    absent: tuple[str, ...] = ()  # sentences on models that could not be had and have no stand-in
 
     def named(self, name: str) -> Member | None:
         """The member whose rows carry this name."""

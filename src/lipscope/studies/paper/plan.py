@@ -26,49 +26,27 @@ NORM_SCOPES = ("attention", "norm+attention", "attention+residual")
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of every experiment.
+    """Sizes of every experiment."""
 
-    Attributes:
-        name: ``"quick"`` or ``"full"``.
-        lengths: numbers of tokens on real text.
-        long_lengths: further ones for models of BERT's kind.
-        inputs: inputs per length, disjoint in the text.
-        long_inputs: those of the further lengths.
-        certificates: how many of them also get the certified upper bound.
-        radii: norms of the adversarial tokens.
-        adversarial_lengths: numbers of adversarial tokens.
-        ascent_lengths: those among them from which gradient ascent starts.
-        ascent_restarts: starts per ascent.
-        ascent_steps: steps per start.
-        norm_layers: layers of the LayerNorm study, evenly spread.
-        norm_lengths: its numbers of tokens.
-        norm_inputs: its inputs per length.
-        difference_length: number of tokens at which differences from the published scripts are measured.
-        difference_inputs: inputs for that.
-        rtol: relative accuracy of σ.
-        interval: widest relative interval around σ to stop with.
-        threads: torch threads; part of every row's identity.
-    """
-
-    name: str
-    lengths: tuple[int, ...]
-    long_lengths: tuple[int, ...]
-    inputs: int
-    long_inputs: int
-    certificates: int
-    radii: tuple[float, ...]
-    adversarial_lengths: tuple[int, ...]
-    ascent_lengths: tuple[int, ...]
-    ascent_restarts: int
-    ascent_steps: int
-    norm_layers: int
-    norm_lengths: tuple[int, ...]
-    norm_inputs: int
-    difference_length: int
-    difference_inputs: int
-    rtol: float = 1e-3
-    interval: float = 0.2
-    threads: int = 1
+    name: str  # ``"quick"`` or ``"full"``
+    lengths: tuple[int, ...]  # numbers of tokens on real text
+    long_lengths: tuple[int, ...]  # further ones for models of BERT's kind
+    inputs: int  # inputs per length, disjoint in the text
+    long_inputs: int  # those of the further lengths
+    certificates: int  # how many of them also get the certified upper bound
+    radii: tuple[float, ...]  # norms of the adversarial tokens
+    adversarial_lengths: tuple[int, ...]  # numbers of adversarial tokens
+    ascent_lengths: tuple[int, ...]  # those among them from which gradient ascent starts
+    ascent_restarts: int  # starts per ascent
+    ascent_steps: int  # steps per start
+    norm_layers: int  # layers of the LayerNorm study, evenly spread
+    norm_lengths: tuple[int, ...]  # its numbers of tokens
+    norm_inputs: int  # its inputs per length
+    difference_length: int  # number of tokens at which differences from the published scripts are measured
+    difference_inputs: int  # inputs for that
+    rtol: float = 1e-3  # relative accuracy of σ
+    interval: float = 0.2  # widest relative interval around σ to stop with
+    threads: int = 1  # torch threads; part of every row's identity
 
 
 FULL = Settings(

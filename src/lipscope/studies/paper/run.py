@@ -40,22 +40,14 @@ _SAMPLES = 2
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What a run left behind.
-
-    Attributes:
-        directory: where everything is.
-        rows: what was measured.
-        cast: the models.
-        summary: what the sweep did.
-        files: the pages, tables and figures.
-        textbook: seconds that the textbook loop would need for the values of σ on real text, and how that was found.
-    """
+    """What a run left behind."""
 
     directory: Path
     rows: tuple[Row, ...]
     cast: Cast
     summary: Summary
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # the pages, tables and figures
+    # Seconds that the textbook loop would need for the values of σ on real text, and how that was found.
     textbook: dict[str, Any]
 
 

@@ -157,23 +157,23 @@ def maximise(
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {dtype}")
     built = construct(plain, n, radius=radius, norm=norm) if built is None else built
-    begin = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
-    search = _Search(attention.to(dtype), domain, begin.z.to(dtype, copy=True), seed)
+    begin, labels = gather_starts(domain, built, starts, restarts, n, attention.width, seed)
+    search = _Search(attention.to(dtype), domain, begin.to(dtype, copy=True), seed)
     taken = search.run(steps, tolerance, patience, progress)
     precise = attention.to(torch.float64)
-    candidates = torch.cat([domain.tokens(begin.z), domain.tokens(search.z.double())])
+    candidates = torch.cat([domain.tokens(begin), domain.tokens(search.z.double())])
     measured = local_lipschitz(precise, candidates, solver=solver or Auto(), certificate=False).estimate
-    first, last = measured[: len(begin.z)], measured[len(begin.z) :]
+    first, last = measured[: len(begin)], measured[len(begin) :]
     winner = int(measured.argmax())
     return Ascent(
         tokens=candidates[winner],
         sigma=local_lipschitz(precise, candidates[winner], solver=solver, certificate=isinstance(attention, Attention)),
         history=torch.stack(search.history),
-        labels=begin.labels,
+        labels=labels,
         starts=first,
         # A start whose σ the search underestimated counts as the end it might have been.
         ends=torch.maximum(first, last),
-        best=winner % len(begin.z),
+        best=winner % len(begin),
         domain=str(domain),
         inputs=domain.tokens(search.z.double()),
         stopped="converged" if taken < steps or not search.active.numel() else "steps",
@@ -256,25 +256,13 @@ class _Search:
         return torch.where(norms > floor, g / norms.clamp_min(torch.finfo(g.dtype).tiny), torch.zeros_like(g))
 
 
-@dataclass(frozen=True, eq=False)
-class Starts:
-    """Start points in the coordinates of a set.
-
-    Attributes:
-        z: coordinates (B, n, d), float64.
-        labels: one name per start.
-    """
-
-    z: Tensor
-    labels: tuple[str, ...]
-
-
 def gather_starts(
     domain: Domain, built: tuple[Construction, ...], given: Given, restarts: int, n: int, width: int, seed: int
-) -> Starts:
+) -> tuple[Tensor, tuple[str, ...]]:
     """All constructions and all given inputs; then jittered constructions and noise in turns until there are ``restarts``.
 
-    Tokens of given inputs that lie outside the set are moved to its nearest point.
+    Their coordinates in the set (B, n, d), float64, and their names. A given input outside the set is moved to its nearest
+    point.
     """
     parts = [(c.name, domain.coordinates(c.tokens.double())) for c in built]
     named = {} if given is None else {"given": given} if isinstance(given, Tensor) else dict(given)
@@ -297,7 +285,7 @@ def gather_starts(
         else:
             share = _RADII[index // 3 % len(_RADII)] if index % 3 == 0 else 1.0
             parts.append((f"noise {share:g}", domain.project(share * domain.size * noise())))
-    return Starts(torch.stack([z for _, z in parts]), tuple(name for name, _ in parts))
+    return torch.stack([z for _, z in parts]), tuple(name for name, _ in parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from lipscope.measure.sigma import local_lipschitz
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.rows import Row, sigma_row
-from lipscope.studies.worst_case.domain import Ball, Domain, domain_of
+from lipscope.studies.worst_case.domain import Domain, domain_of
 from lipscope.studies.worst_case.grouped import group_gain, has_closed_form
 
 NAMES = ("proposition34.max", "proposition34.min", "pair", "groups", "meanfield")
@@ -127,7 +127,7 @@ def _finish(layer: Attention, c: Candidate, X: Tensor, domain: Domain, solver: S
     n = X.shape[0]
     predicted = group_gain(layer, c.u, c.w, n, c.m) if has_closed_form(layer) else None
     limit = None
-    if c.name == "meanfield" and not c.note and isinstance(domain, Ball) and "lower.meanfield" in bound_names(layer):
+    if c.name == "meanfield" and not c.note and domain.norm is None and "lower.meanfield" in bound_names(layer):
         bound = lower_meanfield(layer, domain.radius)
         limit = None if bound is None else bound.value
     return Construction(c.name, X, c.head, c.m, predicted, local_lipschitz(layer, X, solver=solver), limit, c.note)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,94 +27,36 @@ from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 LARGEST_RADIUS = 1e30
 
 
-@dataclass(frozen=True)
-class Ball:
-    """Tokens of norm at most R.
-
-    Attributes:
-        radius: R.
-    """
-
-    radius: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.radius < math.inf:
-            raise ValueError(f"radius must be positive and finite, got {self.radius:g}")
-        if self.radius > LARGEST_RADIUS:
-            raise ValueError(f"radius must be at most {LARGEST_RADIUS:g}, or float64 overflows, got {self.radius:g}")
-
-    @property
-    def size(self) -> float:
-        """The radius R."""
-        return self.radius
-
-    def tokens(self, z: Tensor) -> Tensor:
-        """The coordinates themselves."""
-        return z
-
-    def coordinates(self, X: Tensor) -> Tensor:
-        """The tokens, those outside the ball moved to its surface."""
-        return self.project(X)
-
-    def project(self, z: Tensor) -> Tensor:
-        """Shorten what is too long."""
-        return _shorten(z, self.radius)
-
-    def pull_back(self, gradient: Tensor) -> Tensor:
-        """The gradient itself."""
-        return gradient
-
-    def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The identity and 0."""
-        d = like.shape[-1]
-        return torch.eye(d, dtype=like.dtype, device=like.device), like.new_zeros(d)
-
-    def __str__(self) -> str:
-        return f"tokens of norm ≤ {self.radius:.6g}"
-
-
 @dataclass(frozen=True, eq=False)
-class NormImage:
-    """The tokens that a LayerNorm or an RMSNorm can produce.
+class Domain:
+    """Tokens of norm at most R, or those that a LayerNorm or an RMSNorm can produce."""
 
-    Attributes:
-        norm: the normalisation.
-    """
-
-    norm: Normalisation
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.norm, LayerNorm | RMSNorm):
-            raise TypeError(f"norm must be a LayerNorm or an RMSNorm, got {type(self.norm).__name__}")
-
-    @property
-    def size(self) -> float:
-        """√d."""
-        return math.sqrt(self.norm.weight.numel())
-
-    @property
-    def radius(self) -> float:
-        """The largest norm of an output of the normalisation."""
-        return self.norm.image_radius()
+    size: float  # ρ
+    radius: float  # of the longest token
+    norm: Normalisation | None = None
 
     def tokens(self, z: Tensor) -> Tensor:
         """g∘z + β."""
+        if self.norm is None:
+            return z
         y = self.norm.weight.detach().to(z) * z
         return y if self.norm.bias is None else y + self.norm.bias.detach().to(z)
 
     def coordinates(self, X: Tensor) -> Tensor:
         """(X − β)/g, projected; coordinates with g = 0 carry nothing and get 0."""
+        if self.norm is None:
+            return self.project(X)
         g = self.norm.weight.detach().to(X)
         centred = X if self.norm.bias is None else X - self.norm.bias.detach().to(X)
         return self.project(torch.where(g == 0, torch.zeros_like(centred), centred / torch.where(g == 0, 1.0, g)))
 
     def project(self, z: Tensor) -> Tensor:
-        """Remove the mean (LayerNorm) and shorten to √d; with ε = 0 also lengthen."""
-        if self.norm.centred:
+        """Remove the mean (LayerNorm) and shorten to ρ; for a normalisation with ε = 0 also lengthen."""
+        if self.norm is not None and self.norm.centred:
             z = z - z.mean(-1, keepdim=True)
-        if self.norm.eps > 0:
-            return _shorten(z, self.size)
         norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+        if self.norm is None or self.norm.eps > 0:
+            return z * torch.clamp(self.size / norms.clamp_min(torch.finfo(z.dtype).tiny), max=1.0)
         # Every point of the sphere is as near to its centre as any other; this one has mean zero.
         somewhere = torch.zeros_like(z)
         somewhere[..., 0], somewhere[..., -1] = 1, -1
@@ -123,11 +64,16 @@ class NormImage:
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """C(g∘gradient)."""
+        if self.norm is None:
+            return gradient
         pulled = self.norm.weight.detach().to(gradient) * gradient
         return pulled - pulled.mean(-1, keepdim=True) if self.norm.centred else pulled
 
     def affine(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """diag(g)·C and β."""
+        if self.norm is None:
+            d = like.shape[-1]
+            return torch.eye(d, dtype=like.dtype, device=like.device), like.new_zeros(d)
         g = self.norm.weight.detach().to(like)
         D = torch.diag(g)
         if self.norm.centred:
@@ -135,29 +81,34 @@ class NormImage:
         return D, torch.zeros_like(g) if self.norm.bias is None else self.norm.bias.detach().to(like)
 
     def __str__(self) -> str:
-        return f"the image of {type(self.norm).__name__}, norm ≤ {self.radius:.6g}"
+        where = "tokens of" if self.norm is None else f"the image of {type(self.norm).__name__},"
+        return f"{where} norm ≤ {self.radius:.6g}"
 
 
-Domain: TypeAlias = Ball | NormImage
+def ball(radius: float) -> Domain:
+    """Tokens of norm at most R."""
+    if not 0 < radius < math.inf:
+        raise ValueError(f"radius must be positive and finite, got {radius:g}")
+    if radius > LARGEST_RADIUS:
+        raise ValueError(f"radius must be at most {LARGEST_RADIUS:g}, or float64 overflows, got {radius:g}")
+    return Domain(radius, radius)
+
+
+def image(norm: Normalisation) -> Domain:
+    """The tokens that a LayerNorm or an RMSNorm can produce."""
+    if not isinstance(norm, LayerNorm | RMSNorm):
+        raise TypeError(f"norm must be a LayerNorm or an RMSNorm, got {type(norm).__name__}")
+    return Domain(math.sqrt(norm.weight.numel()), norm.image_radius(), norm)
 
 
 def domain_of(radius: float | None, norm: Normalisation | None, width: int) -> Domain:
-    """The set that ``radius`` or ``norm`` describes; exactly one of them must be given.
-
-    Raises:
-        ValueError: when both or neither are given, the radius is not positive, or the widths differ.
-    """
+    """The set that ``radius`` or ``norm`` describes; refuses both, neither, and a norm of another width."""
     if (radius is None) == (norm is None):
         raise ValueError("give either radius (tokens of norm ≤ R) or norm (the image of a LayerNorm or RMSNorm)")
-    if radius is not None:
-        return Ball(float(radius))
-    assert norm is not None
-    image = NormImage(norm)
+    if norm is None:
+        assert radius is not None
+        return ball(float(radius))
+    found = image(norm)
     if norm.weight.numel() != width:
         raise ValueError(f"norm has width {norm.weight.numel()}, but the layer takes tokens of width {width}")
-    return image
-
-
-def _shorten(z: Tensor, size: float) -> Tensor:
-    norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    return z * torch.clamp(size / norms.clamp_min(torch.finfo(z.dtype).tiny), max=1.0)
+    return found

@@ -28,19 +28,12 @@ from lipscope.spectral.solvers import Auto
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingGradient:
-    """σ of a layer at recorded tokens and its gradients.
+    """σ of a layer at recorded tokens and its gradients."""
 
-    Attributes:
-        sigma: σ, one item per input.
-        at_layer: ∂σ/∂x at the tokens that attention sees, (B, n, d).
-        at_embeddings: ∂σ/∂e at the output of the embedding table, (B, n, d_e).
-        embeddings: that output.
-    """
-
-    sigma: SpectralNorm
-    at_layer: Tensor
-    at_embeddings: Tensor
-    embeddings: Tensor
+    sigma: SpectralNorm  # σ, one item per input
+    at_layer: Tensor  # ∂σ/∂x at the tokens that attention sees, (B, n, d)
+    at_embeddings: Tensor  # ∂σ/∂e at the output of the embedding table, (B, n, d_e)
+    embeddings: Tensor  # that output
 
 
 def embedding_gradient(layer: RecordedLayer, head: int | None = None) -> EmbeddingGradient:

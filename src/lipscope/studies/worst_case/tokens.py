@@ -53,23 +53,14 @@ class Substitution:
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured candidate.
+    """One measured candidate."""
 
-    Attributes:
-        round: from 0.
-        position: where.
-        word: id of the word put there.
-        before: σ without it.
-        predicted: first-order change of σ.
-        sigma: measured σ.
-    """
-
-    round: int
+    round: int  # from 0
     position: int
-    word: int
-    before: float
-    predicted: float
-    sigma: float
+    word: int  # id of the word put there
+    before: float  # σ without it
+    predicted: float  # first-order change of σ
+    sigma: float  # measured σ
 
 
 @dataclass(frozen=True, eq=False)

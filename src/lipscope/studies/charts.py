@@ -1,0 +1,172 @@
+"""Charts of the studies: a comparison of kinds of attention, an attack, and the mean-field limit."""
+
+from __future__ import annotations
+
+import math
+
+from lipscope.report.charts import Chart, Look, Panel, Series
+from lipscope.report.palette import CYCLE
+from lipscope.rounding import interval, round_up
+from lipscope.studies.mean_field.study import PlateauStudy
+from lipscope.studies.variants import Comparison
+from lipscope.studies.worst_case.ascent import Ascent
+from lipscope.studies.worst_case.growth_in_n import Growth
+from lipscope.studies.worst_case.tokens import TokenAttack
+
+# Name in the legend, colour and look of every curve; curves without a name here are called by their own.
+_FOUND: dict[str, tuple[str, str, Look]] = {
+    "worst": ("worst σ found", "black", "line"),
+    "given": ("σ on the text", "grey", "line"),
+    "groups": ("groups", "green", "dashes"),
+    "pair": ("pair", "amber", "dashes"),
+    "proposition34.max": ("proposition34.max", "sky", "dashes"),
+    "proposition34.min": ("proposition34.min", "purple", "dashes"),
+    "meanfield": ("meanfield", "yellow", "dashes"),
+}
+_BOUNDS: dict[str, tuple[str, str, Look]] = {
+    "refined.unmasked": ("upper bound: refined", "blue", "line"),
+    "refined.masked": ("upper bound: refined", "blue", "line"),
+    "refined.visibility": ("upper bound: refined, by visibility", "blue", "dots"),
+    "castin2024.general": ("upper bound: paper, Theorem 3.3", "orange", "line"),
+    "castin2024.meanfield": ("upper bound: paper, Theorem 3.5", "orange", "dots"),
+}
+# Where a restart began: the first word of its label.
+_STARTS = {"noise": "noise", "given": "given inputs", "shorter": "the length before"}
+_START_COLOURS = {"constructions": "green", "noise": "blue", "given inputs": "orange", "the length before": "purple"}
+_CURVES = {
+    "sigma": ("σ of the cloud (median)", "blue"),
+    "ratio": ("ratio of two samples (median)", "green"),
+    "insertion": ("ratio of one inserted token (median)", "orange"),
+}
+# Values that span more than this are drawn on a logarithmic axis.
+_DECADES = 20
+
+
+def comparison_chart(comparison: Comparison, title: str) -> Chart:
+    """Three panels: growth with n, growth with R, and the range of every kind of attention."""
+    panels = [
+        _medians(comparison, "by_length", "number of tokens n", f"typical tokens, R = {comparison.radius:.3g}"),
+        _medians(comparison, "by_radius", "radius R", f"typical tokens, n = {comparison.n}"),
+        _ranges(comparison),
+    ]
+    words = "; ".join(f"{kind.name}: median σ {kind.median:.3g}" for kind in comparison.kinds)
+    return Chart("comparison", title, panels, f"{words}.", columns=3)
+
+
+def _medians(comparison: Comparison, which: str, label: str, title: str) -> Panel:
+    series = []
+    for index, kind in enumerate(comparison.kinds):
+        points = getattr(kind, which)
+        series.append(Series(kind.name, list(points), list(points.values()), colour=CYCLE[index % len(CYCLE)]))
+    return Panel(series, label, "σ (median)", title, x_log=True, y_log=True, x_ticks=list(series[0].x))
+
+
+def _ranges(comparison: Comparison) -> Panel:
+    """A line per kind from the least to the largest of typical σ, worst found and least bound."""
+    kinds = comparison.kinds
+    typical = {k: kind.median for k, kind in enumerate(kinds)}
+    worst = {k: float(kind.worst.lower) for k, kind in enumerate(kinds) if kind.worst is not None}
+    bound = {k: kind.bounds[0].value for k, kind in enumerate(kinds) if kind.bounds}
+    series = []
+    for k, kind in enumerate(kinds):
+        reach = [values[k] for values in (typical, worst, bound) if k in values]
+        ends = [min(reach), max(reach)]
+        series.append(Series(kind.name, [k, k], ends, colour="silver", group="guide", listed=False))
+    for name, values, colour in (
+        ("typical σ", typical, "blue"),
+        ("worst found", worst, "orange"),
+        ("least bound", bound, "black"),
+    ):
+        if values:
+            look: Look = "marks" if name == "least bound" else "points"
+            series.append(Series(name, list(values), list(values.values()), look, colour))
+    title = f"tokens of norm ≤ {comparison.radius:.3g}, n = {comparison.n}"
+    names = [kind.name for kind in kinds]
+    return Panel(series, "", "σ", title, y_log=True, x_ticks=range(len(kinds)), x_names=names)
+
+
+def growth_chart(study: Growth, title: str) -> Chart:
+    """Worst σ, constructions and upper bounds over n."""
+    n = [w.n for w in study.worst]
+    series = []
+    for name, values in study.curves().items():
+        if name == "ascent" or (name == "refined.visibility" and len(study.worst[0].bounds) > 2):
+            continue  # the worst curve, or the same bound, under another name
+        label, colour, look = (_FOUND | _BOUNDS)[name]
+        series.append(Series(label, n, values, look, colour, group="bound" if name in _BOUNDS else "measured"))
+    if "worst" in study.fits:
+        fit = study.fits["worst"]
+        law = f"{fit.c:.3g}·n^{fit.alpha:.2f} (α in {interval(fit.alpha_low, fit.alpha_high, decimals=2)})"
+        series.append(Series(law, n, [fit.c * k**fit.alpha for k in n], "dots", "grey", group="guide"))
+    words = f"Worst σ found: {', '.join(f'{float(w.sigma.estimate):.3g} at n = {w.n}' for w in study.worst)}."
+    panel = Panel(series, "number of tokens n", "local Lipschitz constant σ", x_log=True, y_log=True, x_ticks=n)
+    return Chart("growth", title, [panel], words)
+
+
+def history_chart(found: Ascent, title: str) -> Chart:
+    """σ of every restart over the steps, the winner in black."""
+    steps = list(range(len(found.history)))
+    series = []
+    seen: set[str] = set()
+    for i, label in enumerate(found.labels):
+        curve = found.history[:, i].tolist()
+        if i == found.best:
+            series.append(Series(f"winner, from {label}", steps, curve, colour="black", group="fit"))
+            continue
+        start = _STARTS.get(label.split()[0].removesuffix(","), "constructions")
+        series.append(
+            Series(f"from {start}", steps, curve, colour=_START_COLOURS[start], group="guide", listed=start not in seen)
+        )
+        seen.add(start)
+    words = f"σ of {len(found.labels)} restarts over {len(steps) - 1} steps, at most {float(found.history.max()):.4g}."
+    return Chart("ascent", title, [Panel(series, "step", "σ (lower bound)", y_log=True)], words)
+
+
+def tokens_chart(found: TokenAttack, title: str) -> Chart:
+    """Measured against predicted σ of every candidate, round by round."""
+    series = []
+    for number in sorted({trial.round for trial in found.tried}):
+        trials = [trial for trial in found.tried if trial.round == number]
+        raised = sum(trial.sigma > trial.before for trial in trials)
+        name = f"round {number + 1}: {raised} of {len(trials)} raise σ"
+        x, y = [t.before + t.predicted for t in trials], [t.sigma for t in trials]
+        hover = [f"position {t.position}, word {t.word}" for t in trials]
+        series.append(Series(name, x, y, "points", CYCLE[number % len(CYCLE)], hover=hover))
+    panel = Panel(series, "σ predicted to first order", "σ measured", from_zero=False)
+    return Chart("tokens", title, [panel], f"{len(found.tried)} substitutions: {'; '.join(one.name for one in series)}.")
+
+
+def plateau_chart(study: PlateauStudy, title: str) -> Chart:
+    """Single draws as points, medians as lines, the plateau and the refined constant."""
+    draws, medians = [], []
+    for column, (name, colour) in _CURVES.items():
+        kept = [(row.n, value) for row in study.rows if (value := getattr(row, column)) is not None]
+        draws.append(Series(name, [n for n, _ in kept], [y for _, y in kept], "points", colour, listed=False))
+        at = [(n, y) for n, y in zip(study.lengths, study.medians(column), strict=True) if y is not None]
+        if at:
+            medians.append(Series(name, [n for n, _ in at], [y for _, y in at], colour=colour))
+    series = [*draws, *medians, *_plateau(study), _refined(study)]
+    heights = [y for one in series if one.group != "bound" and one.listed for y in one.y if 0 < y < math.inf]
+    panel = Panel(
+        series, "number of tokens n", "local constant σ, and ratios", x_log=True, x_ticks=study.lengths,
+        y_log=bool(heights) and max(heights) > _DECADES * min(heights),
+    )  # fmt: skip
+    words = ", ".join(f"{y:.3g} at n = {n}" for n, y in zip(medians[0].x, medians[0].y, strict=True))
+    return Chart("plateau", title, [panel], f"Median σ of clouds of n tokens: {words}.")
+
+
+def _plateau(study: PlateauStudy) -> list[Series]:
+    fit = study.plateau()
+    if fit is None or not fit.is_visible:
+        return []
+    level = [fit.level] * len(study.lengths)
+    return [Series(f"fitted plateau {fit.level:.3g}", study.lengths, level, "dots", "blue", group="fit")]
+
+
+def _refined(study: PlateauStudy) -> Series:
+    """The refined constant of the law's radius, or that of the largest norm drawn where the law has none."""
+    level = [float("nan") if value is None else value for value in study.medians("bound")]
+    name = f"refined constant at the largest norm drawn, {round_up(level[0], 2)} … {round_up(level[-1], 2)}"
+    if math.isfinite(study.bound):
+        level, name = [study.bound] * len(study.lengths), f"refined constant {round_up(study.bound, 3)}"
+    return Series(name, study.lengths, level, "dashes", "grey", group="bound")
