@@ -145,11 +145,20 @@ def attack(
 
 
 def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from lipscope.studies.rows import identified
+    from lipscope.studies.rows import identified, write_study
 
     rows = identified(study.to_rows(), **who)
     if out is not None:
-        _write_growth(study, rows, title, out)
+        from safetensors.torch import save_file
+
+        from lipscope.studies.charts import growth_chart, history_chart
+
+        charts, last = [growth_chart(study, f"Worst inputs of {title}\n{study.domain}")], study.worst[-1]
+        if last.ascent is not None:
+            charts.append(history_chart(last.ascent, f"Ascent on σ of {title}, n = {last.n}"))
+        write_study(out, rows, *charts)
+        save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
+        notice(f"rows, worst inputs and figures are in {out}")
     if as_json:
         fits = {name: vars(fit) for name, fit in study.fits.items()}
         typer.echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2))
@@ -174,23 +183,6 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
             typer.echo(f"{name}: {study.fits[name]}")
 
 
-def _write_growth(study: Growth, rows: list[dict[str, Any]], title: str, out: Path) -> None:
-    from safetensors.torch import save_file
-
-    from lipscope.report import draw
-    from lipscope.studies.charts import growth_chart, history_chart
-    from lipscope.studies.rows import write_rows
-
-    write_rows(rows, out)
-    save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
-    draw(growth_chart(study, f"Worst inputs of {title}\n{study.domain}"), out / "growth.png", out / "growth.html")
-    last = study.worst[-1]
-    if last.ascent is not None:
-        chart = history_chart(last.ascent, f"Ascent on σ of {title}, n = {last.n}")
-        draw(chart, out / "ascent.png", out / "ascent.html")
-    notice(f"rows, worst inputs and figures are in {out}")
-
-
 def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
     before, after = found.before.to_rows()[0], found.after.to_rows()[0]
     content = {
@@ -198,13 +190,11 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         "before": before, "after": after, "substitutions": found.steps(),
     }  # fmt: skip
     if out is not None:
-        from lipscope.report import draw
         from lipscope.studies.charts import tokens_chart
-        from lipscope.studies.rows import identified, write_rows
+        from lipscope.studies.rows import identified, write_study
 
-        write_rows(identified(found.to_rows(), **who), out)
+        write_study(out, identified(found.to_rows(), **who), tokens_chart(found, f"Substitutions in {title}"))
         (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-        draw(tokens_chart(found, f"Substitutions in {title}"), out / "tokens.png", out / "tokens.html")
         notice(f"the result and figures are in {out}")
     if as_json:
         typer.echo(json.dumps(content, indent=2, ensure_ascii=False))

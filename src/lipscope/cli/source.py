@@ -50,7 +50,7 @@ class Found:
 
 
 def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, **model: Any) -> Found:
-    """The source that a command was given.
+    """The source that a command was given; refuses options that belong to another kind of source.
 
     Args:
         source: the argument.
@@ -58,9 +58,6 @@ def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, 
         seed: of random weights.
         any_mask: ``mask`` may also be given for a model.
         **model: further options that belong to a model, None when not given.
-
-    Raises:
-        ValueError: when an option belongs to another kind of source.
     """
     of_model = [*(["--layer"] if target.layer is not None else []), *target.given(Loading)]
     of_model += [f"--{name}" for name, value in model.items() if value is not None]
@@ -98,11 +95,7 @@ def load_model(name: str, loading: Loading) -> Model:
 
 
 def read_ids(model: Model, text: str | None, say: str | None, n: int | None, seed: int) -> Tensor:
-    """Token ids (n,) of the words themselves, or of a stretch of n tokens of a text.
-
-    Raises:
-        ValueError: when both are given, or words and a number of tokens.
-    """
+    """Token ids (n,) of the words themselves, or of a stretch of n tokens of a text."""
     if say is not None:
         both = [f"--{name}" for name, value in (("text", text), ("n", n)) if value is not None]
         refuse(both, "a text", "--say gives the words themselves")

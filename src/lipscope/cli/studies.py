@@ -59,6 +59,7 @@ def compare_attention(
     """
     from lipscope.attention.family import VARIANTS
     from lipscope.models.text import parse_lengths
+    from lipscope.runs.run import csv_text
     from lipscope.studies.variants import compare
 
     chosen = parse_lengths(lengths)
@@ -86,12 +87,19 @@ def compare_attention(
             seed=seed,
             progress=progress,
         )
+    content = json.dumps({"weights": found.name} | study.to_dict(), indent=2)
     if out is not None:
-        _write_comparison(study, out, found.name, found.identity(text=text or DEFAULT_TEXT))
+        from lipscope.studies.charts import comparison_chart
+        from lipscope.studies.rows import identified, write_study
+
+        rows = identified(study.to_rows(), **found.identity(text=text or DEFAULT_TEXT))
+        write_study(out, rows, comparison_chart(study, f"{found.name}, mask {study.mask}"), endings=["png"])
+        (out / "comparison.json").write_text(content, encoding="utf-8")
+        notice(f"rows and figure are in {out}")
     if as_json:
-        typer.echo(json.dumps({"weights": found.name} | study.to_dict(), indent=2))
+        typer.echo(content)
     elif as_csv:
-        typer.echo(_csv(study), nl=False)
+        typer.echo(csv_text(study.summary()), nl=False)
     else:
         _print_comparison(study, found.name)
 
@@ -164,10 +172,17 @@ def meanfield(
             progress=progress,
         )
     name = found.title(head)
+    content = json.dumps({"layer": name} | study.to_dict(), indent=2)
     if out is not None:
-        _write_meanfield(study, out, name, found.identity(head, text or DEFAULT_TEXT))
+        from lipscope.studies.charts import plateau_chart
+        from lipscope.studies.rows import identified, write_study
+
+        rows = identified(study.to_rows(), **found.identity(head, text or DEFAULT_TEXT))
+        write_study(out, rows, plateau_chart(study, f"{name}: tokens from {study.law}, mask {study.mask}"))
+        (out / "study.json").write_text(content, encoding="utf-8")
+        notice(f"rows and figures are in {out}")
     if as_json:
-        typer.echo(json.dumps({"layer": name} | study.to_dict(), indent=2))
+        typer.echo(content)
     else:
         _print_meanfield(study, name)
 
@@ -216,29 +231,6 @@ def paper(
             raise typer.Exit(1)
 
 
-def _csv(found: Comparison) -> str:
-    import csv
-    import io
-
-    rows = found.summary()
-    file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def _write_comparison(found: Comparison, directory: Path, name: str, who: dict[str, Any]) -> None:
-    from lipscope.report import draw
-    from lipscope.studies.charts import comparison_chart
-    from lipscope.studies.rows import identified, write_rows
-
-    write_rows(identified(found.to_rows(), **who), directory)
-    (directory / "comparison.json").write_text(json.dumps({"weights": name} | found.to_dict(), indent=2), encoding="utf-8")
-    draw(comparison_chart(found, f"{name}, mask {found.mask}"), directory / "comparison.png")
-    notice(f"rows and figure are in {directory}")
-
-
 def _print_comparison(found: Comparison, name: str) -> None:
     def exponent(row: dict[str, Any], label: str) -> str:
         if row[f"growth_{label}"] is None:
@@ -276,18 +268,6 @@ def _law(text: str | None, dimension: int, tokens: Any) -> Any:
         return Empirical(tokens)
     typical = dimension**0.5 if tokens is None else float(tokens.square().sum(-1).mean().sqrt())
     return parse_law(text or "sphere", dimension, default_size=typical)
-
-
-def _write_meanfield(study: PlateauStudy, directory: Path, name: str, who: dict[str, Any]) -> None:
-    from lipscope.report import draw
-    from lipscope.studies.charts import plateau_chart
-    from lipscope.studies.rows import identified, write_rows
-
-    write_rows(identified(study.to_rows(), **who), directory)
-    (directory / "study.json").write_text(json.dumps({"layer": name} | study.to_dict(), indent=2), encoding="utf-8")
-    title = f"{name}: tokens from {study.law}, mask {study.mask}"
-    draw(plateau_chart(study, title), directory / "plateau.png", directory / "plateau.html")
-    notice(f"rows and figures are in {directory}")
 
 
 def _print_meanfield(study: PlateauStudy, name: str) -> None:

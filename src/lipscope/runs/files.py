@@ -7,7 +7,6 @@ with which command and versions, and ``tokens.json`` the worst places token by t
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.runs.rows import IDENTITY_COLUMNS
-from lipscope.runs.run import Run
+from lipscope.runs.run import Run, csv_text
 from lipscope.runs.schema import KEY_COLUMNS
 from lipscope.runs.store import Store
 
@@ -58,7 +57,7 @@ def export(
         assert out is not None
         _replace(Path(out), lambda part: _write_parquet(rows, plan, environments, part))
         return None, len(rows)
-    text = _csv(rows) if format == "csv" else _json(rows)
+    text = csv_text(rows) if format == "csv" else _json(rows)
     if out is None:
         return text, len(rows)
     _replace(Path(out), lambda part: part.write_text(text, encoding="utf-8"))
@@ -103,14 +102,6 @@ def write_run(
         writer.writerow(("layer", "head", *_FIT))
         for (layer, head), fit in run.fit().items():
             writer.writerow((layer, head, *(getattr(fit, name) for name in _FIT)))
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["key"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 def _json(rows: list[dict[str, Any]]) -> str:

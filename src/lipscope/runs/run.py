@@ -38,6 +38,15 @@ _OPTIONAL = (
 )  # fmt: skip
 
 
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows with the same columns, as CSV."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["key"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
 @dataclass(frozen=True)
 class Provenance:
     """How a run came about; what is not known is None or empty.
@@ -140,11 +149,7 @@ class Run:
 
     def csv_text(self) -> str:
         """The rows as CSV."""
-        file = io.StringIO()
-        writer = csv.DictWriter(file, fieldnames=list(self.rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return file.getvalue()
+        return csv_text(self.rows)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV."""

@@ -6,9 +6,7 @@ in the column ``kind``; who the layer is, in ``model``, ``layer``, ``head`` and 
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from lipscope.measure.columns import COLUMNS
+from lipscope.report import draw
+from lipscope.report.charts import Chart
+from lipscope.runs.run import csv_text
 from lipscope.spectral.result import SpectralNorm
 
 Row = dict[str, Any]
@@ -58,12 +59,10 @@ def identified(
     return [row | who for row in rows]
 
 
-def write_rows(rows: Sequence[Row], directory: str | os.PathLike[str]) -> None:
-    """Write ``rows.json`` and ``rows.csv`` into a directory, which is made when it does not exist."""
-    place = Path(directory)
+def write_study(place: Path, rows: Sequence[Row], *charts: Chart, endings: Sequence[str] = ("png", "html")) -> None:
+    """Write ``rows.json``, ``rows.csv`` and charts into a directory, which is made when it does not exist."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "rows.json").write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
-    with (place / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    (place / "rows.csv").write_text(csv_text(rows), encoding="utf-8", newline="")
+    for chart in charts:
+        draw(chart, *(place / f"{chart.name}.{ending}" for ending in endings))

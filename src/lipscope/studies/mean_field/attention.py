@@ -279,21 +279,9 @@ def local_constant(
 def model_layer(
     model: Model, layer: int, text: str, *, n: int = 64, inputs: int = 4, seed: int = 0
 ) -> tuple[Attention, Tensor]:
-    """A layer of a real model without its sequence length, and the tokens that reach it on a text.
+    """A layer of a real model without its sequence length, and the tokens (inputs·n, d), float64, that reach it on a text.
 
-    Args:
-        model: a loaded model.
-        layer: layer index; negative ones count from the end.
-        text: a named corpus, a file or a directory.
-        n: tokens per input.
-        inputs: how many inputs.
-        seed: where in the text they lie.
-
-    Returns:
-        The layer, its mask in words, and tokens (inputs·n, d) in float64.
-
-    Raises:
-        ValueError: when the layer has no weights in closed form, or its positions, score bias or mask count tokens.
+    Refuses a layer without weights in closed form, and one whose positions, score bias or mask count tokens.
     """
     chunks = Chunker(read_text(text), require_tokenizer(model)).chunks([n], inputs, seed)[n]
     at = model.record(input_ids=torch.tensor(chunks))[layer]

@@ -73,14 +73,8 @@ class EmpiricalConstant:
 def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **about: Any) -> PairRatio:
     """W_2(F(μ), F(ν)) / W_2(μ, ν) by exact transport (d_2 under the causal mask).
 
-    Args:
-        attention: F or F^m.
-        mu: a measure.
-        nu: another one, at a positive and finite distance.
-        **about: ``change`` and ``history`` of the result.
-
-    Raises:
-        ValueError: when μ and ν are equal, closer than the rounding of their weights resolves, or infinitely far apart.
+    ``about`` are ``change`` and ``history`` of the result. Refuses measures that are equal, closer than the rounding of
+    their weights resolves, or infinitely far apart.
 
     Example:
         >>> import torch, lipscope

@@ -123,11 +123,7 @@ def _resolution(mu: Measure, nu: Measure, p: float) -> float:
 
 
 def optimal_plan(mu: Measure, nu: Measure, p: float = 2.0) -> Plan:
-    """A plan that attains the distance, with atoms numbered as in the measures.
-
-    Raises:
-        ValueError: for measures with positions whose laws of positions differ: nothing may move then.
-    """
+    """A plan that attains the distance, with atoms numbered as in the measures; refuses different laws of positions."""
     _check(mu, nu, p)
     if mu.positions is None or nu.positions is None:
         return _plan(mu.points, nu.points, mu.weights, nu.weights, p)

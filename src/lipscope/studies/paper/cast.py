@@ -64,13 +64,8 @@ class Cast:
 def find_cast(bert: str | None = None, gpt2: str | None = None) -> Cast:
     """The models of a run.
 
-    Args:
-        bert: a directory or hub name to use for the pretrained BERT; ``bert-base-uncased`` from the cache or the hub by
-            default, and a stand-in where that cannot be had.
-        gpt2: likewise for ``gpt2``.
-
-    Raises:
-        FileNotFoundError: when a model that was asked for by name cannot be had.
+    ``bert`` and ``gpt2`` are directories or hub names of the pretrained models, which must then be there; by default
+    ``bert-base-uncased`` and ``gpt2`` from the cache or the hub, and stand-ins where they cannot be had.
     """
     members = [
         Member(ModelChoice("bert-random"), "bert-random", "bert", "random"),
@@ -105,15 +100,7 @@ def _pretrained(asked: str | None, wanted: str, stand_ins: tuple[str, ...]) -> l
 def causal_bert(name: str, dtype: torch.dtype | None = None) -> Model:
     """A model of BERT's kind under a causal mask, what ``transformers`` calls a BERT decoder.
 
-    Args:
-        name: what ``lipscope.load`` takes; its configuration must know ``is_decoder``.
-        dtype: float32 or float64; that of the weights by default.
-
-    Returns:
-        The model. Loading runs the self-tests, one of which asks that nothing leaks from later tokens, exactly.
-
-    Raises:
-        ValueError: when the model has no causal form.
+    Loading runs the self-tests, one of which asks that nothing leaks from later tokens, exactly.
     """
     found = masked(load_named(name))
     return Model(found.model, found.tokenizer, name=found.name, notes=found.notes, dtype=dtype)

@@ -130,16 +130,10 @@ def _layernorm_series(rows: Sequence[NormRow], x: str) -> list[Series]:
     for scope, colour in zip(NORM_SCOPES, ("blue", "orange", "green"), strict=True):
         kept = [r for r in rows if scope in r.sigma]
         series.append(Series(scope, [getattr(r, x) for r in kept], [r.sigma[scope] for r in kept], "line", colour))
-    kept = [r for r in rows if r.image_radius is not None]
-    radii = [r.image_radius for r in kept if r.image_radius is not None]
-    series.append(
-        Series("image radius of the norm", [getattr(r, x) for r in kept], radii, "dashes", "purple", group="guide")
-    )
-    kept = [r for r in rows if r.global_bound is not None]
-    bounds = [r.global_bound for r in kept if r.global_bound is not None]
-    series.append(
-        Series("global bound of attention", [getattr(r, x) for r in kept], bounds, "dashes", "grey", group="bound")
-    )
+    radii = {getattr(r, x): r.image_radius for r in rows if r.image_radius is not None}
+    series.append(Series("image radius of the norm", [*radii], [*radii.values()], "dashes", "purple", group="guide"))
+    bounds = {getattr(r, x): r.global_bound for r in rows if r.global_bound is not None}
+    series.append(Series("global bound of attention", [*bounds], [*bounds.values()], "dashes", "grey", group="bound"))
     return [one for one in series if len(one.x)]
 
 

@@ -49,15 +49,10 @@ def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor
 
 
 def plain_forward(layer: Attention, *, dropout: float = 0.0, seed: int = 0) -> Map:
-    """The layer on one input (n, d), written out; with dropout on attention and output when asked for.
+    """The layer on one input (n, d), written out.
 
-    Args:
-        layer: full or causal mask, as many key heads as query heads, no soft-cap, sinks or score bias.
-        dropout: share of attention weights and of outputs set to zero, the others enlarged to match.
-        seed: which ones; the same for every call, so that the map has a Jacobian.
-
-    Raises:
-        ValueError: when the layer has more to it.
+    ``dropout`` is the share of attention weights and of outputs set to zero, the others enlarged to match; ``seed`` says
+    which, the same for every call, so that the map has a Jacobian.
     """
     if layer.softcap or layer.sinks is not None or layer.bias is not None or layer.kv_heads != layer.heads:
         raise ValueError("plain_forward takes a layer without soft-cap, sinks, score bias and grouped queries")
@@ -86,18 +81,9 @@ def plain_forward(layer: Attention, *, dropout: float = 0.0, seed: int = 0) -> M
 def power_loop(
     function: Map, X: Tensor, *, rtol: float = 1e-4, atol: float | None = None, steps: int = 100, seed: int = 0
 ) -> tuple[float, int]:
-    """σ by power iteration with forward- and reverse-mode products.
+    """σ at one input (n, d) by power iteration with forward- and reverse-mode products, and the steps taken.
 
-    Args:
-        function: a map on one input.
-        X: the input (n, d).
-        rtol: stop when σ² changes by less than this share of itself.
-        atol: stop when it changes by less than this instead, whatever its size.
-        steps: most steps.
-        seed: seed of the start.
-
-    Returns:
-        The value and the steps taken.
+    It stops when σ² changes by less than the share ``rtol`` of itself, or by less than ``atol``, whatever its size.
     """
     u = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed), dtype=X.dtype)
     squared, step = 0.0, 0
@@ -117,14 +103,8 @@ def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequen
     """Time that ``power_loop`` would need for every point, from the time it needs for the samples.
 
     Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.estimate``. Counted is the processor's time on one
-    thread, as for the tasks of a run: it does not depend on what else the machine does.
-
-    Args:
-        samples: layers, each with one input (n, d).
-        points: (n, d) of every measured input.
-
-    Returns:
-        ``seconds`` in all, and what was measured: ``samples``, ``sample_seconds`` and ``sample_steps``.
+    thread, as for the tasks of a run: it does not depend on what else the machine does. ``points`` are (n, d) of every
+    measured input.
     """
     spent, work, steps = 0.0, 0.0, []
     with torch_threads(1):

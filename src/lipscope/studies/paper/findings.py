@@ -39,8 +39,11 @@ def findings(rows: Sequence[Row], cast: Cast) -> list[Finding]:
     fits = analysis.fit_table(rows)
     found = [finding for rule in _RULES for finding in rule(rows, fits)]
     stand_ins = [member for member in cast.members if member.stands_for and not member.masked]
-    notes = [Finding("Models", _stand_in(member.name, member.stands_for)) for member in stand_ins]
-    return [*found, *notes, *(Finding("Models", f"{sentence}.") for sentence in cast.absent)]
+    notes = [
+        f"{m.name} stands in for {m.stands_for}, which was not available; nothing here is a measurement of {m.stands_for}."
+        for m in stand_ins
+    ]
+    return found + [Finding("Models", text) for text in (*notes, *(f"{sentence}." for sentence in cast.absent))]
 
 
 def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
@@ -120,7 +123,10 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     for kind in dict.fromkeys(str(row.curve.rows[0]["points"]) for row in table):
         group = [row for row in table if row.curve.rows[0]["points"] == kind]
         # These points are constructed, not drawn: there is no scatter, so closeness counts as well as the interval.
-        root = [row for row in group if row.contains(WORST_CASE_EXPONENT) or _near(row, WORST_CASE_EXPONENT)]
+        root = [
+            row for row in group
+            if row.contains(WORST_CASE_EXPONENT) or abs(row.fit.alpha - WORST_CASE_EXPONENT) <= _CLOSE
+        ]  # fmt: skip
         falls = [row for row in group if row.fit.alpha_high < 0]
         decay = f", and σ falls with n in {len(falls)}" if falls else ""
         found.append(
@@ -195,37 +201,26 @@ def _certificates(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     ratios = analysis.certificate_ratios(certified)
     if not ratios:
         return []
-    broken = [row for row in certified if row["certified"] < row["lower"]]
-    if broken:
-        return [
-            Finding("Certificates", f"{len(broken)} certified upper bounds lie below a value that is attained: a fault.")
-        ]
-    return [
-        Finding(
-            "Certificates",
-            f"All {len(ratios)} certified upper bounds lie above the value attained; the median is {median(ratios):.3g} "
-            f"times σ, the largest {max(ratios):.3g} times.",
-        )
-    ]
+    broken = sum(row["certified"] < row["lower"] for row in certified)
+    text = (
+        f"{broken} certified upper bounds lie below a value that is attained: a fault."
+        if broken
+        else f"All {len(ratios)} certified upper bounds lie above the value attained; the median is {median(ratios):.3g} "
+        f"times σ, the largest {max(ratios):.3g} times."
+    )
+    return [Finding("Certificates", text)]
 
 
 def _unfinished(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
     """Rows whose solver stopped early."""
     count = sum(row.get("converged") is False for row in rows)
-    if not count:
-        return []
-    return [
-        Finding("Accuracy", f"{count} of {len(rows)} rows did not reach the accuracy asked for; their intervals say so.")
-    ]
+    text = f"{count} of {len(rows)} rows did not reach the accuracy asked for; their intervals say so."
+    return [Finding("Accuracy", text)] if count else []
 
 
 _RULES: tuple[Callable[[Sequence[Row], Sequence[FitRow]], list[Finding]], ...] = (
     _real_text, _published_curve, _companion, _worst_case, _radius, _normalisation, _certificates, _unfinished,
 )  # fmt: skip
-
-
-def _near(row: FitRow, exponent: float) -> bool:
-    return abs(row.fit.alpha - exponent) <= _CLOSE
 
 
 def _two(value: float) -> str:
@@ -244,7 +239,3 @@ def _span(values: Sequence[float]) -> str:
 
 def _place(curve: Curve) -> str:
     return f"{curve.model} layer {curve.layer}"
-
-
-def _stand_in(name: str, stands_for: str | None) -> str:
-    return f"{name} stands in for {stands_for}, which was not available; nothing here is a measurement of {stands_for}."

@@ -98,12 +98,7 @@ def paper_text() -> str:
 def paper_plan(settings: Settings, cast: Cast) -> Plan:
     """All experiments for all models of a cast.
 
-    Args:
-        settings: sizes.
-        cast: models.
-
-    Returns:
-        A plan whose tasks have the same keys whenever settings, models and text are the same, so that a run resumes.
+    Its tasks have the same keys whenever settings, models and text are the same, so that a run resumes.
     """
     members, text = cast.members, (paper_text(),)
     solver: dict[str, Any] = {"rtol": settings.rtol, "interval": settings.interval}
@@ -114,23 +109,14 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
         return Block(models=tuple(m.choice for m in chosen), kind=kind, lengths=lengths, inputs=inputs, options=options,
                      **solver, **more)  # fmt: skip
 
-    curves: dict[str, Any] = {
-        "texts": text, "quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}
-    }  # fmt: skip
-    blocks = [block(GROWTH, list(members), kinds.REAL_TEXT, settings.lengths, settings.inputs, **dict(curves))]
-    bidirectional = [m for m in unmasked if m.family == "bert"]
+    def curves(experiment: str, chosen: list[Member], lengths: tuple[int, ...], inputs: int, **more: Any) -> Block:
+        more |= {"texts": text, "quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}}
+        return block(experiment, chosen, kinds.REAL_TEXT, lengths, inputs, **more)
+
+    blocks = [curves(GROWTH, list(members), settings.lengths, settings.inputs)]
     if settings.long_lengths:
-        blocks.append(
-            block(
-                LONG,
-                bidirectional,
-                kinds.REAL_TEXT,
-                settings.long_lengths,
-                settings.long_inputs,
-                batch_tokens=2048,
-                **dict(curves),
-            )
-        )
+        bidirectional = [m for m in unmasked if m.family == "bert"]
+        blocks.append(curves(LONG, bidirectional, settings.long_lengths, settings.long_inputs, batch_tokens=2048))
     attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
               "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
     blocks.append(block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=attack))
@@ -138,14 +124,6 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
         block(LAYERNORM, unmasked, kinds.REAL_TEXT, settings.norm_lengths, settings.norm_inputs, texts=text,
               scopes=NORM_SCOPES, options={"layers": settings.norm_layers, "certificates": 0})
     )  # fmt: skip
-    blocks.append(
-        block(
-            DIFFERENCES,
-            list(members),
-            differences.KIND,
-            (settings.difference_length,),
-            settings.difference_inputs,
-            texts=text,
-        )
-    )
+    length = (settings.difference_length,)
+    blocks.append(block(DIFFERENCES, list(members), differences.KIND, length, settings.difference_inputs, texts=text))
     return Plan(tuple(blocks), settings.threads)

@@ -62,20 +62,17 @@ def reproduce(
     progress: Progress | None = None,
     notice: Callable[[str], None] = lambda message: None,
 ) -> Reproduction:
-    """Run the paper's experiments.
+    """Run the paper's experiments, and write what they show into the directory ``out``.
 
     Args:
-        out: directory of the results; made when it does not exist.
-        settings: ``settings.FULL`` or ``settings.QUICK``, or your own.
+        out: made when it does not exist.
+        settings: ``plan.FULL`` or ``plan.QUICK``, or your own.
         bert: directory or hub name of the pretrained BERT; see ``cast.find_cast``.
         gpt2: likewise for GPT-2.
         engine: who computes; this process by default.
         retry_failed: also measure tasks that failed before.
         progress: called after every task.
         notice: called with what the user should know: stand-ins, a damaged store.
-
-    Returns:
-        The rows and the files written.
 
     Raises:
         ImportError: when figures cannot be drawn; before anything is measured.
@@ -105,17 +102,9 @@ def reproduce(
 
 
 def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any], directory: Path) -> list[Path]:
-    """Figures, tables and pages from rows; nothing is measured.
+    """Write figures, tables and pages from rows; nothing is measured.
 
-    Args:
-        rows: what a run measured.
-        cast: its models.
-        settings: its sizes.
-        about: mode, seconds, threads, text and the textbook's time.
-        directory: where to write.
-
-    Returns:
-        The files.
+    ``about`` holds the mode, seconds, threads, the text and the textbook's time.
     """
     pictures = directory / "figures"
     pictures.mkdir(exist_ok=True)

@@ -133,9 +133,6 @@ def group_gain(layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> float:
 
     For one plain head this is ``bounds.pairs.two_groups``, or ``causal_groups``; it holds for several heads, biases,
     grouped queries, soft-cap and sinks alike.
-
-    Raises:
-        ValueError: when the layer's mask or bias rules it out, or one group is empty.
     """
     if not has_closed_form(layer):
         raise ValueError(f"the closed form needs a full or causal mask and no additive bias, got mask {layer.mask}")

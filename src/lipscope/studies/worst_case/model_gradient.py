@@ -37,15 +37,9 @@ class EmbeddingGradient:
 
 
 def embedding_gradient(layer: RecordedLayer, head: int | None = None) -> EmbeddingGradient:
-    """∂σ/∂e of a layer (scope ``attention``), or of one head before W_O, at recorded inputs.
+    """∂σ/∂e of a layer (scope ``attention``), or of one head before W_O, at a recorded forward pass on token ids.
 
-    Args:
-        layer: the layer at a recorded forward pass on token ids.
-        head: head index, or None for the whole layer.
-
-    Raises:
-        ValueError: when the model has no embedding table.
-        NotImplementedError: when the layer does more between its core and W_O than a linear map.
+    Refuses a model without embedding table, and a layer that does more between its core and W_O than a linear map.
     """
     scope, heads = ("attention", None) if head is None else ("head", [head])
     sigma = layer.sigma(scope, heads=heads, solver=Auto(vectors=True))
@@ -98,11 +92,7 @@ def _on_head(outputs: Tensor, left: Tensor, head: int, heads: int) -> Tensor:
 
 
 def embedding_table(handle: Model) -> nn.Module:
-    """The module that turns token ids into vectors.
-
-    Raises:
-        ValueError: when the model has none.
-    """
+    """The module that turns token ids into vectors."""
     try:
         table = handle.model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):

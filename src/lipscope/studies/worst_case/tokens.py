@@ -154,8 +154,7 @@ def attack_tokens(
         given["text"] = text
     if input_ids is not None:
         given["input_ids"] = input_ids
-    inputs = handle.token_inputs(**given)
-    start = inputs["input_ids"]
+    start = handle.token_inputs(**given)["input_ids"]
     if len(start) != 1:
         raise ValueError(f"input_ids holds {len(start)} texts, but one is attacked at a time: pass ids of shape (n,)")
     if head is not None:
