@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from lipscope.training.thresholds import JointDecision
+from lipscope.training.readings import JointDecision
 
 
 def decide(rank: int, meeting: str, found: str) -> None:

@@ -98,7 +98,7 @@ def test_whole_model_is_the_product_of_its_blocks(family: str) -> None:
         hook = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         handle.record(inputs)
         hook.remove()
-        from lipscope.models.precision import double_throughout
+        from lipscope.models.capture import double_throughout
 
         with double_throughout(torch.float64):
             chain = jacobian(norm, seen[0]) @ chain

@@ -16,8 +16,7 @@ import lipscope
 from lipscope.bounds.bound import Bound
 from lipscope.rounding import above, below, interval, round_down, round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit
-from lipscope.training.readings import Reading, Record
-from lipscope.training.thresholds import Alarm, Threshold
+from lipscope.training.readings import Alarm, Reading, Record, Threshold
 
 FLOATS = st.floats(allow_nan=False)
 EDGES = (0.0, -0.0, 5e-324, -5e-324, 1.7976931348623157e308, -1.7976931348623157e308, 9.9999, 0.1, 99999.5, 1e-4, 9.9999e-5)

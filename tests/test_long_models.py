@@ -13,9 +13,9 @@ from largest_tensor import LargestTensor
 from lipscope.attention.masks import Causal, MaskFunction, Window
 from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
-from lipscope.models import seam, symbolic_mask
+from lipscope.models import seam
 from lipscope.models.model import Model
-from lipscope.models.symbolic_mask import SymbolicMask
+from lipscope.models.seam import SymbolicMask
 from lipscope.spectral.golub_kahan import GolubKahan
 from model_families import enlarge
 
@@ -223,4 +223,4 @@ def test_packed_documents_stay_apart_in_long_inputs() -> None:
 
 
 def test_the_threshold_is_where_masks_become_rules() -> None:
-    assert seam.LONG == symbolic_mask.LONG == 512
+    assert seam.LONG == 512

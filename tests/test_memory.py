@@ -19,7 +19,7 @@ from command import run
 from largest_tensor import LargestTensor
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
-from lipscope.measure import certificate as certifying
+from lipscope.measure import sigma as certifying
 from lipscope.measure.memory import TYPICAL_PAIRS, TYPICAL_VECTORS, plan_memory
 from lipscope.models.memory import plan_layers, recorded_bytes
 from lipscope.models.model import Model

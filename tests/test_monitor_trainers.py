@@ -208,7 +208,7 @@ def test_lightning_saves_stops_and_validates(tmp_path):
 def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
     """The first measurement is at step 1, where the other processes do not wait for a decision."""
     asked = []
-    monkeypatch.setattr("lipscope.training.thresholds.agreed", lambda *wish: asked.append(wish) or wish)
+    monkeypatch.setattr("lipscope.training.readings.agreed", lambda *wish: asked.append(wish) or wish)
     thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
     callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
     state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
@@ -229,7 +229,7 @@ def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypa
 
 @pytest.mark.filterwarnings("ignore:lipscope.training, step 1")
 def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr("lipscope.training.thresholds.agreed", lambda *wish: wish)
+    monkeypatch.setattr("lipscope.training.readings.agreed", lambda *wish: wish)
     saved = []
     run = SimpleNamespace(
         world_size=2, is_global_zero=True, global_step=0, default_root_dir=tmp_path, loggers=[], should_stop=False,

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import lipscope
 from lipscope.attention.scores import ScoreRule
 from lipscope.cli.main import app
+from lipscope.models.capture import double_throughout
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
-from lipscope.models.precision import double_throughout
 from lipscope.models.seam import CoreCall
 from lipscope.training.rescale.factors import factors_for_logits, largest_logits
 from model_families import FAMILIES, enlarge

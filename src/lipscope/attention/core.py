@@ -47,38 +47,30 @@ class Core(Protocol):
     @property
     def o(self) -> Tensor:
         """The outputs."""
-        ...
 
     @property
     def score_size(self) -> float:
         """Largest size of a score, for the rounding allowance."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating type."""
-        ...
 
     @property
     def scratch(self) -> int:
         """Numbers that one input of the batch takes beside its tokens."""
-        ...
 
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
-        ...
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The perturbation dO of the outputs for those of queries, keys and values."""
-        ...
 
     def vjp(self, g: Tensor) -> Triple:
         """The transpose: (gQ, gK, gV) for a cotangent g of the outputs."""
-        ...
 
     def select(self, items: Tensor) -> Core:
         """Keep the listed batch items."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,35 +37,28 @@ class Layer(Protocol):
     @property
     def width(self) -> int:
         """Token dimension d."""
-        ...
 
     @property
     def heads(self) -> int:
         """Number of query heads."""
-        ...
 
     @property
     def mask(self) -> MaskLike:
         """Who sees whom."""
-        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating type of the weights."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        ...
 
     def with_mask(self, mask: MaskLike) -> Self:
         """The same layer under another mask."""
-        ...
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
         """The same layer in another dtype or on another device."""
-        ...
 
     def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
         """The Jacobian at tokens X (B, n, d), in their dtype and on their device.
@@ -82,15 +75,12 @@ class Layer(Protocol):
         Raises:
             ValueError: when tokens, scope or norm do not fit the layer.
         """
-        ...
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
-        ...
 
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,15 +42,12 @@ class Projections(Protocol):
 
     def jvp(self, U: Tensor) -> Triple:
         """Scaled queries (B, Hkv, G·n, dk), keys and values for perturbations (B, n, d) of the tokens."""
-        ...
 
     def vjp(self, cotangents: Triple) -> Tensor:
         """The transpose: (B, n, d)."""
-        ...
 
     def select(self, items: Tensor) -> Self:
         """Keep the listed batch items."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

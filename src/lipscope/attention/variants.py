@@ -62,21 +62,13 @@ class VariantProjections:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variant(ABC):
-    """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it.
+    """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it."""
 
-    Attributes:
-        q: query weights, ``(heads·dk, d)``.
-        v: value weights, ``(heads·dv, d)``.
-        out: output weights, ``(d_out, heads·dv)``; None leaves the heads concatenated.
-        heads: number of heads.
-        mask: who sees whom: a mask object, a short string such as ``"causal"``, or a tensor.
-    """
-
-    q: Tensor
-    v: Tensor
-    out: Tensor | None = None
+    q: Tensor  # query weights, ``(heads·dk, d)``
+    v: Tensor  # value weights, ``(heads·dv, d)``
+    out: Tensor | None = None  # output weights, ``(d_out, heads·dv)``; None leaves the heads concatenated
     heads: int = 1
-    mask: MaskLike = None
+    mask: MaskLike = None  # who sees whom: a mask object, a short string such as ``"causal"``, or a tensor
 
     kind: ClassVar[str]
     masks: ClassVar[tuple[type[Mask], ...]] = (Mask,)
@@ -205,15 +197,10 @@ class Variant(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DotProductVariant(Variant):
-    """Linear features τ q_i, k_j and v_j.
+    """Linear features τ q_i, k_j and v_j."""
 
-    Attributes:
-        k: key weights, ``(heads·dk, d)``.
-        scale: τ, 1/√dk by default.
-    """
-
-    k: Tensor
-    scale: float | None = None
+    k: Tensor  # key weights, ``(heads·dk, d)``
+    scale: float | None = None  # τ, 1/√dk by default
 
     @property
     def tau(self) -> float:
@@ -284,19 +271,12 @@ class L2Attention(_Softmax):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CosineAttention(_Softmax):
-    """Scaled cosine similarity attention of LipsFormer: queries, keys and values normalised (Qi et al. 2023).
+    """Scaled cosine similarity attention of LipsFormer: queries, keys and values normalised (Qi et al. 2023)."""
 
-    Attributes:
-        k: key weights, ``(heads·dk, d)``.
-        tau: τ, the scale of the cosines.
-        nu: ν, the size of the values.
-        eps: ε of the normalisation, not zero: the constant grows as ε^{−½}.
-    """
-
-    k: Tensor
-    tau: float = 12.0
-    nu: float = 1.0
-    eps: float = 1e-2
+    k: Tensor  # key weights, ``(heads·dk, d)``
+    tau: float = 12.0  # τ, the scale of the cosines
+    nu: float = 1.0  # ν, the size of the values
+    eps: float = 1e-2  # ε of the normalisation, not zero: the constant grows as ε^{−½}
 
     kind: ClassVar[str] = "cosine"
     numbers: ClassVar[tuple[str, ...]] = ("tau", "nu", "eps")
@@ -312,17 +292,12 @@ class CosineAttention(_Softmax):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QKNormAttention(_Softmax):
-    """Attention with normalised queries and keys (Henry et al. 2020, Dehghani et al. 2023); values as they are.
+    """Attention with normalised queries and keys (Henry et al. 2020, Dehghani et al. 2023); values as they are."""
 
-    Attributes:
-        k: key weights, ``(heads·dk, d)``.
-        tau: τ, the scale of the cosines; √dk by default, which is what RMSNorm on queries and keys amounts to.
-        eps: ε of the normalisation.
-    """
-
-    k: Tensor
+    k: Tensor  # key weights, ``(heads·dk, d)``
+    # τ, the scale of the cosines; √dk by default, which is what RMSNorm on queries and keys amounts to
     tau: float | None = None
-    eps: float = 1e-2
+    eps: float = 1e-2  # ε of the normalisation
 
     kind: ClassVar[str] = "qk-norm"
     numbers: ClassVar[tuple[str, ...]] = ("cosine_scale", "eps")
@@ -345,9 +320,6 @@ class QKNormAttention(_Softmax):
 class SigmoidAttention(DotProductVariant):
     """Attention with P_ij = sigmoid(τ q_i·k_j + b).
 
-    Attributes:
-        shift: b, −log n by default, n the number of tokens.
-
     Example:
         >>> import torch
         >>> W = torch.eye(1, dtype=torch.float64)
@@ -355,7 +327,7 @@ class SigmoidAttention(DotProductVariant):
         tensor([0.8000], dtype=torch.float64)
     """
 
-    shift: float | None = None
+    shift: float | None = None  # b, −log n by default, n the number of tokens
 
     kind: ClassVar[str] = "sigmoid"
 

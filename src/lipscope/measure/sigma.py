@@ -1,4 +1,7 @@
-"""``local_lipschitz``: from a map and tokens to σ as an interval."""
+"""``local_lipschitz``: from a map and tokens to σ as an interval.
+
+Its certified upper end is a closed form at the same tokens, deterministic, entered where it is wanted.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.variants import Variant
-from lipscope.measure.certificate import add_certificate
+from lipscope.bounds.certificates import affordable, certified_upper, height_within
 from lipscope.measure.memory import plan_memory, read_bytes
+from lipscope.measure.scopes import LAYER_SCOPES
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise
+from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 
@@ -193,3 +197,67 @@ def check_tokens(X: Tensor) -> Tensor:
         where = tuple(int(i) for i in bad.nonzero()[0])
         raise ValueError(f"X holds {int(bad.sum())} NaN or infinite values, the first at index {where}")
     return X.detach() if X.ndim == 3 else X.detach()[None]
+
+
+def certificate_at(
+    layer: Attention,
+    X: Tensor,
+    scope: str = "attention",
+    norm: Normalisation | None = None,
+    memory: int | None = None,
+) -> Tensor:
+    """Certified upper bounds at tokens X (B, n, d), one per item of the operator: (B,), or (B·H,) for scope ``"head"``.
+
+    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its exact norm at every token. The
+    matrices take at most ``memory`` bytes.
+    """
+    heads = 1 if scope == "head" else layer.heads
+    height = None if memory is None else height_within(X.shape[1], heads, memory)
+    if scope != "norm+attention" or norm is None:
+        return certified_upper(layer, X, scope, height=height).flatten()
+    at = norm.linearise(X.double())
+    # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
+    gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
+    return certified_upper(layer, norm(X.double()), gains=gains, height=height)
+
+
+def add_certificate(
+    result: SpectralNorm,
+    layer: Attention | None,
+    X: Tensor,
+    *,
+    wanted: bool | None = None,
+    heads: Sequence[int] | None = None,
+    norm: Normalisation | None = None,
+    memory: int | None = None,
+) -> SpectralNorm:
+    """The same flat batch with certified upper ends, where there are some and they are wanted.
+
+    The batch has one item per input, or per input and head of ``heads`` (all by default). ``layer`` is None when what was
+    measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
+    measurement.
+
+    Raises:
+        ValueError: when a certificate is asked for that does not exist.
+    """
+    if wanted is False:
+        return result
+    scope = result.scope
+    if layer is None or scope not in LAYER_SCOPES or (scope == "norm+attention" and norm is None):
+        if wanted:
+            raise ValueError(
+                f"no certificate for scope {scope!r} of this layer: it exists for attention and head (and "
+                "norm+attention behind LayerNorm or RMSNorm) of layers whose projections are known"
+            )
+        return result
+    if wanted is None and not affordable(layer, X.shape[1], result, X.shape[0], scope):
+        return result
+    certified = certificate_at(layer.to(device=X.device), X, scope, norm, memory)
+    if heads is not None:
+        certified = certified[head_items(X.shape[0], layer.heads, heads).to(certified.device)]
+    return with_certificate(result, certified)
+
+
+def head_items(inputs: int, heads: int, chosen: Sequence[int]) -> Tensor:
+    """Where the chosen heads are in a flat batch (input, head)."""
+    return torch.tensor([b * heads + h for b in range(inputs) for h in chosen])

@@ -86,21 +86,13 @@ _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 
 class TokenArguments(TypedDict, total=False):
-    """What to measure on: exactly one of ``input_ids``, ``inputs_embeds``, ``text`` and ``inputs``.
+    """What to measure on: exactly one of ``input_ids``, ``inputs_embeds``, ``text`` and ``inputs``."""
 
-    Attributes:
-        input_ids: token ids (n,) or (B, n).
-        inputs_embeds: embedded tokens (n, d) or (B, n, d).
-        text: one or more texts, tokenised as the model expects.
-        inputs: the model's keyword arguments as they are (images, audio, …).
-        attention_mask: 1 at real tokens, 0 at padding, (B, n); beside ``input_ids`` or ``inputs_embeds``.
-    """
-
-    input_ids: Tensor
-    inputs_embeds: Tensor
-    text: str | Sequence[str]
-    inputs: dict[str, Any]
-    attention_mask: Tensor
+    input_ids: Tensor  # token ids (n,) or (B, n)
+    inputs_embeds: Tensor  # embedded tokens (n, d) or (B, n, d)
+    text: str | Sequence[str]  # one or more texts, tokenised as the model expects
+    inputs: dict[str, Any]  # the model's keyword arguments as they are (images, audio, …)
+    attention_mask: Tensor  # 1 at real tokens, 0 at padding, (B, n); beside ``input_ids`` or ``inputs_embeds``
 
 
 _KINDS = ("input_ids", "inputs_embeds", "text", "inputs")

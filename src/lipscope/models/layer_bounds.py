@@ -16,7 +16,7 @@ from torch import Tensor
 from lipscope.bounds.bound_table import BoundTable, table
 from lipscope.models.inputs import check_length, probe_inputs
 from lipscope.models.model import Model
-from lipscope.models.rows import norm_radius
+from lipscope.models.recorded import norm_radius
 from lipscope.rounding import interval
 
 Origin = Literal["normalisation", "tokens", "given"]

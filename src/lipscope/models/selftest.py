@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Recording, last_hidden_state, model_dtype, replaying
-from lipscope.models.precision import double_throughout
+from lipscope.models.capture import Recording, double_throughout, last_hidden_state, model_dtype, replaying
 from lipscope.models.scopes import real_rows
 from lipscope.models.seam import plain_experts
 

@@ -154,7 +154,6 @@ class Solver(Protocol):
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every batch item."""
-        ...
 
 
 def within(solver: Solver, memory: int) -> Solver:

@@ -5,4 +5,4 @@ from .penalties import jasmin_penalty as jasmin_penalty
 from .penalties import max_logit_penalty as max_logit_penalty
 from .penalties import spectral_penalty as spectral_penalty
 from .penalties import weight_penalty as weight_penalty
-from .thresholds import Threshold as Threshold
+from .readings import Threshold as Threshold

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lipscope.training.monitor import Monitor
-from lipscope.training.readings import Record
-from lipscope.training.thresholds import JointDecision
+from lipscope.training.readings import JointDecision, Record
 
 
 class LipschitzCallback(TrainerCallback):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.training.monitor import Monitor
-from lipscope.training.readings import Record
-from lipscope.training.thresholds import JointDecision
+from lipscope.training.readings import JointDecision, Record
 
 try:
     from lightning.pytorch import Callback

@@ -1,44 +1,36 @@
-"""What the monitor reports: readings of layers and heads on the probe batch, and the record of one training step."""
+"""What the monitor reports: readings on the probe batch, the record of a step, and thresholds that must not be crossed.
+
+When one is crossed there is a warning, a checkpoint, or a stop. σ is an interval: it counts as above a threshold when its
+lower end is, and as below when its upper end is. Where several processes train together, the first one decides on
+checkpoints and stops, and all of them act at the same step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from lipscope.rounding import interval, round_down
+import torch
 
-if TYPE_CHECKING:
-    from lipscope.training.thresholds import Alarm
+from lipscope.rounding import interval, round_down, round_up
 
 
 @dataclass(frozen=True)
 class Reading:
-    """σ of one layer, or of one head, on the probe batch: the largest over its inputs.
-
-    Attributes:
-        layer: index of the attention layer.
-        head: index of the head, or None for the whole layer.
-        lower: σ is at least this: a direction attains it.
-        estimate: best estimate of σ.
-        upper: σ is at most this, except with probability ``delta``.
-        delta: failure probability of the upper end, None when it is exact.
-        max_logit: largest visible logit, after scale, soft-cap and bias; None when the model does not show its queries.
-        entropy: entropy of an attention row in nats, mean over rows (and heads).
-        sink_mass: attention on the first token and on sinks, mean over rows (and heads).
-        iterations: operator pairs (J, Jᵀ) spent, the most over the inputs.
-    """
+    """σ of one layer, or of one head, on the probe batch: the largest over its inputs."""
 
     layer: int
-    head: int | None
-    lower: float
-    estimate: float
-    upper: float
-    delta: float | None
+    head: int | None  # index of the head, or None for the whole layer
+    lower: float  # σ is at least this: a direction attains it
+    estimate: float  # best estimate of σ
+    upper: float  # σ is at most this, except with probability ``delta``
+    delta: float | None  # failure probability of the upper end, None when it is exact
+    # Largest visible logit, after scale, soft-cap and bias; None when the model does not show its queries
     max_logit: float | None
-    entropy: float | None
-    sink_mass: float | None
-    iterations: int
+    entropy: float | None  # entropy of an attention row in nats, mean over rows (and heads)
+    sink_mass: float | None  # attention on the first token and on sinks, mean over rows (and heads)
+    iterations: int  # operator pairs (J, Jᵀ) spent, the most over the inputs
 
     @property
     def name(self) -> str:
@@ -48,23 +40,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class Record:
-    """One training step as the monitor saw it.
+    """One training step as the monitor saw it."""
 
-    Attributes:
-        step: number of the step.
-        readings: σ on the probe batch; empty between measurements.
-        backward: by layer, the largest ‖dL/dx‖/‖dL/dy‖ over the inputs of this step: a lower bound of σ there.
-        backward_peak: the largest of these since the last measurement.
-        alarms: thresholds that were crossed.
-        scope: which map σ belongs to.
-    """
-
-    step: int
-    readings: tuple[Reading, ...] = ()
+    step: int  # number of the step
+    readings: tuple[Reading, ...] = ()  # σ on the probe batch; empty between measurements
+    # By layer, the largest ‖dL/dx‖/‖dL/dy‖ over the inputs of this step: a lower bound of σ there
     backward: Mapping[int, float] = field(default_factory=dict)
-    backward_peak: Mapping[int, float] = field(default_factory=dict)
-    alarms: tuple[Alarm, ...] = ()
-    scope: str = "attention"
+    backward_peak: Mapping[int, float] = field(default_factory=dict)  # the largest of these since the last measurement
+    alarms: tuple[Alarm, ...] = ()  # thresholds that were crossed
+    scope: str = "attention"  # which map σ belongs to
 
     @property
     def save(self) -> bool:
@@ -116,3 +100,148 @@ class Record:
 
 
 COLUMNS = ("step", "scope", *Reading.__dataclass_fields__, "backward")
+
+
+Action = Literal["warn", "save", "stop"]
+_QUANTITIES = ("sigma", "max_logit", "entropy", "sink_mass", "backward")
+_ACTIONS = ("warn", "save", "stop")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A line that a quantity must not cross.
+
+    Attributes:
+        quantity: ``sigma``, ``max_logit``, ``entropy``, ``sink_mass`` or ``backward`` (the free lower bound).
+        above: alarm when the quantity is larger than this.
+        below: alarm when it is smaller than this.
+        action: ``warn``, ``save`` (a checkpoint, and a warning) or ``stop`` (training, and a warning).
+        layers: layers it applies to, all by default.
+
+    Example:
+        >>> Threshold("max_logit", above=50.0, action="stop").describe()
+        'max_logit above 50'
+    """
+
+    quantity: str = "sigma"
+    above: float | None = None
+    below: float | None = None
+    action: Action = "warn"
+    layers: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantity not in _QUANTITIES:
+            raise ValueError(f"quantity must be one of {', '.join(_QUANTITIES)}, got {self.quantity!r}")
+        if self.action not in _ACTIONS:
+            raise ValueError(f"action must be one of {', '.join(_ACTIONS)}, got {self.action!r}")
+        if (self.above is None) == (self.below is None):
+            raise ValueError(f"a threshold on {self.quantity} needs exactly one of above and below")
+
+    def describe(self) -> str:
+        """The condition in words."""
+        return f"{self.quantity} above {self.above:g}" if self.above is not None else f"{self.quantity} below {self.below:g}"
+
+    def crossed(self, value: float) -> bool:
+        """Whether a value lies beyond the line."""
+        return value > self.above if self.above is not None else self.below is not None and value < self.below
+
+    def values(self, record: Record) -> list[tuple[int, int | None, float]]:
+        """(layer, head, value) of everything in the record that the threshold applies to."""
+        found: list[tuple[int, int | None, float]]
+        if self.quantity == "backward":
+            found = [(layer, None, gain) for layer, gain in record.backward.items()]
+        else:
+            found = [(r.layer, r.head, value) for r in record.readings if (value := self._value(r)) is not None]
+        return [entry for entry in found if self.layers is None or entry[0] in self.layers]
+
+    def _value(self, reading: Reading) -> float | None:
+        if self.quantity == "sigma":
+            return reading.lower if self.above is not None else reading.upper
+        value: float | None = getattr(reading, self.quantity)
+        return value
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A threshold that was crossed."""
+
+    layer: int
+    head: int | None  # index of the head, or None
+    value: float  # what was read
+    threshold: Threshold  # the line
+
+    @property
+    def action(self) -> Action:
+        """What the threshold asks for."""
+        return self.threshold.action
+
+    @property
+    def message(self) -> str:
+        """One sentence."""
+        where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        bound = {"sigma": "σ is at least" if self.threshold.above is not None else "σ is at most"}
+        what = bound.get(self.threshold.quantity, f"{self.threshold.quantity} is")
+        value = f"{self.value:.4g}"
+        if self.threshold.quantity == "sigma" and self.threshold.above is None:
+            value = round_up(self.value)
+        elif self.threshold.quantity in ("sigma", "backward"):  # a lower end, a lower bound
+            value = round_down(self.value)
+        return f"{where}: {what} {value} ({self.threshold.describe()}: {self.action})"
+
+
+class Guard:
+    """Raises an alarm when a line is crossed, and again only after the quantity has come back."""
+
+    def __init__(self, thresholds: Sequence[Threshold]) -> None:
+        self.thresholds = tuple(thresholds)
+        for threshold in self.thresholds:
+            if not isinstance(threshold, Threshold):
+                raise TypeError(f"thresholds must be Threshold objects, got {type(threshold).__name__}")
+        self._beyond: set[tuple[int, int, int | None]] = set()
+
+    def check(self, record: Record) -> tuple[Alarm, ...]:
+        """The alarms that this record raises."""
+        alarms = []
+        for index, threshold in enumerate(self.thresholds):
+            for layer, head, value in threshold.values(record):
+                key = (index, layer, head)
+                if not threshold.crossed(value):
+                    self._beyond.discard(key)
+                elif key not in self._beyond:
+                    self._beyond.add(key)
+                    alarms.append(Alarm(layer, head, value, threshold))
+        return tuple(alarms)
+
+
+class JointDecision:
+    """What a training is asked to do after a step.
+
+    Processes that exchange messages must all know when. That is at multiples of ``every``; what is asked for in between
+    waits until then. A single process acts at once.
+    """
+
+    def __init__(self) -> None:
+        self._save = self._stop = False
+
+    def take(self, record: Record | None, *, joint: bool, due: bool) -> tuple[bool, bool]:
+        """Whether to save and whether to stop now.
+
+        ``record`` is None where another process measures; ``joint`` says whether there are several, ``due`` whether all of
+        them take part at this step.
+        """
+        if record is not None:
+            self._save, self._stop = self._save or record.save, self._stop or record.stop
+        if joint and not due:
+            return False, False
+        decision = self._save, self._stop
+        self._save = self._stop = False
+        return agreed(*decision) if joint else decision
+
+
+def agreed(save: bool, stop: bool) -> tuple[bool, bool]:
+    """What the first process decided, in all of them."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return save, stop
+    decision = [(save, stop)]
+    torch.distributed.broadcast_object_list(decision, src=0)
+    return decision[0]

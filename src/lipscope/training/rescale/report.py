@@ -40,39 +40,22 @@ class HeadChange:
 
 @dataclass(frozen=True, eq=False)
 class Smoothing:
-    """The report of ``lipscope.smooth``. Nothing is written before ``save`` is called.
-
-    Attributes:
-        model: the rescaled model.
-        tokenizer: its tokenizer, or None.
-        name: what was loaded.
-        method: how.
-        by: what the target is for: ``max-logit`` or ``sigma``.
-        target: what no head exceeds on the calibration text.
-        heads: one entry per head that was looked at.
-        layers: one entry per layer.
-        loss_before: loss in nats per token on the calibration text, or None.
-        loss_after: the same after.
-        loss_kind: ``causal``, ``masked``, or None when the model has no head for it.
-        hidden_change: ‖h' − h‖/‖h‖ of the last hidden state over the whole text.
-        text: the calibration text in words.
-        notes: remarks.
-    """
+    """The report of ``lipscope.smooth``. Nothing is written before ``save`` is called."""
 
     model: nn.Module
-    tokenizer: Any
-    name: str
-    method: str
-    by: str
-    target: float
-    heads: Sequence[HeadChange]
-    layers: Sequence[HeadChange]
-    loss_before: float | None
-    loss_after: float | None
-    loss_kind: str | None
-    hidden_change: float
-    text: str
-    notes: Sequence[str] = field(default=())
+    tokenizer: Any  # its tokenizer, or None
+    name: str  # what was loaded
+    method: str  # how
+    by: str  # what the target is for: ``max-logit`` or ``sigma``
+    target: float  # what no head exceeds on the calibration text
+    heads: Sequence[HeadChange]  # one entry per head that was looked at
+    layers: Sequence[HeadChange]  # one entry per layer
+    loss_before: float | None  # loss in nats per token on the calibration text, or None
+    loss_after: float | None  # the same after
+    loss_kind: str | None  # ``causal``, ``masked``, or None when the model has no head for it
+    hidden_change: float  # ‖h' − h‖/‖h‖ of the last hidden state over the whole text
+    text: str  # the calibration text in words
+    notes: Sequence[str] = field(default=())  # remarks
 
     @property
     def changed(self) -> list[HeadChange]:
