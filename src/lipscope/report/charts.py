@@ -122,21 +122,13 @@ def _at_least(value: float) -> str:
 
 @dataclass(frozen=True)
 class HeatCell:
-    """One cell of a heat map.
+    """One cell of a heat map."""
 
-    Attributes:
-        value: what its colour shows.
-        shown: the value as people read it.
-        words: where it is, and its value.
-        shade: from 0 (least) to 1 (largest) on a logarithmic scale.
-        cell: number of the cell that a click on it chooses, if any.
-    """
-
-    value: float
-    shown: str
-    words: str
-    shade: float
-    cell: int | None = None
+    value: float  # what its colour shows
+    shown: str  # the value as people read it
+    words: str  # where it is, and its value
+    shade: float  # from 0 (least) to 1 (largest) on a logarithmic scale
+    cell: int | None = None  # number of the cell that a click on it chooses, if any
 
     @property
     def colour(self) -> str:

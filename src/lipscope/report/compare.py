@@ -44,19 +44,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting in both runs.
-
-    Attributes:
-        first: in the first run.
-        second: in the second.
-        n: the length of comparison.
-        changes: cells that both have, in order.
-    """
+    """A setting in both runs."""
 
     first: Setting
     second: Setting
-    n: int
-    changes: Sequence[Change]
+    n: int  # the length of comparison
+    changes: Sequence[Change]  # cells that both have, in order
 
     @property
     def names(self) -> tuple[str, str]:

@@ -111,17 +111,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A page of headings, paragraphs, tables and figures, as Markdown and as HTML.
-
-    Attributes:
-        title: its heading.
-        lead: paragraphs below it.
-        sections: the rest.
-    """
+    """A page of headings, paragraphs, tables and figures, as Markdown and as HTML."""
 
     title: str
-    lead: Sequence[str]
-    sections: Sequence[Section] = ()
+    lead: Sequence[str]  # paragraphs below it
+    sections: Sequence[Section] = ()  # the rest
 
     def to_markdown(self) -> str:
         """The document as Markdown; figures are links to PNG files in the directory ``figures`` beside it."""

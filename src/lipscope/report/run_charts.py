@@ -66,9 +66,8 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
         f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}" for p in points
     )
     name = f"growth-layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
-    return Chart(
-        name, f"Growth of σ with the length: {cell.where}", [_over_n(setting, series, ticks=[p.n for p in points])], words
-    )
+    panel = _over_n(setting, series, ticks=[p.n for p in points])
+    return Chart(name, f"Growth of σ with the length: {cell.where}", [panel], words)
 
 
 def _measured(cell: Cell, band: str, line: str, colour: str = "blue", *, listed: bool = True) -> list[Series]:

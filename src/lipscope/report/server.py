@@ -31,23 +31,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the report of one store, or of the files of a scan.
-
-    Args:
-        path: what to show.
-        host: the address to listen on.
-        port: the port, 0 for any that is free.
-    """
+    """Serves the report of one store, or of the files of a scan; port 0 is any that is free."""
 
     daemon_threads = True
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        host: str = LOOPBACK,
-        port: int = 0,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, host: str = LOOPBACK, port: int = 0) -> None:
         self.path = Path(path)
         self.secret = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
@@ -85,8 +73,7 @@ class ReportServer(ThreadingHTTPServer):
             version = self.progress().version
             if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < LEAST_PAUSE):
                 return self._made[0], self._made[2], self._made[3]
-            run = load_run(self.path)
-            data = report_data([run])
+            data = report_data([load_run(self.path)])
             page = Page(data, version)
             self._made = (version, time.monotonic(), page, data.runs)
             return version, page, data.runs
@@ -129,24 +116,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         if not self.server.knows(self.headers.get("Host", "")):
-            self._send(HTTPStatus.FORBIDDEN, "text/plain; charset=utf-8", b"unknown host\n", body)
+            self._refuse(HTTPStatus.FORBIDDEN, "unknown host", body)
             return
         secret, _, name = self.path.split("?")[0].removeprefix("/").partition("/")
-        if not hmac.compare_digest(secret.encode("utf-8", "replace"), self.server.secret.encode()):
-            self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found\n", body)
-            return
+        known = hmac.compare_digest(secret.encode("utf-8", "replace"), self.server.secret.encode())
         try:
-            found = self.server.answer(name)
+            found = self.server.answer(name) if known else None
         except Exception as error:
-            line = " ".join(f"the report could not be made: {error}".split())
-            self._send(
-                HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain; charset=utf-8", f"{line}\n".encode("utf-8", "replace"), body
-            )
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}", body)
             return
         if found is None:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"not found\n", body)
+            self._refuse(HTTPStatus.NOT_FOUND, "not found", body)
         else:
             self._send(HTTPStatus.OK, *found, body)
+
+    def _refuse(self, status: HTTPStatus, reason: str, body: bool) -> None:
+        line = f"{' '.join(reason.split())}\n"
+        self._send(status, "text/plain; charset=utf-8", line.encode("utf-8", "replace"), body)
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes, body: bool) -> None:
         self.send_response(status)

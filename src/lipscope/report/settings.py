@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Row
+from lipscope.runs.run import Row, by_place, mean
 from lipscope.runs.run import Run as Run
 from lipscope.runs.run import load_run as load_run
 
@@ -28,37 +28,21 @@ BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_gl
 
 @dataclass(frozen=True)
 class Point:
-    """One cell at one length, over its inputs.
-
-    Attributes:
-        n: number of tokens.
-        inputs: how many.
-        lower: least lower end.
-        median: median estimate.
-        upper: largest upper end.
-        certified: largest certified upper bound, None unless every input has one.
-        refined: largest refined set bound at the inputs' own token norms, None likewise.
-        castin2024: the paper's, likewise.
-        refined_global: the refined set bound for every input of the model.
-        castin2024_global: the paper's.
-        radius: mean over inputs of the root mean square token norm.
-        entropy: mean entropy of attention rows.
-        sink_mass: mean attention on the first token and on sinks.
-    """
+    """One cell at one length, over its inputs."""
 
     n: int
-    inputs: int
-    lower: float
-    median: float
-    upper: float
-    certified: float | None
-    refined: float | None
-    castin2024: float | None
-    refined_global: float | None
-    castin2024_global: float | None
-    radius: float | None
-    entropy: float | None
-    sink_mass: float | None
+    inputs: int  # how many
+    lower: float  # least lower end
+    median: float  # median estimate
+    upper: float  # largest upper end
+    certified: float | None  # largest certified upper bound, None unless every input has one
+    refined: float | None  # largest refined set bound at the inputs' own token norms, None likewise
+    castin2024: float | None  # the paper's, likewise
+    refined_global: float | None  # the refined set bound for every input of the model
+    castin2024_global: float | None  # the paper's
+    radius: float | None  # mean over inputs of the root mean square token norm
+    entropy: float | None  # mean entropy of attention rows
+    sink_mass: float | None  # mean attention on the first token and on sinks
 
 
 @dataclass(frozen=True)
@@ -101,29 +85,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setting:
-    """One model on one text at one scope.
+    """One model on one text at one scope."""
 
-    Attributes:
-        run: number of the run it belongs to.
-        run_name: its name.
-        model: name of the model.
-        text: name of the text, None when it is not known.
-        scope: which map σ belongs to.
-        dtype: floating type of the computation.
-        kind: kind of the measurement, for sweeps.
-        options: options of the kind.
-        cells: layers or heads, in order.
-    """
-
-    run: int
+    run: int  # number of the run it belongs to
     run_name: str
     model: str | None
-    text: str | None
-    scope: str | None
-    dtype: str | None
-    kind: str | None
-    options: str | None
-    cells: tuple[Cell, ...]
+    text: str | None  # name of the text, None when it is not known
+    scope: str | None  # which map σ belongs to
+    dtype: str | None  # floating type of the computation
+    kind: str | None  # kind of the measurement, for sweeps
+    options: str | None  # options of the kind
+    cells: tuple[Cell, ...]  # layers or heads, in order
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -152,10 +124,8 @@ class Setting:
 
     @cached_property
     def worst(self) -> Cell:
-        """The cell with the largest median σ at the longest length that it was measured at."""
-        longest = self.lengths[-1]
-        candidates = [cell for cell in self.cells if cell.last.n == longest]
-        return max(candidates, key=lambda cell: cell.last.median)
+        """The cell with the largest median σ at the longest length."""
+        return self.ranked()[0]
 
     def ranked(self) -> list[Cell]:
         """The cells at the longest length, the largest median σ first."""
@@ -177,7 +147,13 @@ class ReportData:
 
     def label(self, setting: Setting) -> str:
         """A setting by what tells it from the others."""
-        return _label(setting, self.settings, len(self.runs) > 1)
+        parts = [f"{setting.run_name}:"] if len(self.runs) > 1 else []
+        parts += [str(setting.model or "model"), *([f"on {setting.text}"] if setting.text else [])]
+        label = " ".join(parts) + f", scope {setting.scope or 'not recorded'}"
+        for name in ("dtype", "kind", "options"):
+            if len({getattr(other, name) for other in self.settings}) > 1 and getattr(setting, name):
+                label += f", {getattr(setting, name)}"
+        return label
 
     def beside(self, setting: Setting) -> list[Setting]:
         """The settings of the same run, model and text: its own scope and the others."""
@@ -227,12 +203,9 @@ def _order(part: Any) -> tuple[int, str]:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[Cell, ...]:
-    groups: dict[tuple[int, int | None], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["layer"], row["head"]), []).append(row)
     cells = []
     for (layer, head), members in sorted(
-        groups.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
+        by_place(rows).items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
     ):
         lengths: dict[int, list[Row]] = {}
         for row in sorted(members, key=lambda row: (row["n"], row["input"] or 0)):
@@ -250,9 +223,9 @@ def _point(n: int, rows: Sequence[Row]) -> Point:
         median=statistics.median(row["estimate"] for row in rows),
         upper=max(row["upper"] for row in rows),
         **{bound: _all_max(rows, bound) for bound in BOUNDS},
-        radius=_mean(row["radius_rms"] for row in rows),
-        entropy=_mean(row["entropy"] for row in rows),
-        sink_mass=_mean(row["sink_mass"] for row in rows),
+        radius=mean(row["radius_rms"] for row in rows),
+        entropy=mean(row["entropy"] for row in rows),
+        sink_mass=mean(row["sink_mass"] for row in rows),
     )
 
 
@@ -262,21 +235,6 @@ def _all_max(rows: Sequence[Row], name: str) -> float | None:
     return max(values) if all(value is not None and math.isfinite(value) for value in values) else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
 @lru_cache(maxsize=65536)
 def _fit(n: tuple[int, ...], sigma: tuple[float, ...]) -> GrowthFit:
     return fit_growth(n, sigma)
-
-
-def _label(setting: Setting, others: Sequence[Setting], several_runs: bool) -> str:
-    parts = [f"{setting.run_name}:"] if several_runs else []
-    parts += [str(setting.model or "model"), *([f"on {setting.text}"] if setting.text else [])]
-    label = " ".join(parts) + f", scope {setting.scope or 'not recorded'}"
-    for name in ("dtype", "kind", "options"):
-        if len({getattr(other, name) for other in others}) > 1 and getattr(setting, name):
-            label += f", {getattr(setting, name)}"
-    return label

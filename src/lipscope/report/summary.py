@@ -191,25 +191,18 @@ def warnings(setting: Setting, run: Run) -> list[str]:
 def cards(setting: Setting) -> list[Card]:
     """The four numbers at the top."""
     cell, point = setting.worst, setting.worst.last
+    title = f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth"
+    place = f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}")
     found = [
-        Card(
-            f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth",
-            number(point.median),
-            f"at n = {point.n}, in {enclosure(point.lower, point.upper)}",
-        ),
-        Card(
-            "Where",
-            f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}"),
-            f"{cell.where}, of {places(setting)}",
-        ),
+        Card(title, number(point.median), f"at n = {point.n}, in {enclosure(point.lower, point.upper)}"),
+        Card("Where", place, f"{cell.where}, of {places(setting)}"),
     ]
     if cell.fit is not None:
         detail = f"{cell.fit.level:.0%}: {exponents(cell.fit)}; √n is 0.5"
         found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:
-        found.append(
-            Card("Median σ", number(statistics.median(c.last.median for c in setting.cells)), f"over {places(setting)}")
-        )
+        middle = statistics.median(c.last.median for c in setting.cells)
+        found.append(Card("Median σ", number(middle), f"over {places(setting)}"))
     if ratios := _ratios(cell):
         found.append(Card("Bound over σ", f"{ratios[0][1]}×", ratios[0][0]))
     return found

@@ -33,17 +33,11 @@ _PAIRS = 20
 
 @dataclass(frozen=True)
 class Work:
-    """Estimated size of a task.
-
-    Attributes:
-        flops: floating-point operations.
-        inputs: sequences in its forward pass.
-        rows: rows that it gives.
-    """
+    """Estimated size of a task."""
 
     flops: float
-    inputs: int
-    rows: int
+    inputs: int  # sequences in its forward pass
+    rows: int  # rows that it gives
 
 
 def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, effort: float = 1.0) -> Work:
@@ -68,23 +62,14 @@ def group_of(task: Task) -> Group:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is left to do, in words that can be printed.
+    """What is left to do, in words that can be printed."""
 
-    Attributes:
-        tasks: tasks left.
-        rows: rows that they give.
-        seconds: time on ``workers`` workers.
-        bytes: memory of all workers together.
-        planned: of these, what measuring takes in one worker beside its weights.
-        rates: floating-point operations per second by model and scope, as measured.
-    """
-
-    tasks: int
+    tasks: int  # tasks left
     rows: int
-    seconds: float
-    bytes: float
-    planned: int
-    rates: dict[Group, float]
+    seconds: float  # time on ``workers`` workers
+    bytes: float  # memory of all workers together
+    planned: int  # of these, what measuring takes in one worker beside its weights
+    rates: dict[Group, float]  # floating-point operations per second by model and scope, as measured
 
 
 def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -> Estimate:
@@ -116,23 +101,14 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
 
 @dataclass(frozen=True)
 class Pass:
-    """What the memory of some tasks depends on: the layers of one scope on one forward pass.
+    """What the memory of some tasks depends on: the layers of one scope on one forward pass."""
 
-    Attributes:
-        model: the model's fingerprint.
-        n: tokens per input.
-        inputs: inputs.
-        scope: what is measured.
-        layers: where.
-        memory: bytes that it is limited to, or None.
-    """
-
-    model: str
-    n: int
+    model: str  # the model's fingerprint
+    n: int  # tokens per input
     inputs: int
     scope: str
     layers: tuple[int, ...]
-    memory: int | None = None
+    memory: int | None = None  # bytes that it is limited to, or None
 
 
 def planned(handle: Model, one: Pass) -> MemoryPlan:
@@ -165,13 +141,9 @@ def _passes(job: Job) -> Iterable[Pass]:
 def calibrate(
     jobs: Sequence[Job], run: Callable[[Job], Iterable[object]], known: dict[Group, float] | None = None, budget: float = 2.0
 ) -> dict[Group, float]:
-    """Rates by model and scope, from one task of each that should take at most ``budget`` seconds; the rows are dropped.
+    """Rates by model and scope, from one task of each that should take at most ``budget`` seconds at the nominal rate.
 
-    Args:
-        jobs: what is left to do.
-        run: runs a job.
-        known: rates known from finished tasks; not measured again.
-        budget: seconds at the nominal rate.
+    Those in ``known`` are not measured again. The rows are dropped.
     """
     rates = dict(known or {})
     samples: dict[Group, tuple[Job, Task]] = {}

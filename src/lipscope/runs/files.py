@@ -64,22 +64,8 @@ def export(
     return None, len(rows)
 
 
-def write_run(
-    run: Run,
-    directory: str | os.PathLike[str],
-    *,
-    command: str | None = None,
-    environment: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a scan into a directory, which is made when it does not exist.
-
-    Args:
-        run: what ``scan`` returned.
-        directory: where to.
-        command: the command line that makes it again.
-        environment: versions and hardware; see ``lipscope.runs.work.environment``.
-    """
-    place = Path(directory)
+def write_run(run: Run, place: Path, *, command: str | None = None, environment: Mapping[str, Any] | None = None) -> None:
+    """Write a scan, the command line that makes it again, and versions and hardware into a directory, made when missing."""
     place.mkdir(parents=True, exist_ok=True)
     run.to_csv(place / "rows.csv")
     (place / "rows.json").write_text(run.to_json(), encoding="utf-8")

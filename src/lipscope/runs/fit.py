@@ -37,31 +37,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GrowthFit:
-    """σ ≈ c·n^α over the measured lengths, and the saturating alternative.
+    """σ ≈ c·n^α over the measured lengths, and the saturating alternative."""
 
-    Attributes:
-        c: factor of the power law.
-        alpha: its exponent.
-        alpha_low: lower end of the confidence interval on the exponent.
-        alpha_high: upper end.
-        level: its confidence level.
-        limit: s of the saturating curve.
-        half_length: m, the length at which it reaches half its limit.
-        aic_power: AIC of the power law.
-        aic_saturating: AIC of the saturating curve.
-        points: number of measurements.
-    """
-
-    c: float
-    alpha: float
-    alpha_low: float
-    alpha_high: float
-    level: float
-    limit: float
-    half_length: float
-    aic_power: float
-    aic_saturating: float
-    points: int
+    c: float  # factor of the power law
+    alpha: float  # its exponent
+    alpha_low: float  # lower end of the confidence interval on the exponent
+    alpha_high: float  # upper end
+    level: float  # its confidence level
+    limit: float  # s of the saturating curve
+    half_length: float  # m, the length at which it reaches half its limit
+    aic_power: float  # AIC of the power law
+    aic_saturating: float  # AIC of the saturating curve
+    points: int  # number of measurements
 
     @property
     def better(self) -> str:
@@ -185,27 +172,16 @@ RATES = np.geomspace(0.2, 3.0, 61)
 
 @dataclass(frozen=True)
 class PlateauFit:
-    """σ_n ≈ level + c·n^{−rate}, or σ_n ≈ level when a constant describes the measurements better (then c = 0).
+    """σ_n ≈ level + c·n^{−rate}, or σ_n ≈ level when a constant describes the measurements better (then c = 0)."""
 
-    Attributes:
-        level: σ_∞, the fitted plateau.
-        level_low: lower end of its interval.
-        level_high: upper end.
-        rate: β; NaN for a constant, like its interval.
-        rate_low: lower end of its interval.
-        rate_high: upper end.
-        c: the coefficient of n^{−β}; negative when σ_n grows towards its plateau.
-        confidence: level of the intervals.
-    """
-
-    level: float
-    level_low: float
-    level_high: float
-    rate: float
-    rate_low: float
-    rate_high: float
-    c: float
-    confidence: float
+    level: float  # σ_∞, the fitted plateau
+    level_low: float  # lower end of its interval
+    level_high: float  # upper end
+    rate: float  # β; NaN for a constant, like its interval
+    rate_low: float  # lower end of its interval
+    rate_high: float  # upper end
+    c: float  # the coefficient of n^{−β}; negative when σ_n grows towards its plateau
+    confidence: float  # level of the intervals
 
     @property
     def is_constant(self) -> bool:

@@ -91,28 +91,18 @@ class ModelChoice:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name of a model must be a string, got {self.name!r}")
-        for setting, kind, words in (
-            ("part", str | None, "a string"),
-            ("loader", str | None, "a string"),
-            ("allow_pickle", bool, "true or false"),
-            ("trust_remote_code", bool, "true or false"),
-        ):
-            value = getattr(self, setting)
-            if not isinstance(value, kind):
+        for setting in ("part", "loader", "allow_pickle", "trust_remote_code"):
+            value, flag = getattr(self, setting), setting in ("allow_pickle", "trust_remote_code")
+            if not isinstance(value, bool if flag else str | None):
+                words = "true or false" if flag else "a string"
                 raise ValueError(f"{setting} of model {self.name!r} must be {words}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Live:
-    """Objects in this process that stand for what a plan otherwise names. Such a plan has no text, and no worker gets it.
+    """Objects in this process that stand for what a plan otherwise names. Such a plan has no text, and no worker gets it."""
 
-    Attributes:
-        model: a ``lipscope.Model``.
-        documents: the text.
-        solver: how to solve.
-    """
-
-    model: Any
+    model: Any  # a ``lipscope.Model``
     documents: Sequence[str] | None = None
     solver: Any = None
 
@@ -188,13 +178,10 @@ class Block:
         kind_path(self.kind)
         for quantity in self.quantities:
             quantity_path(quantity)
-        self._refuse_solver()
-
-    def _refuse_solver(self) -> None:
-        """The solver knows what it can do; asked now, a wrong setting fails here and not in every task."""
-        from lipscope.spectral.solvers import Auto
-
         if self.live is None or self.live.solver is None:
+            from lipscope.spectral.solvers import Auto
+
+            # The solver knows what it can do; asked now, a wrong setting fails here and not in every task.
             Auto(**self.solver)
 
     @property
@@ -342,10 +329,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _indices(name: str, value: Any) -> tuple[int, ...] | str:
-    if isinstance(value, str):
-        if value != "all":
-            raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
-        return value
+    if value == "all":
+        return "all"
     if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int for v in value):
         raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
     return tuple(dict.fromkeys(value))

@@ -24,23 +24,14 @@ _SILENCE = 120.0
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Where a sweep stands.
+    """Where a sweep stands."""
 
-    Attributes:
-        asked: tasks of the last plan.
-        done: tasks of it that are done.
-        failed: tasks of it that failed.
-        rows: rows of it.
-        running: whether its driver is at work.
-        seconds: time since the run began, of a running sweep.
-    """
-
-    asked: int
-    done: int
-    failed: int
-    rows: int
-    running: bool
-    seconds: float
+    asked: int  # tasks of the last plan
+    done: int  # tasks of it that are done
+    failed: int  # tasks of it that failed
+    rows: int  # rows of it
+    running: bool  # whether its driver is at work
+    seconds: float  # time since the run began, of a running sweep
 
     @property
     def version(self) -> str:
@@ -63,12 +54,7 @@ class SweepProgress:
 
 
 def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
-    """Look at a store.
-
-    Raises:
-        FileNotFoundError: when it is not there.
-        ValueError: when it is not a store.
-    """
+    """Look at a store."""
     store = Path(path).resolve()
     if not store.is_file():
         raise FileNotFoundError(f"there is no store {str(path)!r}")
@@ -101,18 +87,13 @@ def _driver_lives(store: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if host == socket.gethostname():
-        return _exists(process)
+        try:
+            if os.name == "posix":  # elsewhere, signal 0 would end the process
+                os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
     changed = max(file.stat().st_mtime for file in (store, Path(f"{store}-wal")) if file.exists())
     return time.time() - changed < _SILENCE
-
-
-def _exists(process: int) -> bool:
-    if os.name != "posix":  # there, signal 0 would end the process
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

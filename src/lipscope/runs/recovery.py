@@ -30,23 +30,14 @@ _SMALLEST_RECORD = 64
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a recovery saved and lost.
-
-    Attributes:
-        problem: what was wrong.
-        kept_tasks: tasks that were saved.
-        kept_rows: their rows.
-        lost: what is known about tasks that were lost: model, layer, scope, n.
-        lost_unnamed: tasks that the plan asked for and of which nothing is left; they may never have been measured.
-        damaged: where the damaged file lies now.
-    """
+    """What a recovery saved and lost."""
 
     problem: str
-    kept_tasks: int
-    kept_rows: int
-    lost: tuple[str, ...]
-    lost_unnamed: int | None
-    damaged: Path
+    kept_tasks: int  # tasks that were saved
+    kept_rows: int  # their rows
+    lost: tuple[str, ...]  # what is known about tasks that were lost: model, layer, scope, n
+    lost_unnamed: int | None  # tasks that the plan asked for and of which nothing is left; they may never have been measured
+    damaged: Path  # where the damaged file lies now
 
     def __str__(self) -> str:
         lines = [
@@ -185,21 +176,18 @@ def _replace(path: Path, fresh: Path, found: _Found, kept: list[str], problem: s
             os.replace(f"{path}{suffix}", f"{damaged}{suffix}")
     shutil.copy2(path, damaged)
     os.replace(fresh, path)
-    names = []
-    for key in (found.tasks.keys() | found.rows.keys()) - set(kept):
-        names.append(_name(found.tasks.get(key), found.rows.get(key, [])))
+    lost = (found.tasks.keys() | found.rows.keys()) - set(kept)
+    names = sorted(_name(found.tasks.get(key), found.rows.get(key, [])) for key in lost)
     planned = None if found.planned is None else {task for _, task in found.planned}
     unnamed = None if planned is None else len(planned - found.tasks.keys() - found.rows.keys())
-    return Recovery(
-        problem, len(kept), sum(len(found.rows.get(key, [])) for key in kept), tuple(sorted(names)), unnamed, damaged
-    )
+    rows = sum(len(found.rows.get(key, [])) for key in kept)
+    return Recovery(problem, len(kept), rows, tuple(names), unnamed, damaged)
 
 
 def _name(task: tuple[Any, ...] | None, rows: list[tuple[Any, ...]]) -> str:
-    if task is not None:
-        about = json.loads(task[3]) | json.loads(task[2])
-        return f"{json.loads(task[3])['model']}, layer {about['layer']}, scope {about['scope']}, n = {about['n']}"
-    about = dict(zip(KEY_COLUMNS, rows[0][2:], strict=False))
+    about = dict(zip(KEY_COLUMNS, rows[0][2:], strict=False)) if rows else {}
+    if task is not None:  # its identity has a model too, but as a fingerprint: that of the labels counts
+        about = json.loads(task[2]) | json.loads(task[3])
     return f"{about['model']}, layer {about['layer']}, scope {about['scope']}, n = {about['n']}"
 
 

@@ -28,40 +28,25 @@ _PARTS_OF_A_KIND = ("expand", "record", "measure", "coordinates", "effort")
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass and what is measured on it.
+    """One forward pass and what is measured on it."""
 
-    Attributes:
-        identity: what the pass is made of, as JSON values: n, the fingerprint of the text, a digest of the inputs, …
-        payload: what a worker needs to run it, as JSON values.
-        n: tokens per input.
-        inputs: inputs in the pass.
-        text: name of the text, or None.
-        settings: one dictionary per task; each has at least ``layer``, ``scope`` and ``heads``.
-    """
-
+    # What the pass is made of, as JSON values: n, the fingerprint of the text, a digest of the inputs, ….
     identity: dict[str, Any]
-    payload: dict[str, Any]
-    n: int
-    inputs: int
-    text: str | None
-    settings: tuple[dict[str, Any], ...]
+    payload: dict[str, Any]  # what a worker needs to run it, as JSON values
+    n: int  # tokens per input
+    inputs: int  # inputs in the pass
+    text: str | None  # name of the text, or None
+    settings: tuple[dict[str, Any], ...]  # one dictionary per task; each has at least ``layer``, ``scope`` and ``heads``
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows of one layer, with all that a quantity needs to look again.
-
-    Attributes:
-        handle: the model.
-        recording: the recorded pass.
-        settings: those of the task.
-        rows: what the kind measured.
-    """
+    """Rows of one layer, with all that a quantity needs to look again."""
 
     handle: Model
     recording: Recorded
-    settings: dict[str, Any]
-    rows: Sequence[Row]
+    settings: dict[str, Any]  # those of the task
+    rows: Sequence[Row]  # what the kind measured
 
 
 class TaskKind(Protocol):

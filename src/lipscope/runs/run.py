@@ -49,25 +49,15 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a run came about; what is not known is None or empty.
+    """How a run came about; what is not known is None or empty."""
 
-    Attributes:
-        command: the command line that makes it again.
-        plan: the plan of a sweep, as it was written.
-        seeds: where inputs lie and solvers start.
-        rtol: relative accuracies that were asked for.
-        delta: failure probabilities that were asked for.
-        environments: versions and hardware.
-        created: when, in UTC.
-    """
-
-    command: str | None = None
-    plan: str | None = None
-    seeds: tuple[int, ...] = ()
-    rtol: tuple[float, ...] = ()
-    delta: tuple[float, ...] = ()
-    environments: tuple[Mapping[str, Any], ...] = ()
-    created: str | None = None
+    command: str | None = None  # the command line that makes it again
+    plan: str | None = None  # the plan of a sweep, as it was written
+    seeds: tuple[int, ...] = ()  # where inputs lie and solvers start
+    rtol: tuple[float, ...] = ()  # relative accuracies that were asked for
+    delta: tuple[float, ...] = ()  # failure probabilities that were asked for
+    environments: tuple[Mapping[str, Any], ...] = ()  # versions and hardware
+    created: str | None = None  # when, in UTC
 
     @classmethod
     def of_scan(cls, run: Mapping[str, Any]) -> Provenance:
@@ -184,8 +174,8 @@ class Run:
                     "lower": min(r["lower"] for r in at),
                     "upper": max(r["upper"] for r in at),
                     "radius_rms": statistics.fmean(r["radius_rms"] for r in at),
-                    "entropy": _mean(r["entropy"] for r in at),
-                    "sink_mass": _mean(r["sink_mass"] for r in at),
+                    "entropy": mean(r["entropy"] for r in at),
+                    "sink_mass": mean(r["sink_mass"] for r in at),
                 }
             )
         return sorted(summaries, key=lambda s: -float(s["median"]))
@@ -354,6 +344,7 @@ def _finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known; None when nothing is."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

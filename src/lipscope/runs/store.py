@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 
 
 class StoreLock:
-    """Holds ``PATH.lock`` until ``release``.
-
-    Raises:
-        LockedStoreError: when another process holds it, with its number and machine.
-    """
+    """Holds ``PATH.lock`` until ``release``; refuses when another process holds it, with its number and machine."""
 
     def __init__(self, store: Path) -> None:
         self.path = Path(f"{store}.lock")
@@ -143,13 +139,8 @@ class Store:
     def _open(self, write: bool) -> None:
         with explained(self.path):
             if self.path.exists() and self.path.stat().st_size and (problem := self._damage()) is not None:
-                # Reading repairs too, but only when nobody writes.
-                lock = self._lock or StoreLock(self.path)
-                try:
+                with self._alone():
                     self.recovery = recover(self.path, problem)
-                finally:
-                    if self._lock is None:
-                        lock.release()
                 if self.recovery is None:
                     raise ForeignFileError(
                         f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
@@ -160,14 +151,20 @@ class Store:
                 self.connection.execute("PRAGMA journal_mode = WAL")
                 self.connection.execute("PRAGMA synchronous = FULL")
             if self.connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
-                lock = self._lock or StoreLock(self.path)
-                try:
+                with self._alone():
                     migrate(self.connection)
-                finally:
-                    if self._lock is None:
-                        lock.release()
             if not write:
                 self.connection.execute("PRAGMA query_only = ON")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Reading repairs too, but only when nobody writes."""
+        lock = self._lock or StoreLock(self.path)
+        try:
+            yield
+        finally:
+            if self._lock is None:
+                lock.release()
 
     def _damage(self) -> str | None:
         """What is wrong with the file; refuses files that are sound but not ours."""
@@ -234,11 +231,7 @@ class Store:
             db.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
 
     def save(self, outcome: Outcome, run: int) -> None:
-        """Keep a finished task and its rows, or its error: all of it or nothing.
-
-        Raises:
-            StoreFullError: when the disk is full; what was kept before stays.
-        """
+        """Keep a finished task and its rows, or its error: all of it or nothing."""
         task = outcome.task
         records = [to_record(key, task, row) for key, row in outcome.rows]
         with self._transaction() as db:

@@ -35,50 +35,29 @@ _SAME = ("model", "loader", "dtype", "threads", "text", "n", "layer", "scope")
 
 @dataclass(frozen=True)
 class Step:
-    """Where a sweep stands.
+    """Where a sweep stands."""
 
-    Attributes:
-        done: work done in this run, in floating-point operations.
-        total: work of this run.
-        tasks: tasks finished in this run.
-        all_tasks: tasks of this run.
-        failed: tasks of this run that failed.
-        task: the task that just ended; None at the start.
-    """
-
-    done: float
-    total: float
-    tasks: int
-    all_tasks: int
-    failed: int
-    task: Task | None = None
+    done: float  # work done in this run, in floating-point operations
+    total: float  # work of this run
+    tasks: int  # tasks finished in this run
+    all_tasks: int  # tasks of this run
+    failed: int  # tasks of this run that failed
+    task: Task | None = None  # the task that just ended; None at the start
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """What a run did."""
 
-    Attributes:
-        tasks: tasks that the plan asks for.
-        kept: tasks that the store had already.
-        measured: tasks measured now.
-        failed: tasks of the plan that have failed, now or before; see ``Store.failures``.
-        rows: rows of the plan in the store.
-        seconds: time of this run.
-        digest: hash of the plan's table but for its times; equal digests are equal tables.
-        failures: the failed tasks.
-        recovery: what a damaged store lost, or None.
-    """
-
-    tasks: int
-    kept: int
-    measured: int
-    failed: int
-    rows: int
-    seconds: float
-    digest: str
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    recovery: Recovery | None = None
+    tasks: int  # tasks that the plan asks for
+    kept: int  # tasks that the store had already
+    measured: int  # tasks measured now
+    failed: int  # tasks of the plan that have failed, now or before; see ``Store.failures``
+    rows: int  # rows of the plan in the store
+    seconds: float  # time of this run
+    digest: str  # hash of the plan's table but for its times; equal digests are equal tables
+    failures: list[dict[str, Any]] = field(default_factory=list)  # the failed tasks
+    recovery: Recovery | None = None  # what a damaged store lost, or None
 
 
 def run_plan(
@@ -201,10 +180,7 @@ def view_jobs(expansion: Expansion, ledger: Store) -> list[Job]:
         for row in worst_inputs(rows, count):
             job, task = places[row["key"]]
             ids = job.payload["ids"][row["input"] - job.payload["first"]]
-            kept = {
-                name: task.identity[name] for name in ("model", "loader", "dtype", "threads", "text", "n", "layer", "scope")
-            }
-            identity = kept | {
+            identity = {name: task.identity[name] for name in _SAME} | {
                 "kind": VIEWS_KIND,
                 "heads": None if row["head"] is None else [row["head"]],
                 "first": row["input"],
@@ -239,16 +215,7 @@ _TOLD = ("lipscope", "torch", "transformers")
 
 
 def kept_notices(ledger: Store, tasks: Iterable[Task], here: dict[str, Any]) -> list[str]:
-    """One sentence for every other name and every other version behind the tasks that are done already.
-
-    Args:
-        ledger: the store.
-        tasks: what the plan asks for now.
-        here: the environment of this run.
-
-    Returns:
-        The sentences; none when names and versions agree.
-    """
+    """One sentence for every other name and every other version behind the tasks that are done already."""
     before = ledger.provenance()
     renamed: Counter[tuple[str, str, str]] = Counter()
     versions: Counter[tuple[str, str, str]] = Counter()

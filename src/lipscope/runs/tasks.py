@@ -28,46 +28,27 @@ _JOB_FLOPS = 1e12
 
 @dataclass(frozen=True)
 class Task:
-    """One layer at one scope on the inputs of one pass.
+    """One layer at one scope on the inputs of one pass."""
 
-    Attributes:
-        key: content hash of ``identity``.
-        identity: everything that determines the rows, as JSON values.
-        labels: names for people: model, text, kind.
-        work: its estimated size.
-    """
-
-    key: str
-    identity: dict[str, Any]
-    labels: dict[str, str | None]
-    work: Work
+    key: str  # content hash of ``identity``
+    identity: dict[str, Any]  # everything that determines the rows, as JSON values
+    labels: dict[str, str | None]  # names for people: model, text, kind
+    work: Work  # its estimated size
 
 
 @dataclass(frozen=True)
 class Job:
-    """A forward pass and tasks on it; what a worker receives.
+    """A forward pass and tasks on it; what a worker receives."""
 
-    Attributes:
-        kind: import path of the kind.
-        model: how to load the model.
-        fingerprint: what the loaded model must be.
-        dtype: dtype of the computation, or None for that of the weights.
-        threads: torch threads.
-        payload: the pass.
-        tasks: what to measure on it.
-        views: how many of the worst places of its block are looked at token by token.
-        live: the model itself, in this process only.
-    """
-
-    kind: str
-    model: ModelChoice
-    fingerprint: str
-    dtype: str | None
+    kind: str  # import path of the kind
+    model: ModelChoice  # how to load the model
+    fingerprint: str  # what the loaded model must be
+    dtype: str | None  # dtype of the computation, or None for that of the weights
     threads: int
-    payload: dict[str, Any]
+    payload: dict[str, Any]  # the pass
     tasks: tuple[Task, ...]
-    views: int = 0
-    live: Model | None = None
+    views: int = 0  # how many of the worst places of its block are looked at token by token
+    live: Model | None = None  # the model itself, in this process only
 
     @property
     def flops(self) -> float:
@@ -77,15 +58,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A plan with its models looked at: every task that it asks for.
-
-    Attributes:
-        plan: the plan.
-        jobs: the jobs, model by model, one for every forward pass, in the plan's order.
-    """
+    """A plan with its models looked at: every task that it asks for."""
 
     plan: Plan
-    jobs: tuple[Job, ...]
+    jobs: tuple[Job, ...]  # the jobs, model by model, one for every forward pass, in the plan's order
 
     @property
     def tasks(self) -> list[Task]:
@@ -94,12 +70,8 @@ class Expansion:
 
     def pending(self, finished: Collection[str]) -> list[Job]:
         """The jobs without the tasks in ``finished``."""
-        jobs = []
-        for job in self.jobs:
-            left = tuple(task for task in job.tasks if task.key not in finished)
-            if left:
-                jobs.append(dataclasses.replace(job, tasks=left))
-        return jobs
+        left = [(job, tuple(task for task in job.tasks if task.key not in finished)) for job in self.jobs]
+        return [dataclasses.replace(job, tasks=tasks) for job, tasks in left if tasks]
 
 
 def expand(plan: Plan) -> Expansion:
@@ -193,19 +165,9 @@ def _jobs_of(
                 work = task_work(handle, setting, n=one.n, inputs=one.inputs, effort=kind.effort)
                 tasks.append(Task(key, identity, labels, work))
         if tasks:
-            jobs.append(
-                Job(
-                    path,
-                    choice,
-                    fingerprint,
-                    block.dtype,
-                    plan.threads,
-                    one.payload | held,
-                    tuple(tasks),
-                    views=block.views,
-                    live=None if live is None else live.model,
-                )
-            )
+            payload, model = one.payload | held, None if live is None else live.model
+            job = Job(path, choice, fingerprint, block.dtype, plan.threads, payload, tuple(tasks), block.views, model)
+            jobs.append(job)
     return jobs
 
 

@@ -76,8 +76,6 @@ def _memory() -> int | None:
 
 
 def _blas() -> str:
-    import torch
-
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{'MKL' if torch.backends.mkl.is_available() else 'no MKL'}, {capability}"
 
@@ -93,15 +91,9 @@ _loaded: OrderedDict[tuple[ModelChoice, str | None], LoadedModel] = OrderedDict(
 
 
 def loaded_model(choice: ModelChoice, dtype: str | None, fingerprint: str | None = None) -> LoadedModel:
-    """The model, loaded unless this process has it.
+    """The model, loaded unless this process has it; refuses one that has not the ``fingerprint`` it must have.
 
-    Args:
-        choice: which, and how.
-        dtype: ``"float32"``, ``"float64"``, or None for that of the weights.
-        fingerprint: what it must be.
-
-    Raises:
-        ValueError: when the model found under that name is another one.
+    ``dtype`` is ``"float32"``, ``"float64"``, or None for that of the weights.
     """
     key = (choice, dtype)
     if key not in _loaded:
@@ -185,23 +177,14 @@ def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one task.
-
-    Attributes:
-        task: the task.
-        rows: (key, row) pairs; empty when it failed.
-        error: one line, when it failed.
-        trace: the traceback, when it failed.
-        seconds: time it took.
-        environment: where it ran.
-    """
+    """What became of one task."""
 
     task: Task
-    rows: tuple[tuple[str, Row], ...]
-    error: str | None
-    trace: str | None
-    seconds: float
-    environment: dict[str, Any]
+    rows: tuple[tuple[str, Row], ...]  # (key, row) pairs; empty when it failed
+    error: str | None  # one line, when it failed
+    trace: str | None  # the traceback, when it failed
+    seconds: float  # time it took
+    environment: dict[str, Any]  # where it ran
 
 
 # Replaying puts hooks into the model and sets torch's threads: one task at a time in a process, also where a cluster
@@ -212,9 +195,7 @@ _one_at_a_time = threading.RLock()
 def run_job(job: Job, *, stop: bool = False) -> Iterator[Outcome]:
     """Measure the tasks of a job one after the other.
 
-    Args:
-        job: the pass and its tasks.
-        stop: raise the error of a task that fails; else it is the outcome of that task, and the others go on.
+    An error is the outcome of its task, and the others go on; with ``stop`` it is raised.
     """
     kind: TaskKind = load_object(job.kind)()
     where = environment(job.threads)
