@@ -83,8 +83,39 @@ class Layer(Protocol):
         """Apply the layer to tokens (n, d) or (B, n, d)."""
 
 
+class Weighted:
+    """What any layer says of its query weights: their width, dtype and device, and how to have it in another one."""
+
+    q: Tensor
+    heads: int
+
+    @property
+    def width(self) -> int:
+        """Token dimension d."""
+        return self.q.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the weights."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.q.device
+
+    @property
+    def head_width(self) -> int:
+        """Dimension dk of one query or key."""
+        return self.q.shape[0] // self.heads
+
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
+        """The same layer in another dtype or on another device."""
+        return moved(self, dtype, device)
+
+
 @dataclass(frozen=True, eq=False)
-class Attention:
+class Attention(Weighted):
     """An immutable description of one multi-head attention layer; calling it applies the layer.
 
     Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows. Tensors are kept,
@@ -190,26 +221,6 @@ class Attention:
         )  # fmt: skip
 
     @property
-    def width(self) -> int:
-        """Token dimension d."""
-        return self.q.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the weights."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.q.device
-
-    @property
-    def head_width(self) -> int:
-        """Dimension dk of one query or key."""
-        return self.q.shape[0] // self.heads
-
-    @property
     def value_width(self) -> int:
         """Dimension dv of one value."""
         return self.v.shape[0] // self.kv_heads
@@ -227,10 +238,6 @@ class Attention:
     def with_mask(self, mask: MaskLike) -> Attention:
         """The same layer under another mask."""
         return derived(self, mask=as_mask(mask))
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Attention:
-        """The same layer in another dtype or on another device."""
-        return moved(self, dtype, device)
 
     def head(self, index: int) -> Attention:
         """Query head ``index`` alone, before W_O, as a one-head layer."""
@@ -379,12 +386,7 @@ class Attention:
 
 
 def torch_weights(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """Copies of the weights of an ``nn.MultiheadAttention``, as arguments of ``Attention.from_fused``.
-
-    Raises:
-        TypeError: when it is another module.
-        ValueError: when it is not plain self-attention, or has dropout switched on.
-    """
+    """The weights of an ``nn.MultiheadAttention``, copied, for ``from_fused``; refuses all but plain self-attention."""
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
     if not module._qkv_same_embed_dim:

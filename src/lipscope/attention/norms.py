@@ -93,7 +93,13 @@ class _Normalisation:
     centred: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        _validate(self.weight, self.bias, self.eps)
+        weight, bias = self.weight, self.bias
+        if weight.ndim != 1 or not weight.is_floating_point():
+            raise ValueError(f"weight must be a floating vector (d,), got {weight.dtype} {tuple(weight.shape)}")
+        if bias is not None and bias.shape != weight.shape:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, but weight has shape {tuple(weight.shape)}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps must not be negative, got {self.eps}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise tokens (…, d)."""
@@ -103,7 +109,8 @@ class _Normalisation:
 
     def linearise(self, x: Tensor) -> NormLinearisation:
         """The Jacobian at tokens (B, n, d)."""
-        _check_width(x, self.weight)
+        if x.shape[-1] != self.weight.numel():
+            raise ValueError(f"tokens have width {x.shape[-1]}, but the normalisation has width {self.weight.numel()}")
         about = x - x.mean(-1, keepdim=True) if self.centred else x
         s = (about.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return NormLinearisation(self.weight.detach().to(x), about / s, s, self.centred)
@@ -185,20 +192,6 @@ def image_radius(weight: Tensor, bias: Tensor | None, *, centred: bool) -> float
     # A few levels at a time: all of them would take 2,201·d numbers.
     best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
     return min(simple, math.sqrt(best + float(beta.square().sum())))
-
-
-def _validate(weight: Tensor, bias: Tensor | None, eps: float) -> None:
-    if weight.ndim != 1 or not weight.is_floating_point():
-        raise ValueError(f"weight must be a floating vector (d,), got {weight.dtype} {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, but weight has shape {tuple(weight.shape)}")
-    if not eps >= 0:
-        raise ValueError(f"eps must not be negative, got {eps}")
-
-
-def _check_width(x: Tensor, weight: Tensor) -> None:
-    if x.shape[-1] != weight.numel():
-        raise ValueError(f"tokens have width {x.shape[-1]}, but the normalisation has width {weight.numel()}")
 
 
 Normalisation = LayerNorm | RMSNorm

@@ -146,10 +146,7 @@ def potential(scores: Tensor) -> Tensor:
     """The potential g, (…, 1, n), with softmax_j(S_ij + g_j) doubly stochastic.
 
     Newton's method on Φ with line search, for scores that grow in steps: the solution for s·S is a good start for
-    2s·S, also where scores are so far apart that P is nearly a permutation.
-
-    Raises:
-        FloatingPointError: when the columns do not come out right: the scores are too far apart.
+    2s·S, also where scores are so far apart that P is nearly a permutation. Beyond that it raises a FloatingPointError.
     """
     S = scores.detach().double()
     spread = float((S.amax((-1, -2)) - S.amin((-1, -2))).max())

@@ -29,11 +29,7 @@ def derived(made: Made, **changes: Any) -> Made:
 
 
 def moved(made: Made, dtype: torch.dtype | None, device: torch.device | None) -> Made:
-    """The same with all tensors in another dtype or on another device.
-
-    Raises:
-        ValueError: when a number is too large for the dtype.
-    """
+    """The same with all tensors in another dtype or on another device; refuses numbers too large for the dtype."""
     changes = {}
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
         value = getattr(made, field.name)

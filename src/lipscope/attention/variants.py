@@ -26,12 +26,12 @@ from torch import Tensor
 
 from lipscope.attention.core import Core, Linearisation, Triple
 from lipscope.attention.features import Feature, LiftedKey, LiftedQuery, Normalised
-from lipscope.attention.layer import Attention
+from lipscope.attention.layer import Attention, Weighted
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.validation import derived, moved
+from lipscope.attention.validation import derived
 from lipscope.spectral.operator import Operator
 
 Features: TypeAlias = tuple[Feature, Feature, Feature]
@@ -61,7 +61,7 @@ class VariantProjections:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Variant(ABC):
+class Variant(Weighted, ABC):
     """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it."""
 
     q: Tensor  # query weights, ``(heads·dk, d)``
@@ -91,21 +91,6 @@ class Variant(ABC):
         return found
 
     @property
-    def width(self) -> int:
-        """Token dimension d."""
-        return self.q.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the weights."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.q.device
-
-    @property
     def key_weights(self) -> Tensor:
         """The matrix W_K, ``(heads·dk, d)``; tied to W_Q where a variant has no keys of its own."""
         return cast(Tensor, getattr(self, "k", self.q))
@@ -116,11 +101,6 @@ class Variant(ABC):
         return Attention(self.q, self.key_weights, self.v, self.out, self.heads, mask=self.mask)
 
     @property
-    def head_width(self) -> int:
-        """Dimension dk of one query or key."""
-        return self.q.shape[0] // self.heads
-
-    @property
     def output_width(self) -> int:
         """Dimension of one output token."""
         return self.v.shape[0] if self.out is None else self.out.shape[0]
@@ -128,10 +108,6 @@ class Variant(ABC):
     def with_mask(self, mask: MaskLike) -> Self:
         """The same layer under another mask."""
         return derived(self, mask=self._fitting(mask))
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
-        """The same layer in another dtype or on another device."""
-        return moved(self, dtype, device)
 
     @abstractmethod
     def features(self, X: Tensor) -> Features:

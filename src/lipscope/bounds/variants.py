@@ -20,13 +20,8 @@ scores, A = τW_KᵀW_Q:
 since ‖P‖ ≤ n·max P, and ‖(sigmoid'∘dS)XVᵀ‖_F ≤ sup sigmoid'·‖dS‖_F‖X‖‖V‖ with ‖dS‖_F ≤ 2‖A‖‖X‖·‖ε‖_F. On a ball the
 scores lie within b ± ‖A‖R²; with b = −log n, σ_∞ and σ'_∞ are at most e^{‖A‖R²}, whatever n.
 
-**Sinkhorn** (ours): rows and columns of P add up to one, so σ ≤ ‖V‖(1 + 2‖A‖R²) for every number of tokens.
-
-*Proof.* ‖P‖₂ ≤ 1. dP = P∘δ, where δ is dS less its orthogonal projection onto {f_i + g_j} in ⟨D, D'⟩_P = Σ P∘D∘D', so that
-Σ P∘δ² ≤ Σ P∘dS². Rows of dP vanish, hence (dP·V)_i = Σ_j P_ij δ_ij (v_j − o_i), whose square is at most c_i Σ_j P_ij δ_ij²
-with c_i = ‖Σ_j P_ij (v_j − o_i)(v_j − o_i)ᵀ‖ ≤ ‖V‖²R². And dS_ij = a_i·ε_j + b_j·ε_i with ‖a_i‖, ‖b_j‖ ≤ ‖A‖R: as rows and
-columns of P add up to one, the root of Σ_ij P_ij dS_ij² is at most 2‖A‖R·‖ε‖_F. Softmax attention has no bound of this
-kind: there columns of P add up to anything between 0 and n.
+**Sinkhorn** (ours): rows and columns of P add up to one, so σ ≤ ‖V‖(1 + 2‖A‖R²) for every number of tokens. Softmax
+attention has no bound of this kind: there columns of P add up to anything between 0 and n. Proofs: docs/theory/variants.md.
 """
 
 from __future__ import annotations

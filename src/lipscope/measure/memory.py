@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,11 +68,9 @@ class MemoryPlan:
         """All of it but the bases, which are made to fit."""
         return self.matrices + self.tokens + self.vectors
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> AbstractContextManager[None]:
         """Inside, products are computed as planned."""
-        with using_tiling(self.tiling):
-            yield
+        return using_tiling(self.tiling)
 
     def __str__(self) -> str:
         kind = "tiles" if self.tiled else "n×n matrices"
@@ -174,7 +172,8 @@ def solve_plan(shape: Shape, n: int, strategy: Strategy, scope: str = "attention
     if rule.additive is not None and (shape.additive is None or not _same_storage(rule.additive, shape.additive)):
         # Read off an additive mask, with what it hides beside it.
         matrices += rule.additive.numel() * (size + 1)
-    vectors = triplet_bytes(triplets * (items // inputs), M + n * shape.width, size)
+    # Both sides of every triplet, and a copy.
+    vectors = 2 * triplets * (items // inputs) * (M + n * shape.width) * size
     bases = typical_bases((M, N), items, size, SOLVER_ROOM)
     return MemoryPlan(matrices, tokens, bases, vectors, tiled, tiling, strategy.alone, SOLVER_ROOM)
 
@@ -235,11 +234,6 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def triplet_bytes(triplets: int, numbers: int, element_size: int) -> int:
-    """Bytes of so many singular vectors of both sides together, and of a copy."""
-    return 2 * triplets * numbers * element_size
-
-
 def typical_bases(shape: tuple[int, int], items: int, element_size: int, room: int) -> int:
     """Bytes of the Krylov bases of a typical solve of M×N problems: both bases where both are kept, else the right one."""
     M, N = shape
@@ -282,12 +276,7 @@ _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 1
 
 
 def read_bytes(size: float | str) -> int:
-    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes; a number is one already.
-
-    Raises:
-        TypeError: when it is neither a number nor text.
-        ValueError: when it is not a positive, whole number of bytes.
-    """
+    """A size such as ``4GiB``, ``512 MiB`` or ``2.5gb`` in bytes; a number is one already. It must be positive and whole."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNITS:

@@ -235,10 +235,7 @@ def add_certificate(
 
     The batch has one item per input, or per input and head of ``heads`` (all by default). ``layer`` is None when what was
     measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
-    measurement.
-
-    Raises:
-        ValueError: when a certificate is asked for that does not exist.
+    measurement; one that does not exist is refused.
     """
     if wanted is False:
         return result

@@ -140,8 +140,10 @@ def plain_attention(
         mask=_visible(rule, recording.real, call.tokens),
         softcap=rule.softcap, bias=rule.additive, sinks=rule.sinks, rotary=rotary,
     )  # fmt: skip
-    recorded = recording.outputs[layer.index].reshape(*call.tokens.shape[:2], -1)
-    return attention if _agree(attention(call.tokens), recorded, recording.real) else None
+    actual, recorded = attention(call.tokens), recording.outputs[layer.index].reshape(*call.tokens.shape[:2], -1)
+    if recording.real is not None:
+        actual, recorded = actual[recording.real], recorded[recording.real]
+    return attention if _close(actual, recorded) else None
 
 
 def torch_attention(layer: Layer, call: Call) -> Attention:
@@ -177,9 +179,6 @@ def core_call(
     """What the attention core receives when the recorded ``call`` is replayed on other ``tokens``.
 
     ``graph`` keeps the graph that leads from the tokens to the core, ``frozen`` leaves the parameters out of it.
-
-    Raises:
-        RuntimeError: when the core is never called.
     """
 
     def observe(core: CoreCall) -> None:
@@ -222,7 +221,8 @@ def _find_projections(model: nn.Module, call: Call) -> AffineParts | None:
         for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
             if turn is not None and turned:
                 t = turn.inverse(t)
-            image.append(_token_rows(t))
+            # (B, H, n, dh) → (B·n, H·dh)
+            image.append(t.transpose(1, 2).flatten(2).flatten(0, 1))
     parts = []
     for image in images:
         rows = torch.cat(image)[: d + 1]
@@ -346,11 +346,6 @@ def same_value(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _token_rows(t: Tensor) -> Tensor:
-    """(B, H, n, dh) → (B·n, H·dh)."""
-    return t.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
 def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
@@ -370,12 +365,6 @@ def _visible(rule: ScoreRule, real: Tensor | None, tokens: Tensor) -> MaskLike:
         both = (real[:, :, None] & real[:, None, :])[:, None]
         allowed = both if allowed is None else allowed & both
     return None if allowed is None else allowed.expand(*allowed.shape[:-2], n, n)
-
-
-def _agree(actual: Tensor, recorded: Tensor, real: Tensor | None) -> bool:
-    if real is not None:
-        actual, recorded = actual[real], recorded[real]
-    return _close(actual, recorded)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -76,11 +76,7 @@ class _Survey:
 
 
 def find_layers(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
-    """The attention layers of ``model`` in the order in which ``run()`` calls them.
-
-    Raises:
-        ValueError: when the model has no self-attention, or a layer's parts cannot be told apart.
-    """
+    """The attention layers of ``model``, in the order in which ``run()`` calls them; refuses a model without any."""
     survey = _Survey()
     with _watching(model, survey), torch.no_grad():
         run()

@@ -110,7 +110,8 @@ def record(
             last_hidden = last_hidden_state(run())
     for layer in layers:
         check_finite(layer, outputs[layer.index])
-    return Recording(hosts, blocks, outputs, last_hidden, _real_tokens(padding), run, documents)
+    real = None if padding is None or bool(padding.bool().all()) else padding.bool()
+    return Recording(hosts, blocks, outputs, last_hidden, real, run, documents)
 
 
 @contextmanager
@@ -236,10 +237,6 @@ def _keep(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_keep(entry) for entry in value) if not hasattr(value, "_fields") else value
     return None if "Cache" in type(value).__name__ else value
-
-
-def _real_tokens(padding: Tensor | None) -> Tensor | None:
-    return None if padding is None or bool(padding.bool().all()) else padding.bool()
 
 
 class _KeepDouble(TorchFunctionMode):

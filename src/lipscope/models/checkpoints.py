@@ -31,11 +31,7 @@ class NotReachableError(FileNotFoundError):
 
 
 def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bool) -> Loaded:
-    """A directory written by ``save_pretrained``.
-
-    Raises:
-        ValueError: when it holds no model, or pickled weights that are not allowed.
-    """
+    """A directory written by ``save_pretrained``; refuses one without a model, and pickled weights that are not allowed."""
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no config.json, so it is not a saved transformers model")
     try:

@@ -20,11 +20,7 @@ _PROBE_TOKENS = 8
 
 
 def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
-    """Keyword arguments for one short forward pass of n tokens, a few by default, drawn from a fixed seed.
-
-    Raises:
-        ValueError: when the model takes an input of an unknown kind, or its number of tokens cannot be chosen.
-    """
+    """Keyword arguments for a pass of n tokens, a few by default, from a fixed seed; refuses inputs of other kinds."""
     short = _PROBE_TOKENS if n is None else n
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
@@ -99,11 +95,7 @@ _KINDS = ("input_ids", "inputs_embeds", "text", "inputs")
 
 
 def token_inputs(handle: Model, arguments: TokenArguments) -> dict[str, Any]:
-    """The model's keyword arguments for exactly these tokens.
-
-    Raises:
-        ValueError: when not exactly one kind of input is given, or it is empty, too long or outside the vocabulary.
-    """
+    """The model's keyword arguments for exactly these tokens; refuses what is empty, too long or outside the vocabulary."""
     unknown = set(arguments) - {*_KINDS, "attention_mask"}
     if unknown:
         raise TypeError(f"unknown argument {unknown.pop()!r}; tokens are given as {', '.join(_KINDS)} and attention_mask")

@@ -118,8 +118,6 @@ _BYTES = "tokens are the bytes of the text"
 
 
 def _random(name: str, model_class: Any, config: Any, tokenizer: Any, about: str) -> Loaded:
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         model = model_class(config)
@@ -127,8 +125,6 @@ def _random(name: str, model_class: Any, config: Any, tokenizer: Any, about: str
 
 
 def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
-    import torch
-
     # Half precision is how the weights are stored; they are measured in float32.
     model = auto_model(GPT2_MINI, use_safetensors=True, dtype=torch.float32)
     return Loaded(model, auto_tokenizer(GPT2_MINI), name, ("trained by lipscope, float16 weights",))
@@ -136,7 +132,6 @@ def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
 
 def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:
     """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True)

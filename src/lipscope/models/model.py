@@ -193,8 +193,9 @@ class Model:
     def describe(self) -> str:
         """One paragraph on the model and a line per layer."""
         first = self.layers[0]
-        core = "the lipscope attention core" if first.through_seam else (
-            "torch's nn.MultiheadAttention" if _hides_heads(first) else "the model's own eager attention")  # fmt: skip
+        torch_module = isinstance(first.out, nn.MultiheadAttention)
+        own = "torch's nn.MultiheadAttention" if torch_module else "the model's own eager attention"
+        core = "the lipscope attention core" if first.through_seam else own
         lines = [f"{self.name}: {counted(len(self.layers), 'attention layer')}, through {core}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
         for layer in self.layers:
@@ -206,7 +207,3 @@ class Model:
             words = [layer.name, heads, f"mask {layer.mask}", norm]
             lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)
-
-
-def _hides_heads(layer: Layer) -> bool:
-    return isinstance(layer.out, nn.MultiheadAttention)

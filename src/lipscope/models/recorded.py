@@ -142,11 +142,7 @@ class RecordedLayer:
         return self._describe()
 
     def weights(self) -> Attention:
-        """The layer as an ``Attention``.
-
-        Raises:
-            ValueError: when it is not one: the model keeps its own attention, or normalises queries and keys.
-        """
+        """The layer as an ``Attention``; refuses a model that keeps its own attention, or normalises queries and keys."""
         if self.attention is None:
             raise ValueError(
                 f"layer {self.index} of {self.model.name} has no weights in closed form: its queries, keys and values are "

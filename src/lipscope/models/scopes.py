@@ -38,9 +38,6 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
     """The map of ``scope`` around ``layer``, batch first, with everything else as recorded.
 
     Scope ``head`` gives all heads, (B, n, H·dv); see ``head_operator``. Scope ``model`` starts at the first layer.
-
-    Raises:
-        ValueError: when the scope is unknown, or the layer has no such map.
     """
     host, block = recording.hosts[layer.index], recording.blocks[layer.index]
     match scope:
@@ -58,9 +55,8 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
                 )
             inner = _cut_map(block, Cut(layer.out, "output"))
         case "attention+residual":
-            inner = _cut_map(block, layer.stream)
-            if layer.stream_adds_input:
-                inner = _plus_input(inner)
+            branch = _cut_map(block, layer.stream)
+            inner = (lambda x: x + branch(x).reshape(x.shape)) if layer.stream_adds_input else branch
         case "block":
             inner = _whole(block)
         case "model":
@@ -127,10 +123,6 @@ class HeadsOperator(Operator):
 
 def _cut_map(call: Call, cut: Cut) -> TensorMap:
     return lambda x: replay_until(call, x, cut)
-
-
-def _plus_input(branch: TensorMap) -> TensorMap:
-    return lambda x: x + branch(x).reshape(x.shape)
 
 
 def _whole(call: Call) -> TensorMap:

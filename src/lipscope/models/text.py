@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Chunker:
-    """Token ids of a text, and disjoint chunks of them.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or anything that maps a string to ``{"input_ids": …}``.
-    """
+    """Token ids of a text, and disjoint chunks of them; a tokenizer is what maps a string to ``{"input_ids": …}``."""
 
     def __init__(self, documents: Sequence[str], tokenizer: Any) -> None:
         text = "\n\n".join(documents)
@@ -35,11 +31,7 @@ class Chunker:
         self.ids = bare_ids(tokenizer, text)
 
     def chunks(self, lengths: Sequence[int], inputs: int, seed: int = 0) -> dict[int, list[list[int]]]:
-        """``inputs`` chunks of exactly n tokens for every length n, all disjoint in the text.
-
-        Raises:
-            ValueError: when a length leaves no room for text, or the text is too short; says how many tokens there are.
-        """
+        """``inputs`` disjoint chunks of exactly n tokens for every length n; refuses a text that is too short for them."""
         extra = len(self.prefix) + len(self.suffix)
         for n in lengths:
             if n <= extra:
@@ -96,10 +88,8 @@ def packed_chunks(
 ) -> dict[int, list[list[list[int]]]]:
     """``inputs`` chunks of exactly n tokens for every length, each a list of documents; the last one is cut to fit.
 
-    A text of one document is packed paragraph by paragraph. Documents come in seeded random order and are used once.
-
-    Raises:
-        ValueError: when the text has too few tokens; says how many there are.
+    A text of one document is packed paragraph by paragraph. Documents come in seeded random order and are used
+    once; a text with too few tokens is refused, with their number.
     """
     if len(documents) == 1:
         documents = [part for part in re.split(r"\n\s*\n", documents[0]) if part.strip()]

@@ -57,11 +57,7 @@ class TokenView:
 def token_view(
     handle: Model, text: str | Sequence[int], layer: int, *, scope: str = "attention", head: int | None = None
 ) -> TokenView:
-    """Look at one layer, or one head, of a model on one text.
-
-    Raises:
-        ValueError: when the text is empty or too long, or the layer, head or scope does not exist.
-    """
+    """Look at one layer, or one head, of a model on one text; refuses texts that are empty or too long."""
     if head is not None:
         scope = "head"
     elif scope == "head":

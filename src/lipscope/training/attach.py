@@ -78,10 +78,7 @@ def probe_batch(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str
     """The probe batch as the model's keyword arguments: ``inputs`` inputs of at most ``tokens`` tokens, none padded.
 
     ``batch`` is a mapping of arguments, or a tensor: token ids (B, n), or embedded tokens (B, n, d). Inputs with most tokens
-    are kept first.
-
-    Raises:
-        ValueError: when there is nothing to probe with, it holds NaN, or its mask is more than one of padding.
+    are kept first. An empty batch, NaN, and a mask that is more than one of padding are refused.
     """
     given = _as_arguments(handle, batch)
     for key, value in given.items():
@@ -211,10 +208,8 @@ class OwnHook:
     """A forward hook, or pre-hook, that stays with one module: in a copy of it, or read back from a file, it does nothing.
 
     A model carries its hooks along when it is copied or pickled (``torch.save(model)``, spawned processes). What is watched
-    is the model itself, so a hook is not copied: an inert one takes its place.
-
-    Args:
-        then: called with what the hook gets beside the module (arguments, keyword arguments, output).
+    is the model itself, so a hook is not copied: an inert one takes its place. ``then`` gets what the hook gets beside
+    the module (arguments, keyword arguments, output).
 
     Example:
         >>> import copy

@@ -32,10 +32,8 @@ def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | No
     """Where the rows of W_Q and W_K, with their biases, are among the layer's parameters, up to a positive factor.
 
     Rows that look the same are told apart by trial: every candidate row is multiplied by a factor of its own, the layer
-    is probed once more, and what a row was multiplied by says where it is. The trial is taken back.
-
-    Raises:
-        ValueError: when a row is not there (adapters, parametrisations), or serves as a query and as a key.
+    is probed once more, and what a row was multiplied by says where it is. The trial is taken back. A row that is
+    nowhere (adapters, parametrisations), or serves as a query and as a key, is refused.
     """
     label = f"layer {layer.index} ({layer.name})"
     candidates = list(_matrices(layer))
@@ -136,11 +134,7 @@ class Rescaling:
 
 
 def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Tensor, where: str) -> None:
-    """Queries and keys changed by their factors (per head), values not at all.
-
-    Raises:
-        RuntimeError: when they did not; the parameters are used in a way that was not foreseen.
-    """
+    """Refuse a rescaling that did not change queries and keys by their factors (per head), or changed the values."""
     if after is None:
         raise RuntimeError(f"{where} is no plain attention any more after the rescaling of W_Q and W_K")
     one = torch.ones(1)

@@ -82,14 +82,7 @@ class Smoothing:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model (safetensors), its tokenizer and ``smoothing.json`` into a new directory.
-
-        Args:
-            path: the directory; it must not exist.
-
-        Raises:
-            FileExistsError: when something is there: a checkpoint is never overwritten.
-        """
+        """Write the model (safetensors), its tokenizer and ``smoothing.json`` into a new directory; overwrites nothing."""
         directory = Path(path)
         if directory.exists() or directory.is_symlink():
             raise FileExistsError(f"{directory} exists, and a checkpoint is never overwritten: choose another directory")

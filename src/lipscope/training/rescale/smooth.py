@@ -145,9 +145,8 @@ class _Work:
             rescaling.undo()
             raise
         changes = [
-            HeadChange(index, h, None if h is None else float(gamma[index][h]), *_interleave(found[key], reached[key]))
-            for key in found
-            for index, h in [key]
+            HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
+            for ((index, h), (logit, span)), (logit_after, span_after) in zip(found.items(), reached.values(), strict=True)
         ]
         moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
         return Smoothing(
@@ -323,10 +322,6 @@ def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: in
 def _span(result: SpectralNorm, items: Any) -> Span:
     """The largest σ over the inputs."""
     return Span(*(float(values[items].max()) for values in (result.lower, result.estimate, result.upper)))
-
-
-def _interleave(before: tuple[float, Span], after: tuple[float, Span]) -> tuple[float, float, Span, Span]:
-    return before[0], after[0], before[1], after[1]
 
 
 _ATTEMPTS, _MARGIN = 8, 1e-5
