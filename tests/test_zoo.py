@@ -15,7 +15,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import lipscope
-from lipscope.models import corpora, packaged
+from lipscope.models import checkpoints, corpora
 from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.load import ZOO
 from lipscope.models.text import Chunker, excerpt
@@ -122,7 +122,7 @@ def test_mpnet_is_put_together_from_its_parts(site: Path, tmp_path: Path) -> Non
     assert [r["estimate"] for r in handle.record(input_ids=ids).rows()] == pytest.approx(
         [r["estimate"] for r in own], rel=1e-5
     )
-    (directory,) = packaged.cache_directory().iterdir()
+    (directory,) = checkpoints.cache_directory().iterdir()
     assert sorted(p.name for p in directory.iterdir()) == sorted(p.name for p in (tmp_path / "saved").iterdir())
     assert json.loads((directory / "config.json").read_text())["model_type"] == "mpnet"
     before = (directory / "model.safetensors").stat().st_mtime_ns
@@ -237,14 +237,14 @@ def test_what_the_cache_holds_is_made_once_and_whole(tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        packaged.made_once("thing", interrupted)
-    assert list(packaged.cache_directory().iterdir()) == []
+        checkpoints.made_once("thing", interrupted)
+    assert list(checkpoints.cache_directory().iterdir()) == []
 
     def fill(directory: Path) -> None:
         (directory / "whole").write_text("whole")
 
-    assert [file.name for file in packaged.made_once("thing", fill).iterdir()] == ["whole"]
-    assert packaged.made_once("thing", interrupted) == tmp_path / "lipscope" / "thing"
+    assert [file.name for file in checkpoints.made_once("thing", fill).iterdir()] == ["whole"]
+    assert checkpoints.made_once("thing", interrupted) == tmp_path / "lipscope" / "thing"
 
 
 def test_a_converted_model_is_kept_or_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,17 +261,17 @@ def test_a_converted_model_is_kept_or_read_again(tmp_path: Path, monkeypatch: py
         read.append(path)
         return model, Words()
 
-    monkeypatch.setattr(packaged, "from_gguf", from_gguf)
-    monkeypatch.setattr(packaged, "auto_tokenizer", lambda directory: None)
+    monkeypatch.setattr(checkpoints, "from_gguf", from_gguf)
+    monkeypatch.setattr(checkpoints, "auto_tokenizer", lambda directory: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        loaded = packaged.smollm2("smollm2-135m", [file])
+        loaded = checkpoints.smollm2("smollm2-135m", [file])
         assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
     assert read == [file]
     # A cache that cannot be written: the file is read every time.
     (tmp_path / "blocked").write_text("a file where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
-    assert packaged.smollm2("smollm2-135m", [file]).model is model
+    assert checkpoints.smollm2("smollm2-135m", [file]).model is model
     assert read == [file, file]
 
 

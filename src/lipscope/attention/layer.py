@@ -61,19 +61,10 @@ class Layer(Protocol):
         """The same layer in another dtype or on another device."""
 
     def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
-        """The Jacobian at tokens X (B, n, d), in their dtype and on their device.
+        """The Jacobian at tokens X (B, n, d), in their dtype and on their device; one item per input, or per (input, head).
 
-        Args:
-            X: tokens; those before the normalisation for scope ``"norm+attention"``.
-            scope: ``"attention"`` (all heads and W_O), ``"head"`` (each head before W_O) or ``"norm+attention"``
-                (u ↦ attention(norm(u)), with X = u). A layer may refuse all but the first.
-            norm: the normalisation of scope ``"norm+attention"``.
-
-        Returns:
-            An operator with one item per input, or per (input, head).
-
-        Raises:
-            ValueError: when tokens, scope or norm do not fit the layer.
+        Scopes are ``"attention"`` (all heads and W_O), ``"head"`` (each head before W_O) and ``"norm+attention"``
+        (u ↦ attention(norm(u)), with X = u). A layer may refuse all but the first, and what does not fit it.
         """
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lipscope.cli.terminal import notice, print_table, progress_bar
 from lipscope.rounding import interval, round_down, round_up
 
 if TYPE_CHECKING:
-    from lipscope.bounds.bound_table import BoundTable
+    from lipscope.bounds.registry import BoundTable
     from lipscope.models.layer_bounds import LayerBounds
     from lipscope.studies.worst_case.growth_in_n import Growth
     from lipscope.studies.worst_case.tokens import TokenAttack
@@ -40,7 +40,7 @@ def bounds(
     found = find(source, target, seed=seed, text=text, say=say)
     if found.model is None:
         from lipscope.attention.io import load_tokens
-        from lipscope.bounds.bound_table import table
+        from lipscope.bounds.registry import table
 
         X = None if tokens is None else load_tokens(tokens)
         listed = table(found.part(head), X, radius, n)

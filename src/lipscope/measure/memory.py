@@ -214,11 +214,7 @@ def plan_memory(
 
 
 def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) -> MemoryPlan:
-    """The first (fastest) plan whose usual bases fit into ``limit`` bytes beside the rest, else whose fewest vectors do.
-
-    Raises:
-        MemoryError: when nothing fits.
-    """
+    """The first plan with usual bases within ``limit`` bytes, else the first with the fewest vectors, else a MemoryError."""
     for enough in (TYPICAL_VECTORS, FEWEST):
         for plan in plans:
             left = limit - plan.fixed

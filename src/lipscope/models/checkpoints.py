@@ -1,11 +1,24 @@
-"""Saved models from a directory or from the hub: safetensors only, pickles and foreign code only when allowed."""
+"""Saved models from a directory, from the hub or from installed packages, with pickles and foreign code only when allowed.
+
+A package is located through its metadata, and its files are read as data: none of its code is imported. Most hold a saved
+model as it is; Whisper's is a checkpoint of its first authors, with other names for the same tensors. MPNet is a zip file
+cut into five packages and SmolLM2 a quantised file that takes half a minute to read: both are put into the cache directory
+once, as saved models.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import socket
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,7 +26,7 @@ from urllib.parse import urlsplit
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -143,3 +156,152 @@ def _hub_is_reachable() -> bool:
             return True
     except OSError:
         return False
+
+
+def data_file(package: str, file: str) -> Path | None:
+    """A file of an installed distribution, found without importing it; None when absent. A ``==version`` is not compared."""
+    try:
+        path = Path(str(metadata.distribution(package.partition("==")[0]).locate_file(file)))
+    except metadata.PackageNotFoundError:
+        return None
+    return path if path.exists() else None
+
+
+def minilm(name: str, files: Sequence[Path]) -> Loaded:
+    """A saved model, as it is."""
+    directory = files[0].parent
+    return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
+
+
+def smollm2(name: str, files: Sequence[Path]) -> Loaded:
+    """A GGUF file, de-quantised by transformers the first time and kept as float32."""
+    import torch
+    import transformers
+
+    def save(directory: Path) -> None:
+        model, tokenizer = from_gguf(files[0])
+        with contextlib.redirect_stderr(io.StringIO()):  # saving draws one too
+            model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+    notes = ("weights de-quantised from 4 bits",)
+    try:
+        # Another transformers may de-quantise in another way: it gets a directory of its own.
+        directory = made_once(f"{name}-{files[0].stat().st_size}-transformers-{transformers.__version__}", save)
+    except OSError:  # nowhere to keep it
+        return Loaded(*from_gguf(files[0]), name, notes)
+    model = auto_model(directory, use_safetensors=True, dtype=torch.float32)
+    return Loaded(model, auto_tokenizer(directory), name, notes)
+
+
+def from_gguf(file: Path) -> tuple[Any, Any]:
+    """Model and tokenizer of a GGUF file, de-quantised to float32."""
+    import torch
+
+    # De-quantising draws a progress bar that transformers cannot be asked to leave out.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model: Any = auto_model(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # The weights are plain float32 now; transformers would still refuse to save a model that it calls quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, auto_tokenizer(file.parent, gguf_file=file.name)
+
+
+def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
+    """The encoder of a Whisper checkpoint in its first authors' layout; hears log-mel features, 1,500 tokens a window.
+
+    The file is a pickle, opened with ``weights_only=True``: it may hold tensors and plain values only, no code.
+    """
+    import torch
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    checkpoint = torch.load(files[0], map_location="cpu", weights_only=True)
+    dims = checkpoint["dims"]
+    config = WhisperConfig(
+        num_mel_bins=dims["n_mels"], d_model=dims["n_audio_state"], max_source_positions=dims["n_audio_ctx"],
+        encoder_layers=dims["n_audio_layer"], encoder_attention_heads=dims["n_audio_head"],
+        encoder_ffn_dim=4 * dims["n_audio_state"], vocab_size=dims["n_vocab"],
+    )  # fmt: skip
+    model: nn.Module = WhisperEncoder(config)
+    # Strict: a tensor too many or too few is an error, not a random weight.
+    model.load_state_dict(whisper_names(checkpoint["model_state_dict"]), strict=True)
+    return Loaded(model.eval(), None, name, ("weights stored in 16 bits",))
+
+
+_WHISPER_NAMES = {
+    "positional_embedding": "embed_positions.weight",
+    "blocks.": "layers.",
+    "attn_ln.": "self_attn_layer_norm.",
+    "mlp_ln.": "final_layer_norm.",
+    "attn.query.": "self_attn.q_proj.",
+    "attn.key.": "self_attn.k_proj.",
+    "attn.value.": "self_attn.v_proj.",
+    "attn.out.": "self_attn.out_proj.",
+    "mlp.0.": "fc1.",
+    "mlp.2.": "fc2.",
+    "ln_post.": "layer_norm.",
+}
+
+
+def whisper_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The encoder's tensors under the names that transformers gives them, in float32."""
+    renamed = {}
+    for name, tensor in state.items():
+        if not name.startswith("encoder."):
+            continue
+        new = name.removeprefix("encoder.")
+        for old, ours in _WHISPER_NAMES.items():
+            new = new.replace(old, ours)
+        renamed[new] = tensor.float()
+    return renamed
+
+
+def mpnet(name: str, files: Sequence[Path]) -> Loaded:
+    """A saved model inside a zip file that is spread over several packages."""
+    directory = assembled(name, files)
+    return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
+
+
+def assembled(name: str, parts: Sequence[Path]) -> Path:
+    """The directory with the saved model inside the zip file made up of the parts in order; unpacked once, into a cache."""
+
+    def unpack(directory: Path) -> None:
+        with tempfile.TemporaryFile(dir=directory) as joined:
+            for part in parts:
+                with part.open("rb") as piece:
+                    shutil.copyfileobj(piece, joined)
+            with zipfile.ZipFile(joined) as archive:
+                for member in archive.infolist():
+                    *folders, file = member.filename.split("/")
+                    if len(folders) == 1 and Path(file).suffix in (".json", ".txt", ".safetensors"):
+                        with archive.open(member) as source, (directory / file).open("wb") as out:
+                            shutil.copyfileobj(source, out)
+
+    # Another size of the parts is another file: it gets a directory of its own.
+    return made_once(f"{name}-{sum(part.stat().st_size for part in parts)}", unpack)
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A directory of the cache that ``make`` fills the first time; ``name`` says everything that its content depends on."""
+    target = cache_directory() / name
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside it and then renamed: a directory of that name is always whole.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        inside = Path(scratch) / "model"
+        inside.mkdir()
+        make(inside)
+        try:
+            inside.rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise another process was faster, with the same files
+                raise
+    return target
+
+
+def cache_directory() -> Path:
+    """Where lipscope keeps what it unpacked: ``$XDG_CACHE_HOME/lipscope`` or ``~/.cache/lipscope``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lipscope"

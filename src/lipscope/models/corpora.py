@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lipscope.models.packaged import data_file
+from lipscope.models.checkpoints import data_file
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lipscope.bounds.bound_table import BoundTable, table
+from lipscope.bounds.registry import BoundTable, table
 from lipscope.models.inputs import check_length, probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.recorded import norm_radius

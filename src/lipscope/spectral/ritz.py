@@ -18,11 +18,7 @@ _LEAST_EXPONENT, _ROUNDING, _NEWTON_STEPS = -80.0, 1e-12, 100
 class RitzPairs:
     """Singular values in the space of a recurrence, their vectors over its bases, and the residuals ‖Jᵀu − θv‖.
 
-    Args:
-        alpha: diagonals (B, k), or gains.
-        beta: superdiagonals (B, k), or lengths; the last one leads out of the space.
-        k: how many leading values are asked for.
-        one_sided: which of the two forms it is; there are no left bases then.
+    The last entry of ``beta`` (B, k) leads out of the space; of a one-sided recurrence there are no left vectors.
     """
 
     def __init__(self, alpha: Tensor, beta: Tensor, k: int, *, one_sided: bool = False) -> None:

@@ -39,12 +39,8 @@ class _Passage:
 class LayerGain:
     """Watches one layer: hooks on its projections and on W_O, and the largest gain since it was last asked.
 
-    Args:
-        host: the module around projections and W_O; its call begins a passage.
-        entries: the modules that take x.
-        out: the module that gives y.
-        batch_dim: which dimension of the tokens is the batch.
-        failed: called with an error inside a hook, which must not reach the backward pass of training.
+    A call of ``host`` begins a passage, the modules ``entries`` take x, ``out`` gives y. An error inside a hook goes to
+    ``failed``: it must not reach the backward pass of training.
     """
 
     def __init__(

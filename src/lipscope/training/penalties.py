@@ -148,10 +148,7 @@ def g_k(p: Tensor, k: int = 1) -> Tensor:
 def max_logit(scores: Tensor, visible: Tensor | None = None, *, limit: float = 0.0) -> Tensor:
     """Mean over heads and inputs of max(0, max_ij |s_ij| − limit)², over visible pairs.
 
-    Args:
-        scores: logits (B, H, n, n), with their scale, before a mask.
-        visible: True where query i sees key j, broadcastable; None for everywhere.
-        limit: logits up to this cost nothing.
+    ``scores`` (B, H, n, n) carry their scale, and no mask; ``visible``, broadcastable, is None for everywhere.
     """
     if limit < 0:
         raise ValueError(f"limit must not be negative, got {limit:g}")
