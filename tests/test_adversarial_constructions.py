@@ -13,8 +13,8 @@ import reference
 from lipscope.bounds import pairs
 from lipscope.bounds.pairs import matrices
 from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
+from lipscope.studies.worst_case.constructions import group_gain
 from lipscope.studies.worst_case.domain import ball, image
-from lipscope.studies.worst_case.grouped import group_gain
 
 ROTATION = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
 IDENTITY = torch.eye(2, dtype=torch.float64)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from lipscope.studies.mean_field import Ball, Empirical, Gaussian, GaussianMixture, Measure, Sphere, transport, wasserstein
-from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.transport import optimal_plan
 
 

@@ -16,8 +16,7 @@ from lipscope.report import Chart, draw
 from lipscope.runs import Store, expand
 from lipscope.runs.work import loaded_model
 from lipscope.studies.paper.cast import causal_bert, find_cast, masked, weights_of
-from lipscope.studies.paper.companion import plain_forward, power_loop, textbook_seconds
-from lipscope.studies.paper.differences import VARIANTS
+from lipscope.studies.paper.differences import VARIANTS, plain_forward, power_loop, textbook_seconds
 from lipscope.studies.paper.plan import FULL, MODES, paper_plan
 from paper_cases import TINY, tiny_zoo
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lipscope.report.server import ReportServer
-from lipscope.runs.progress import SweepProgress, read_progress
+from lipscope.report.server import ReportServer, SweepProgress, read_progress
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import run_plan
 from lipscope.runs.tasks import expand

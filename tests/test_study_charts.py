@@ -12,7 +12,7 @@ from chart_cases import assert_drawn_alike
 from lipscope.report.charts import Panel
 from lipscope.studies.charts import comparison_chart, growth_chart, history_chart, plateau_chart, tokens_chart
 from lipscope.studies.mean_field.attention import MeanFieldAttention
-from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.study import convergence_study
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.variants import compare, random_layer

@@ -26,7 +26,7 @@ from lipscope.bounds.sets import castin2024_meanfield, refined_unmasked
 from lipscope.report.palette import palette
 from lipscope.rounding import round_up, span
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, empirical_constant, local_constant
-from lipscope.studies.mean_field.laws import parse_law
+from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.study import PlateauStudy
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))

@@ -258,7 +258,7 @@ def _print_comparison(found: Comparison, name: str) -> None:
 
 
 def _law(text: str | None, dimension: int, tokens: Any) -> Any:
-    from lipscope.studies.mean_field.laws import Empirical, parse_law
+    from lipscope.studies.mean_field.measures import Empirical, parse_law
 
     if text == "tokens" or (text is None and tokens is not None):
         if tokens is None:

@@ -1,11 +1,11 @@
 from .attention import MeanFieldAttention as MeanFieldAttention
 from .attention import local_constant as local_constant
-from .laws import Ball as Ball
-from .laws import Empirical as Empirical
-from .laws import Gaussian as Gaussian
-from .laws import GaussianMixture as GaussianMixture
-from .laws import Sphere as Sphere
+from .measures import Ball as Ball
+from .measures import Empirical as Empirical
+from .measures import Gaussian as Gaussian
+from .measures import GaussianMixture as GaussianMixture
 from .measures import Measure as Measure
+from .measures import Sphere as Sphere
 from .pairs import empirical_constant as empirical_constant
 from .pairs import two_diracs as two_diracs
 from .study import convergence_study as convergence_study

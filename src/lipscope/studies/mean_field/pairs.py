@@ -24,8 +24,7 @@ from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.rounding import round_down, round_up
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
-from lipscope.studies.mean_field.laws import Ball
-from lipscope.studies.mean_field.measures import Measure
+from lipscope.studies.mean_field.measures import Ball, Measure
 from lipscope.studies.mean_field.transport import optimal_plan, resolution, wasserstein
 
 # Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.

@@ -24,8 +24,7 @@ from lipscope.rounding import round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
-from lipscope.studies.mean_field.laws import Law
-from lipscope.studies.mean_field.measures import Measure
+from lipscope.studies.mean_field.measures import Law, Measure
 from lipscope.studies.mean_field.pairs import set_bound
 from lipscope.studies.mean_field.transport import wasserstein
 from lipscope.studies.rows import Row, study_row

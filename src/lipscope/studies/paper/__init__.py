@@ -1,5 +1,5 @@
 """The experiments of the paper *How Smooth Is Attention?* and the estimator of its public scripts."""
 
-from lipscope.studies.paper.companion import companion_estimator
+from lipscope.studies.paper.differences import companion_estimator
 
 __all__ = ["companion_estimator"]

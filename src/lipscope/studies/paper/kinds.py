@@ -29,7 +29,7 @@ from lipscope.runs.registry import Measured, Pass, Row
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.paper.cast import chosen_layers, existing_scopes, weights_of
-from lipscope.studies.paper.companion import companion_estimator
+from lipscope.studies.paper.differences import companion_estimator
 from lipscope.studies.worst_case import construct, maximise
 
 REAL_TEXT = "lipscope.studies.paper.kinds:RealText"

@@ -30,7 +30,7 @@ from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
 from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_of
 from lipscope.studies.paper.charts import charts
-from lipscope.studies.paper.companion import textbook_seconds
+from lipscope.studies.paper.differences import textbook_seconds
 from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
 from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
 

@@ -3,7 +3,7 @@ from .ascent import maximise as maximise
 from .constructions import NAMES as NAMES
 from .constructions import Construction as Construction
 from .constructions import construct as construct
-from .grouped import grouped_sigma as grouped_sigma
+from .constructions import grouped_sigma as grouped_sigma
 from .growth_in_n import Growth as Growth
 from .growth_in_n import WorstInput as WorstInput
 from .growth_in_n import attack as attack
