@@ -244,7 +244,9 @@ def names() -> dict[str, str]:
              "Everything below is a name of the package: `import lipscope`, then `lipscope.local_lipschitz(…)`. Further "
              "names are in " + ", ".join(f"[`lipscope.{room}`](api-{room}.md)" for room in rooms) + "."]  # fmt: skip
     for title, group in groups.items():
-        parts += [f"## {title}", *(f"::: lipscope.{name}" for name in group)]
+        # Layers and normalisations share bases that are no names of the package.
+        shown = "\n    options:\n      inherited_members: true" if title == "Layers" else ""
+        parts += [f"## {title}", *(f"::: lipscope.{name}{shown}" for name in group)]
     pages = {"api.md": "\n\n".join(parts) + "\n"}
     for room, module in rooms.items():
         public = sorted((n for n in module.__all__ if not _is_module(module, n)), key=lambda n: (n[0].isupper(), n))
