@@ -93,8 +93,10 @@ class Panel:
         shown, limit = [], min(OUT_OF_SIGHT * self.highest, sys.float_info.max)
         for one in self.series:
             hidden = one.group == "bound" and len(one.y) > 0 and min(one.y) > limit
-            name = f"{one.name}: {_at_least(min(one.y))}" if hidden else one.name
-            shown.append(replace(one, name=name, x=(), y=(), hover=()) if hidden else one)
+            if hidden:
+                size = f"{round_down(min(one.y), 3)} or more" if math.isfinite(min(one.y)) else "infinite"
+                one = replace(one, name=f"{one.name}: {size}", x=(), y=(), hover=())
+            shown.append(one)
         return shown
 
     @cached_property
@@ -114,10 +116,6 @@ class Panel:
         """Number of the marker of a cloud: markers differ where there are a few clouds."""
         clouds = [one for one in self.drawn if one.look == "points"]
         return clouds.index(series) if series in clouds and 1 < len(clouds) <= _MARKERS else 0
-
-
-def _at_least(value: float) -> str:
-    return f"{round_down(value, 3)} or more" if math.isfinite(value) else "infinite"
 
 
 @dataclass(frozen=True)

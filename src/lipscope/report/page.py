@@ -146,7 +146,8 @@ def _run_words(run: Run) -> dict[str, Any]:
     )  # fmt: skip
     for label, column in named:
         values = sorted({str(row[column]) for row in run.rows if row.get(column)})
-        facts.append((label, _some(values) or "not recorded"))
+        more = f" and {len(values) - 6} more" if len(values) > 6 else ""
+        facts.append((label, ", ".join(values[:6]) + more or "not recorded"))
     for label, numbers in (
         ("failure probability δ", story.delta),
         ("relative tolerance", story.rtol),
@@ -232,10 +233,6 @@ def _views_command(run: Run) -> str:
 def _scopes_command(setting: Setting) -> str:
     words = ["lipscope", "sweep", "--model", setting.model or "MODEL", "--text", setting.text or "TEXT"]
     return shlex.join([*words, "--scope", "attention", "--scope", "norm+attention", "--scope", "attention+residual"])
-
-
-def _some(values: Sequence[str]) -> str:
-    return ", ".join(values[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
 
 
 def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -198,8 +198,11 @@ def _dots(setting: Setting, column: str, attribute: str) -> tuple[list[tuple[int
     """Layer, position, σ and words of every row; of every cell and length where there are too many rows."""
     rows = [row for row in setting.rows if row[column] is not None and row["estimate"] > 0]
     if len(rows) <= _MOST_POINTS:
-        words = [f"{_row_words(row)}, σ ≈ {number(row['estimate'])}" for row in rows]
-        dots = [(row["layer"], row[column], row["estimate"], text) for row, text in zip(rows, words, strict=True)]
+        dots = []
+        for row in rows:
+            head = "" if row["head"] is None else f", head {row['head']}"
+            words = f"layer {row['layer']}{head}, n = {row['n']}, input {row['input']}, σ ≈ {number(row['estimate'])}"
+            dots.append((row["layer"], row[column], row["estimate"], words))
         return dots, "one dot per measurement"
     return [
         (c.layer, getattr(p, attribute), p.median, f"{c.where}, n = {p.n}, median σ ≈ {number(p.median)}")
@@ -262,11 +265,6 @@ def _grid(cell: Cell) -> list[float]:
 
 def _point_words(p: Point) -> str:
     return f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
-
-
-def _row_words(row: dict[str, object]) -> str:
-    head = "" if row["head"] is None else f", head {row['head']}"
-    return f"layer {row['layer']}{head}, n = {row['n']}, input {row['input']}"
 
 
 def _listed(layer: int, layers: Sequence[int]) -> bool:

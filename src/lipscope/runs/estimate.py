@@ -81,7 +81,9 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
     from lipscope.runs.work import model_of, weight_bytes
 
     tasks = [task for job in jobs for task in job.tasks]
-    lengths = [sum(_seconds(task, rates) for task in job.tasks) for job in handed_out(jobs)]
+    lengths = [
+        sum(task.work.flops / rates.get(group_of(task), NOMINAL_RATE) for task in job.tasks) for job in handed_out(jobs)
+    ]
     seconds = max(sum(lengths) / workers, max(lengths, default=0.0))
     largest, memory = 0, 0
     weights: dict[str, int] = {}
@@ -166,7 +168,3 @@ def _fits_better(task: Task, than: Task, budget: float) -> bool:
     most = budget * NOMINAL_RATE
     mine, other = task.work.flops, than.work.flops
     return mine > other if mine <= most and other <= most else mine < other
-
-
-def _seconds(task: Task, rates: dict[Group, float]) -> float:
-    return task.work.flops / rates.get(group_of(task), NOMINAL_RATE)

@@ -301,10 +301,6 @@ def _refuse_unknown(given: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
 
 
-def _models(name: str, value: Any) -> tuple[ModelChoice, ...]:
-    return tuple(_model(given) for given in (value if isinstance(value, (list, tuple)) else (value,)))
-
-
 def _model(given: Any) -> ModelChoice:
     if isinstance(given, ModelChoice):
         return given
@@ -400,7 +396,7 @@ def _refuse_unwritable(where: str, value: Any) -> None:
 
 
 _COERCIONS: dict[str, Callable[[str, Any], Any]] = {
-    "models": _models,
+    "models": lambda name, value: tuple(map(_model, value if isinstance(value, (list, tuple)) else (value,))),
     **dict.fromkeys(("texts", "scopes", "quantities"), _strings),
     **dict.fromkeys(("layers", "heads"), _indices),
     "lengths": _lengths,

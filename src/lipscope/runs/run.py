@@ -294,7 +294,11 @@ def _from_store(path: Path, all_plans: bool) -> Run:
 def _from_files(path: Path, name: str) -> Run:
     try:
         text = path.read_text(encoding="utf-8")
-        rows = _from_csv(text) if path.suffix == ".csv" else json.loads(text)
+        if path.suffix == ".csv":
+            lines = csv.DictReader(text.splitlines())
+            rows = [{name: _value(name, cell) for name, cell in line.items()} for line in lines]
+        else:
+            rows = json.loads(text)
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} is neither a store nor the rows of a scan: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -315,10 +319,6 @@ def _beside(path: Path, name: str, default: Any) -> Any:
     if not isinstance(found, type(default)):
         raise ValueError(f"{file} is not what `lipscope scan --out` writes")
     return found
-
-
-def _from_csv(text: str) -> list[Row]:
-    return [{name: _value(name, cell) for name, cell in row.items()} for row in csv.DictReader(text.splitlines())]
 
 
 def _value(name: str, cell: str | None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from lipscope.models.load import ZOO
 from lipscope.models.model import Model
 from lipscope.runs.estimate import Work, task_work
-from lipscope.runs.plan import Block, Live, ModelChoice, Plan
+from lipscope.runs.plan import Block, ModelChoice, Plan
 from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
 from lipscope.runs.rows import digest
 from lipscope.runs.work import forget_models, loaded_model
@@ -96,7 +96,10 @@ def expand(plan: Plan) -> Expansion:
     for (choice, dtype), uses in wanted.items():
         for number, block, name in uses:
             try:
-                handle, fingerprint = _live(block.live) if block.live is not None else loaded_model(choice, dtype)
+                if block.live is None:
+                    handle, fingerprint = loaded_model(choice, dtype)
+                else:  # nothing outlives the process, so its weights need not be hashed
+                    handle, fingerprint = block.live.model, digest(["live", id(block.live.model)])
                 _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {name!r}")
                 _refuse_namesakes(names, handle, fingerprint)
                 jobs += _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
@@ -116,11 +119,6 @@ def handed_out(jobs: Iterable[Job]) -> list[Job]:
         parts = (dataclasses.replace(job, tasks=part) for part in _split(job.tasks))
         by_model.setdefault((job.fingerprint, job.dtype), []).extend(parts)
     return [job for same in by_model.values() for job in sorted(same, key=lambda job: -job.flops)]
-
-
-def _live(live: Live) -> tuple[Model, str]:
-    """A model in memory is itself: nothing outlives the process, so its weights need not be hashed."""
-    return live.model, digest(["live", id(live.model)])
 
 
 def _anywhere(choice: ModelChoice) -> ModelChoice:

@@ -56,7 +56,7 @@ def _fixed() -> dict[str, Any]:
     return {
         "versions": versions, "host": socket.gethostname(), "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(), "processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory(),
-        "blas": _blas(),
+        "blas": f"{'MKL' if torch.backends.mkl.is_available() else 'no MKL'}, {torch.backends.cpu.get_cpu_capability()}",
     }  # fmt: skip
 
 
@@ -73,11 +73,6 @@ def _memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return None
-
-
-def _blas() -> str:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{'MKL' if torch.backends.mkl.is_available() else 'no MKL'}, {capability}"
 
 
 class LoadedModel(NamedTuple):

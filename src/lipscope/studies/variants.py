@@ -282,6 +282,7 @@ def _measure(
             # Normalisations are steepest at the origin.
             starts["small"] = 0.01 * starts["inputs"][:1]
         worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts=starts, solver=solver).sigma
+    finite = [bound for bound in set_bounds(member, radius, n) if math.isfinite(bound.value)]
     return Kind(
         name=name,
         sigma=here,
@@ -291,13 +292,8 @@ def _measure(
         growth_n=growth({m: found.estimate for m, found in along_n.items()}),
         growth_radius=growth(along_R),
         worst=worst,
-        bounds=least_first(set_bounds(member, radius, n)),
+        bounds=tuple(sorted(finite, key=lambda bound: bound.value)),
     )
-
-
-def least_first(bounds: Sequence[Bound]) -> tuple[Bound, ...]:
-    """Finite bounds, sorted by value."""
-    return tuple(sorted((bound for bound in bounds if math.isfinite(bound.value)), key=lambda bound: bound.value))
 
 
 def growth(values: dict[Any, Tensor]) -> GrowthFit | None:
