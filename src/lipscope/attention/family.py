@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Full
 from lipscope.attention.sinkhorn import SinkhornAttention
 from lipscope.attention.variants import CosineAttention, L2Attention, QKNormAttention, SigmoidAttention, Variant
 
@@ -65,8 +66,6 @@ def family(
     layer: Attention, names: Sequence[str] = VARIANTS, options: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Attention | Variant]:
     """All kinds of attention with the weights of ``layer``; those that do not take its mask are left out."""
-    from lipscope.attention.masks import Full
-
     kept = [name for name in names if name != "sinkhorn" or isinstance(layer.mask, Full)]
     return {name: variant(name, layer, **(options or {}).get(name, {})) for name in kept}
 

@@ -79,7 +79,9 @@ def token_view(
         operator = copies[layer].operator(scope, analytic=False)
         matrix = _influence_by_columns(operator if head is None else HeadsOperator.of(operator, [head], at.heads))
     names = handle.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-    return TokenView([_readable(name) for name in names], result.token_energy, matrix, result, at.index, head)
+    # Byte-level tokenizers write a leading space as Ġ and a line break as Ċ.
+    readable = [name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\\n") for name in names]
+    return TokenView(readable, result.token_energy, matrix, result, at.index, head)
 
 
 def _influence_by_columns(operator: Operator) -> Tensor:
@@ -112,8 +114,3 @@ def _spectral_norms(blocks: Tensor) -> Tensor:
 
 def _digits(values: Tensor) -> list[float]:
     return [float(f"{value:.6g}") for value in values.tolist()]
-
-
-def _readable(token: str) -> str:
-    """Byte-level tokenizers write a leading space as Ġ and a line break as Ċ."""
-    return token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\\n")

@@ -205,7 +205,10 @@ class Monitor:
         try:
             self.model, self._compiled = unwrapped(model)
             self._prepare()
-            self._capture_first_batch()
+            if probe is None:
+                # The inputs of the model's first call become the probe batch.
+                hook = OwnHook(self.model, self._keep_batch)
+                self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
         except Exception as error:
             self.model = model
             self.switch_off(error)
@@ -341,12 +344,6 @@ class Monitor:
                 f"no backward bound for layers {', '.join(map(str, without))}: what comes through attention cannot be told "
                 "from the rest of the gradient there"
             )
-
-    def _capture_first_batch(self) -> None:
-        """Keep the inputs of the model's first call as the probe batch, unless one is given."""
-        if self._batch is None:
-            hook = OwnHook(self.model, self._keep_batch)
-            self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._capture is None:

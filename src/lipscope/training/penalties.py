@@ -208,13 +208,7 @@ def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tenso
         left, right = top_pair(AttentionOperator.at(layer, batched), solver)
         return layer.bilinear(batched, left, right)
     with evaluating(attention if isinstance(attention, nn.Module) else None):
-        return sigma_of_map(_batched(attention, X), batched, solver)
-
-
-def _batched(function: Variant | TensorMap, X: Tensor) -> TensorMap:
-    if X.ndim == 3:
-        return function
-    return lambda x: function(x[0])[None]
+        return sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
 
 
 @contextmanager

@@ -142,14 +142,10 @@ def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Ten
         old, found = getattr(before, name), getattr(after, name)
         if old is None:
             continue
-        expected = old * _per_row(factors, old)
+        each = factors.to(old).repeat_interleave(old.shape[0] // factors.shape[0])
+        expected = old * (each[:, None] if old.ndim == 2 else each)
         if not torch.allclose(expected, found, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
             raise RuntimeError(f"{where}: rescaling the rows of W_Q and W_K did not rescale its queries and keys")
-
-
-def _per_row(factors: Tensor, rows: Tensor) -> Tensor:
-    each = factors.to(rows).repeat_interleave(rows.shape[0] // factors.shape[0])
-    return each[:, None] if rows.ndim == 2 else each
 
 
 def _matrices(layer: Layer) -> Iterator[tuple[nn.Parameter, nn.Parameter | None, bool]]:
