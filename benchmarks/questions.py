@@ -87,6 +87,13 @@ def answers() -> list[str]:
         ratio = {row["method"]: row["ratio"] for row in layer if (row["mask"], row["n"]) == (mask, n)}
         names = ("textbook loop", "SciPy svds over autograd", "power iteration, lipscope's products")
         lines.append(f"| {mask} | {n} | " + " | ".join(ratio[name] for name in names) + " |")
+    work = {row["what"]: row for row in tables(section("work_per_row"))[0]}
+    now, spent = work["now over before"], work["CPU seconds"]
+    lines += [
+        "",
+        f"Loading `gpt2-mini` with its self-tests takes {spent['loading']} s of CPU time, {now['loading']} of what it took "
+        f"before the source was rearranged; one row of one layer after that {spent['one row']} s, {now['one row']} of it.",
+    ]
     return lines
 
 

@@ -1,31 +1,34 @@
-"""How much work one row takes: model passes, replays, validations, and CPU time of loading and of a scan.
+"""How much work one row takes: seam, replays, validations, and CPU time of loading and of one row; against another version.
 
-    python benchmarks/work_per_row.py [--seconds]
+    python benchmarks/work_per_row.py [--against OTHER/src] [--write docs/performance-log.md]
 
-Counts how often functions of the package are entered while ``gpt2-mini`` is loaded and while one row of one layer is
-measured, and with ``--seconds`` their CPU time (least of five, one thread). The functions are counted by their names, so the
-script runs on any version of the source: ``PYTHONPATH=other/src python benchmarks/work_per_row.py`` compares.
+``gpt2-mini`` is loaded, and one row of its layer 0 is measured at 16 tokens of ``python-docs``. Functions are counted by
+their names, so that any version of the source can be counted; with ``--against`` both versions run in turns, each in a
+process of its own on one thread, and the least CPU seconds of all turns are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
-
-import lipscope
+from sections import write_section
 
 # What is counted: the function's name, and the end of the file it stands in where the name alone is not enough.
 COUNTED = {
-    "seam put up": ("using_seam", "seam.py"),
-    "modules replayed": ("__call__", "capture.py"),
+    "model put onto the seam": ("using_seam", "seam.py"),
+    "module calls replayed": ("__call__", "capture.py"),
+    "of these up to the attention core": ("core_call", ""),
     "layers validated": ("validate", "validation.py"),
-    "core calls watched": ("core_call", ""),
 }
+TURNS, REPEATS = 3, 5
 
 
 def counting(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
@@ -49,21 +52,22 @@ def counting(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
     return counts, result
 
 
-def cpu(work: Callable[[], Any], repeats: int = 5) -> float:
+def cpu(work: Callable[[], Any]) -> float:
     """Least CPU seconds of several runs."""
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         start = time.process_time()
         work()
         times.append(time.process_time() - start)
     return min(times)
 
 
-def main() -> None:
-    """Print the counts, and the seconds when asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", action="store_true")
-    seconds = parser.parse_args().seconds
+def measured() -> dict[str, Any]:
+    """Counts and seconds of the version on the path."""
+    import torch
+
+    import lipscope
+
     torch.set_num_threads(1)
 
     def load() -> Any:
@@ -75,11 +79,61 @@ def main() -> None:
     row(load())  # reads the text and warms up
     loading, model = counting(load)
     first, _ = counting(lambda: row(model))
-    for name in COUNTED:
-        print(f"{name:24} loading {loading[name]:5g}   first row {first[name]:5g}")
-    if seconds:
-        models = iter([load() for _ in range(5)])
-        print(f"{'CPU seconds':24} loading {cpu(load):.3f}   first row {cpu(lambda: row(next(models))):.3f}")
+    models = iter([load() for _ in range(REPEATS)])
+    seconds = {"loading": cpu(load), "row": cpu(lambda: row(next(models)))}
+    return {"loading": loading, "row": first, "seconds": seconds}
+
+
+def in_a_process(source: str | None) -> dict[str, Any]:
+    """The same of another version, or of this one."""
+    environment = os.environ | ({"PYTHONPATH": source} if source else {})
+    command = [sys.executable, __file__, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def lines(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """The section: counts, and seconds as ratios where there is another version."""
+    header = ["what", "loading", "one row", *(["loading before", "one row before"] if theirs else [])]
+    rows = [[name, *(f"{run[0][part][name]:g}" for run in (ours, theirs) if run for part in ("loading", "row"))]
+            for name in COUNTED]  # fmt: skip
+    best = [
+        {part: min(run["seconds"][part] for run in runs) for part in ("loading", "row")} for runs in (ours, theirs) if runs
+    ]
+    rows.append(["CPU seconds", *(f"{seconds[part]:.3f}" for seconds in best for part in ("loading", "row"))])
+    if theirs:
+        ratio = {part: best[0][part] / best[1][part] for part in ("loading", "row")}
+        rows.append(["now over before", *(f"{ratio[part]:.2f}" for part in ("loading", "row")), "", ""])
+    table = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    about = (
+        "Written by `benchmarks/work_per_row.py`: `gpt2-mini` is loaded with its self-tests, and one row of layer 0 is "
+        "measured at 16 tokens of `python-docs`, tokenising included; CPU seconds on one thread, the least of all turns."
+    )
+    before = " *Before*: the version before the source was rearranged (69fea5b), in turns in the same run." if theirs else ""
+    return ["## The work of one row", "", about + before, "", *table]
+
+
+def main() -> None:
+    """Count, compare, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", help="source tree of another version")
+    parser.add_argument("--write", type=Path, help="page whose section is replaced")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.json:
+        print(json.dumps(measured()))
+        return
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    for _ in range(TURNS):
+        ours.append(in_a_process(None))
+        if asked.against:
+            theirs.append(in_a_process(asked.against))
+    section = lines(ours, theirs)
+    print("\n".join(section))
+    if asked.write:
+        write_section(asked.write, "benchmarks/work_per_row.py", section)
 
 
 if __name__ == "__main__":
