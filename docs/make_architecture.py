@@ -1,4 +1,4 @@
-"""Draw docs/architecture.svg: the rooms of the source, and which way they import.
+"""Draw docs/architecture.svg, the rooms of the source and which way they import, and list every file in architecture.md.
 
     python docs/make_architecture.py
 
@@ -85,7 +85,10 @@ def drawing() -> str:
         if name in TOP:
             for start, end in ((y, y - 2 * STEP + HEIGHT + 2), (y + HEIGHT, y + 2 * STEP - 2)):
                 parts.append(f'<path d="M{middle},{start} V{end}" class="arrow" marker-end="url(#head)"/>')
-    note = "An arrow means: imports. A room imports rooms below it, leaves import any room, only cli imports leaves."
+    note = (
+        "An arrow means: imports. A room imports rooms below it; studies, training and cli import any room; only cli "
+        "imports studies and training."
+    )
     parts.append(f'<text x="{LEFT}" y="{bottom + 12}" class="words">{escape(note)}</text>')
     style = (
         "text{font-family:system-ui,sans-serif;fill:#1a1a1a}.name{font-size:14px;font-weight:600}.words{font-size:12px}"
@@ -106,5 +109,27 @@ def drawing() -> str:
     )
 
 
+def every_file() -> str:
+    """The files of every room with the first sentence of their docstrings."""
+    parts = []
+    for room in (*ROOMS, *LEAVES, *TOP):
+        parts += [f"### {room}/", ""]
+        for path in sorted((SOURCE / room).rglob("*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            if path.name != "__init__.py":
+                first = " ".join(text.split("\n\n")[0].split())
+                parts.append(f"- `{path.relative_to(SOURCE)}`: {first}")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def write_list(page: Path) -> None:
+    """Put the list between the page's marks."""
+    begin, end = "<!-- begin docs/make_architecture.py -->", "<!-- end docs/make_architecture.py -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(f"{before}{begin}\n{every_file()}{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
 if __name__ == "__main__":
     (HERE / "architecture.svg").write_text(drawing(), encoding="utf-8")
+    write_list(HERE / "architecture.md")

@@ -68,7 +68,7 @@ def concept(name: str, *writes: str, script: str | None = None, follows: tuple[s
 BENCHMARKS = ("local_lipschitz", "scan", "long_context", "model_scan", "cost_model", "experiments", "monitor", "goals")
 PAGES = (
     Page("reference", "docs/make_reference.py", ("docs/reference",)),
-    Page("architecture", "docs/make_architecture.py", ("docs/architecture.svg",)),
+    Page("architecture", "docs/make_architecture.py", ("docs/architecture.md", "docs/architecture.svg")),
     Page("overview", "docs/make_overview.py", ("docs/overview.svg",)),
     concept("certificates", "certificates.md", "certificates.svg"),
     concept("growth", "growth.md", "growth.svg"),

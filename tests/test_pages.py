@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import make_architecture
 import pages
 
 
@@ -20,6 +21,11 @@ def test_every_script_that_makes_pages_is_known() -> None:
     known = {page.script for page in pages.PAGES}
     made = {str(path.relative_to(pages.ROOT)) for path in (pages.ROOT / "docs").rglob("make_*.py")}
     assert made <= known, f"docs/pages.py does not know {', '.join(sorted(made - known))}"
+
+
+def test_the_architecture_lists_every_file() -> None:
+    page = (pages.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert make_architecture.every_file() in page, "python docs/pages.py --all architecture"
 
 
 def test_older_scripts_and_edited_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
