@@ -204,3 +204,22 @@ def test_the_how_to_explains_every_column() -> None:
     page = (Path(__file__).parent.parent / "docs" / "how-to" / "scan-your-model.md").read_text(encoding="utf-8")
     for name, meaning in COLUMNS.items():
         assert f"| `{name}` | {meaning} |" in page
+
+
+def test_a_fresh_recording_looks_at_the_normalisation_again() -> None:
+    model = FAMILIES["gpt2"]()
+    handle = lipscope.load(model)
+    before = handle.record(input_ids=IDS).rows(layers=[1])[0]["radius_norm"]
+    with torch.no_grad():
+        handle.layers[1].norm.weight.mul_(10)
+    rows = handle.record({"input_ids": IDS}, fresh=True).rows(layers=[1])
+    assert all(row["radius_norm"] >= row["radius_max"] * (1 - 1e-6) for row in rows)
+    assert rows[0]["radius_norm"] > 5 * before
+
+
+def test_who_sees_whom_is_counted_at_the_length_that_was_asked_for() -> None:
+    weights = torch.eye(3, dtype=torch.float64)
+    layer = lipscope.Attention(weights, weights, weights, mask=torch.ones(5, 5, dtype=torch.bool).tril())
+    assert lipscope.bounds.evaluate("refined.visibility", layer, radius=1.0, n=5).value > 0
+    with pytest.raises(ValueError, match="mask tensor is for n = 5 tokens"):
+        lipscope.bounds.evaluate("refined.visibility", layer, radius=1.0, n=7)

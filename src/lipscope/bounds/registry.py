@@ -112,14 +112,16 @@ def set_bounds(layer: Attention | Variant, radius: float, n: int, sources: Seque
 def least(source: str, layer: Attention | Variant, radius: float, n: int) -> float | None:
     """The least set bound of a source for n tokens of norm at most ``radius``; None when it has none for this layer.
 
-    Where a closed form gives the same number, the form that looks at the whole mask is left out.
+    Where a closed form gives the same number, the form that looks at the whole mask is left out. That form takes a layer
+    made for one length at that length: n may be the number of its real tokens, and padding neither sees nor is seen.
     """
     kind = mask_kind(layer)
+    made = additive_length(layer) or n
     values = [
         bound.value
         for entry in _holding(layer)
         if entry.source == source and kind not in entry.superseded and "x" not in entry.needs
-        for bound in entry.at(layer, radius=radius, n=n)
+        for bound in entry.at(layer, radius=radius, n=made if entry.superseded else n)
     ]
     return min(values, default=None)
 

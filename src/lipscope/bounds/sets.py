@@ -33,7 +33,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.bounds.bound import CASTIN, OURS, Bound, bound
-from lipscope.bounds.constants import Constants, HeadConstants, additive_length
+from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.weights import layer_weights, spectral, triangle
 
 _NEWHOUSE = "Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338, 2025"
@@ -105,11 +105,10 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
 def refined_visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLike = None) -> Bound:
     """The bound ρ√κ + νβ with κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}), m_i the number of keys row i sees; any mask.
 
-    Frobenius norms, tokens in B_R. Ours. ``mask`` is by default the layer's own; a layer made for one length is taken at
-    that length whatever n, as padding neither sees nor is seen.
+    Frobenius norms, tokens in B_R. Ours. ``mask`` is by default the layer's own.
     """
-    if isinstance(layer, Attention):
-        mask, n = (layer.mask if mask is None else mask), additive_length(layer) or n
+    if isinstance(layer, Attention) and mask is None:
+        mask = layer.mask
     rule, constants = as_mask(mask), Constants.of(layer, n)
     ranges = sorted({c.half_range(radius) for c in (*constants.image, *constants.plain)})
     columns = dict(zip(ranges, _largest_columns(rule, n, ranges), strict=True))

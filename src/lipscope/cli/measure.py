@@ -34,6 +34,7 @@ def scan(
     text: opt.Text = "python-docs",
     layers: opt.Layers = "all",
     per_head: opt.PerHead = False,
+    head: opt.HeadChoice = None,
     lengths: opt.Lengths = "16:128:log",
     inputs: opt.Inputs = 4,
     scope: opt.Scope = None,
@@ -58,7 +59,8 @@ def scan(
     from lipscope.spectral.solvers import Auto
 
     chosen = indices("layers", layers)
-    what = scope or ("head" if per_head else "attention")
+    heads = per_head if head is None else indices("head", head) or True
+    what = scope or ("head" if heads else "attention")
     # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
     cheap = out is not None and not pack and what in ("head", "attention")
     looks = (3 if cheap else 0) if views is None else views
@@ -73,7 +75,7 @@ def scan(
             handle,
             text,
             layers=chosen,
-            heads=per_head,
+            heads=heads,
             lengths=lengths,
             inputs=inputs,
             scope=scope,
@@ -86,7 +88,8 @@ def scan(
             progress=progress,
         )
     if out is not None:
-        asked = {"text": text, "layers": layers, "per_head": per_head, "lengths": lengths, "inputs": inputs, "scope": scope}
+        asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
+        asked |= {"scope": scope}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
     if as_json:

@@ -58,7 +58,7 @@ def local_lipschitz(
             within a small ``memory``) from strips of rows, in memory that grows like n. None: when that is estimated to
             cost no more than the measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
-            ``attention.memory.plan_memory`` for what is done to keep to it.
+            ``measure.memory.plan_memory`` for what is done to keep to it.
 
     Returns:
         A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a

@@ -150,11 +150,17 @@ class Model:
             self._known[index] = attention
         return self._known[index]
 
-    def normalisation(self, layer: Layer, like: Tensor) -> Normalisation | None:
-        """The LayerNorm or RMSNorm whose output attention sees, or None; ``like`` has the width and dtype of its tokens."""
+    def normalisation(self, layer: Layer, like: Tensor, *, fresh: bool = False) -> Normalisation | None:
+        """The LayerNorm or RMSNorm whose output attention sees, or None.
+
+        Args:
+            layer: one of the model's.
+            like: a tensor with the width and dtype of its tokens.
+            fresh: its weights may have changed since it was looked at.
+        """
         if layer.norm is None:
             return None
-        if layer.norm not in self._norms:
+        if fresh or layer.norm not in self._norms:
             with replaying(self.model):
                 self._norms[layer.norm] = normalisation_of(layer.norm, like)
         return self._norms[layer.norm]

@@ -163,10 +163,10 @@ class RecordedLayer:
         # An additive mask whose finite part is zero everywhere is no bias.
         return dataclasses.replace(found, bias=None).with_mask(self.layer.mask)
 
-    @property
+    @cached_property
     def norm(self) -> Normalisation | None:
         """The LayerNorm or RMSNorm whose output attention sees, or None; it bounds every token's norm."""
-        return self.model.normalisation(self.layer, self.call.tokens)
+        return self.model.normalisation(self.layer, self.call.tokens, fresh=self.recorded.fresh)
 
     @cached_property
     def norm_before(self) -> Normalisation | None:

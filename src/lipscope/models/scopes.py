@@ -37,7 +37,7 @@ def scope_tokens(layer: Layer, recording: Recording, scope: str) -> Tensor:
 def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, layers: list[Layer]) -> TensorMap:
     """The map of ``scope`` around ``layer``, batch first, with everything else as recorded.
 
-    Scope ``head`` gives all heads, (B, n, H·dv); see ``head_operator``. Scope ``model`` starts at the first layer.
+    Scope ``head`` gives all heads, (B, n, H·dv); see ``HeadsOperator``. Scope ``model`` starts at the first layer.
     """
     host, block = recording.hosts[layer.index], recording.blocks[layer.index]
     match scope:
