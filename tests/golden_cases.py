@@ -47,7 +47,7 @@ def with_bytes(name: str, dtype: torch.dtype | None) -> Any:
 
 
 def sweep_rows(directory: Path) -> list[dict[str, Any]]:
-    """68 tasks: every scope, packed inputs, heads, windows, soft-caps, sinks, relative positions, both dtypes."""
+    """62 tasks: every scope, packed inputs, heads, windows, soft-caps, sinks, relative positions, both dtypes."""
     from lipscope.runs import Plan, Store, run_plan
     from lipscope.runs.plan import Block, ModelChoice
 
