@@ -5,7 +5,6 @@ Its certified upper end is a closed form at the same tokens, deterministic, ente
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,10 +134,7 @@ def sigma(
     result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
     if X is not None:
         result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
-    if shape is None:
-        return result
-    known = math.prod(size for size in shape if size != -1)
-    return reshape_batch(result, tuple(operator.batch // known if size == -1 else size for size in shape))
+    return result if shape is None else reshape_batch(result, shape)
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class RecordedLayer:
             solver,
             scope=scope,
             mask=self.mask,
-            shape=(-1,) if chosen is None else (-1, len(chosen)),
+            shape=None if chosen is None else (operator.batch // len(chosen), len(chosen)),
             layer=self.attention if known else None,
             X=self.tokens(scope),
             norm=self.norm_before if known and scope == "norm+attention" else None,
@@ -306,7 +306,7 @@ SOURCES = ("refined", "castin2024")
 def layer_rows(layer: RecordedLayer, scope: str, *, first_input: int = 0, **how: Any) -> list[dict[str, Any]]:
     """Rows of one layer with the columns of ``COLUMNS``; ``how`` goes to ``RecordedLayer.sigma``."""
     model, real = layer.model, layer.recorded.real
-    looked_at = scope in ("head", "attention", "norm+attention")
+    looked_at = scope in LAYER_SCOPES
     if looked_at:
         layer.observe()
     start = time.perf_counter()

@@ -105,7 +105,7 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
 def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Tensor:
     """The upper end of σ of every head (H,) with its scores times ``gamma``, the largest over the inputs."""
     operator = with_scores_times(layer, gamma).operator(X, "head")
-    upper: Tensor = sigma(operator, solver, scope="head", shape=(-1, layer.heads)).upper
+    upper: Tensor = sigma(operator, solver, scope="head", shape=(operator.batch // layer.heads, layer.heads)).upper
     return upper.amax(0).cpu()
 
 
