@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import lipscope
 from lipscope.bounds import pairs, sets, softmax_jacobian
-from lipscope.bounds.constants import Constants
+from lipscope.bounds.constants import Constants, HeadConstants
 
 positive = st.floats(0.0, 30.0)
 lengths = st.integers(1, 5000)
@@ -57,13 +58,41 @@ def test_infinite_length_is_the_limit():
     assert math.isinf(sets.castin2024_meanfield(Constants.of_norms(1.0, 1e6), 1.0).value)
 
 
-def test_the_causal_column_sum_beyond_the_summed_head():
-    """The integral that replaces the tail is from above, and within one term."""
-    layer, n = Constants.of_norms(1.0, 4.0), 150_000
-    exact = math.sqrt(float((1 / (1 + math.exp(-8) * torch.arange(n, dtype=torch.float64))).sum())) * math.hypot(1, 4) + 4
-    ours = sets.causal_column_sum(n, 4.0)
-    assert exact <= math.sqrt(ours) * math.hypot(1, 4) + 4
-    assert sets.refined_masked(layer, 1.0, n).value <= exact * (1 + 1e-6)
+def exact_column_sum(n, h):
+    """Σ_{i<n} 1/(1 + iq), q = e^{−2h}, by the digamma function with more digits than q has zeros."""
+    with mpmath.workdps(60 + int(2 * h)):
+        q = mpmath.exp(-2 * mpmath.mpf(h))
+        return (mpmath.digamma(n + 1 / q) - mpmath.digamma(1 / q)) / q
+
+
+@pytest.mark.parametrize(
+    "h", [0.0, 0.3, 2.0, 4.0, 5.7, 8.0, 11.5, 14.0, 17.0, 18.4, 20.0, 25.0, 30.0, 40.0, 345.0, 372.5, 700.0, 1e4]
+)
+def test_the_causal_column_sum_keeps_its_digits_at_every_length(h):
+    """From above, and exact to a few digits of the last place, from no decay at all to q = e^{−2h} = 0 in floating point."""
+    for n in (1, 2, 99_999, 100_000, 100_001, 150_000, 10**6, 3 * 10**8, 10**12):
+        exact = exact_column_sum(n, h) if h <= 700 else n
+        assert 0 <= sets.causal_column_sum(n, h) / exact - 1 <= 5e-12, (n, h)
+
+
+@pytest.mark.parametrize("n", [10**5, 10**6, 4 * 10**6])
+def test_long_causal_inputs_reach_the_square_root_of_n(n):
+    """Where one key outweighs all others in every row, a column of P is all ones: σ = √n, or more with A ≠ 0."""
+    range_80 = HeadConstants(value=1.0, interaction=0.0, score_range=80.0)
+    column = math.sqrt(float((1 / (1 + math.exp(-80) * torch.arange(n, dtype=torch.float64))).square().sum()))
+    assert column == pytest.approx(math.sqrt(n))
+    assert column <= sets.refined_masked(Constants((range_80,), (range_80,)), 1.0, n).value <= column * (1 + 1e-9)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    worst = pairs.PlainHead(-30 * one, one, causal=True).gain(-one[0], one[0], n)
+    assert worst >= 0.9 * math.sqrt(n)
+    assert worst <= sets.refined_masked(Constants.of_norms(1.0, 30.0), 1.0, n).value
+
+
+def test_a_head_without_values_has_the_constant_zero():
+    """Also where e^{2h} overflows and for every n at once: 0·∞ is 0 here."""
+    silent = Constants.of_norms(0.0, 800.0)
+    for bound in (sets.castin2024_meanfield, sets.refined_unmasked, sets.refined_masked):
+        assert bound(silent, 1.0).value == 0.0
 
 
 def uniform(V, mask=None):

@@ -63,7 +63,7 @@ def castin2024_meanfield(layer: Attention | Constants, radius: float) -> Bound:
 
     def head(c: HeadConstants) -> float:
         inner = c.value + c.nu(radius) * (2 * c.alpha(radius)) + c.queries(radius)
-        return inner * exp(2 * c.half_range(radius))
+        return times(inner, exp(2 * c.half_range(radius)))
 
     value = Constants.of(layer).combine(head)
     return _bound("castin2024.meanfield", value, radius, None, "unmasked", f"{CASTIN}, Theorem 3.5")
@@ -80,7 +80,7 @@ def refined_unmasked(layer: Attention | Constants, radius: float, n: float = mat
     def head(c: HeadConstants) -> float:
         h = c.half_range(radius)
         column = exp(2 * h) if math.isinf(n) else n / (1 + (n - 1) * exp(-2 * h))
-        return c.mean_and_keys(radius) * math.sqrt(column) + c.queries(radius)
+        return times(c.mean_and_keys(radius), math.sqrt(column)) + c.queries(radius)
 
     return _bound("refined.unmasked", _combined(layer, n, head), radius, n, "unmasked")
 
@@ -95,8 +95,8 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
 
     def head(c: HeadConstants) -> float:
         h = c.half_range(radius)
-        free = (c.value + 2 * c.nu(radius) * c.alpha(radius)) * causal_norm(h)
-        return min(c.mean_and_keys(radius) * math.sqrt(causal_column_sum(n, h)), free) + c.queries(radius)
+        free = times(c.value + 2 * c.nu(radius) * c.alpha(radius), causal_norm(h))
+        return min(times(c.mean_and_keys(radius), math.sqrt(causal_column_sum(n, h))), free) + c.queries(radius)
 
     return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask")
 
@@ -215,15 +215,21 @@ def causal_column_sum(n: float, h: float) -> float:
     q = exp(-2 * h)
     head = min(int(n), 100_000)
     total = float((1 / (1 + q * torch.arange(head, dtype=torch.float64))).sum())
-    # The tail by the integral of a decreasing function, from above; equal to the sum up to one term.
+    # The tail from above: a convex function is at most its mean over an interval around the place. log1p keeps all digits
+    # when (n − head)q is small, and the sum is n when q vanishes.
     if n > head:
-        total += (n - head) if q == 0 else math.log((1 + (n - 1) * q) / (1 + (head - 1) * q)) / q
+        total += math.log1p((n - head) * q / (1 + (head - 0.5) * q)) / q if q else n - head
     return total * (1 + 1e-12)
 
 
 def exp(x: float) -> float:
     """e^x, infinite instead of an overflow error."""
     return math.exp(x) if x < 700 else math.inf
+
+
+def times(x: float, y: float) -> float:
+    """x·y, and 0 for 0·∞: a head without values moves nothing, however sharp it is."""
+    return x * y if x else 0.0
 
 
 # Rows of a mask looked at together.
