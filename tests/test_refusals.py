@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import lipscope
+from lipscope.cli.main import app
+from lipscope.models.checkpoints import mark_drawn
+from lipscope.studies.paper.cast import causal_bert
 from model_families import FAMILIES
 
 
@@ -31,6 +39,89 @@ def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         lipscope.load(tmp_path)
+
+
+def without(directory: Path, *left_out: str, shapes: Sequence[str] = ()) -> Path:
+    """A saved model whose file lacks some tensors and holds others in another shape."""
+    file = directory / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not any(part in name for part in left_out)}
+    kept |= {name: tensor[..., :1].contiguous() for name, tensor in kept.items() if any(part in name for part in shapes)}
+    save_file(kept, file, metadata={"format": "pt"})
+    return directory
+
+
+def test_weights_that_the_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    """They would be random numbers, others in every run: σ of them is refused, and the tensors are named."""
+    one = without(saved(tmp_path / "one"), "layer.1.attention.self.query.weight")
+    with pytest.raises(ValueError, match=r"^1 tensor .* encoder\.layer\.1\.attention\.self\.query\.weight \(missing\)"):
+        lipscope.load(one)
+    every = without(saved(tmp_path / "every"), "e")
+    with pytest.raises(ValueError, match=r"^37 tensors .* embeddings\.LayerNorm\.bias \(missing\), .* and 33 more"):
+        lipscope.load(every, dtype=torch.float64)
+    with pytest.raises(ValueError, match="37 tensors"):
+        causal_bert(str(every))
+    shape = without(saved(tmp_path / "shape"), shapes=["layer.0.output.dense.weight"])
+    with pytest.raises(ValueError, match=r"layer\.0\.output\.dense\.weight \(stored as \(16, 1\), needed as \(16, 24\)\)"):
+        lipscope.load(shape)
+    done = CliRunner().invoke(app, ["scan", str(one), "--lengths", "4", "--inputs", "1"])
+    assert done.exit_code == 2
+    assert "would be random numbers" in done.output
+
+
+def test_an_expert_that_no_token_reached(tmp_path: Path) -> None:
+    """It is used at other tokens, as the experts beside it are at these."""
+    config = transformers.MixtralConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
+        vocab_size=50, num_local_experts=8,
+    )  # fmt: skip
+    transformers.MixtralModel(config).save_pretrained(tmp_path)
+    assert len(lipscope.load(tmp_path).layers) == 1
+    with pytest.raises(ValueError, match=r"mlp\.experts\.down_proj"):
+        lipscope.load(without(tmp_path, "experts.3"))
+
+
+class _Sparse(torch.nn.Module):
+    """A layer with two experts of which the first serves every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.experts[0](self.layer(x))
+        y = self.norm(y.transpose(1, 2)).transpose(1, 2)
+        return y, self.head(y)
+
+
+@pytest.mark.parametrize(("name", "used"), [("experts.1.bias", True), ("norm.running_var", True), ("head.weight", False)])
+def test_what_counts_as_used(name: str, used: bool) -> None:
+    module = _Sparse().eval()
+    mark_drawn(module, {name: "missing"})
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")) if used else nullcontext():
+        lipscope.load(module)
+
+
+def test_heads_that_are_not_measured_may_be_missing(tmp_path: Path) -> None:
+    """A base model from the checkpoint of a task and the reverse, tied weights, encoder–decoder models: no false alarm."""
+    assert len(lipscope.load(without(saved(tmp_path / "pooler"), "pooler.")).layers) == 2
+    assert len(lipscope.load(without(saved(tmp_path / "shape"), shapes=["pooler.dense.weight"])).layers) == 2
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 50}
+    transformers.BertForMaskedLM(transformers.BertConfig(**small)).save_pretrained(tmp_path / "task")
+    assert len(lipscope.load(tmp_path / "task").layers) == 2
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "tied")
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    assert len(lipscope.load(tmp_path / "tied").layers) == 2
+    for kind in (transformers.AutoModelForMaskedLM, transformers.AutoModelForSequenceClassification):
+        assert len(lipscope.load(kind.from_pretrained(tmp_path / "pooler").eval()).layers) == 2
+    config = transformers.T5Config(d_model=16, num_layers=2, num_heads=2, d_kv=8, d_ff=32, vocab_size=50)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    assert len(lipscope.load(without(tmp_path / "t5", "decoder."), part="encoder").layers) == 2
+    with pytest.raises(ValueError, match=r"block\.1\.layer\.0\.SelfAttention\.q\.weight"):
+        lipscope.load(without(tmp_path / "t5", "encoder.block.1.layer.0.SelfAttention.q"), part="encoder")
 
 
 def test_nan_weights_name_the_parameter() -> None:

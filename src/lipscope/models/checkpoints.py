@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -114,7 +114,10 @@ def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
 
 
 def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only: bool = True, **options: Any) -> nn.Module:
-    """The model that a class of transformers makes of a directory or name, in eval mode, without progress bars."""
+    """The model that a class of transformers makes of a directory or name, in eval mode, without progress bars.
+
+    What its checkpoint does not hold is drawn at random. Such tensors say so: ``Model`` refuses those that it would use.
+    """
     import transformers
     from transformers.utils import logging
 
@@ -122,11 +125,30 @@ def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         made_by = getattr(transformers, kind)
-        model: nn.Module = made_by.from_pretrained(str(source), local_files_only=local_files_only, **options)
+        model: nn.Module
+        model, told = made_by.from_pretrained(
+            str(source), local_files_only=local_files_only, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    drawn = dict.fromkeys(told["missing_keys"], "missing")
+    drawn |= {name: f"stored as {tuple(there)}, needed as {tuple(here)}" for name, there, here in told["mismatched_keys"]}
+    mark_drawn(model, drawn)
     return model.eval()
+
+
+def mark_drawn(model: nn.Module, drawn: Mapping[str, str]) -> None:
+    """Let tensors say that no checkpoint held them, and why: ``not_in_checkpoint`` asks them."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in drawn:
+            tensor.not_in_checkpoint = drawn[name]
+
+
+def not_in_checkpoint(model: nn.Module) -> dict[str, str]:
+    """The tensors of a model that were drawn at random when it was loaded, and why: missing, or of another shape."""
+    tensors = model.state_dict(keep_vars=True)
+    return {name: why for name, tensor in tensors.items() if (why := getattr(tensor, "not_in_checkpoint", None))}
 
 
 def auto_tokenizer(source: str | Path, *, local_files_only: bool = True, **options: Any) -> Any:

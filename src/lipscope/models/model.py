@@ -14,6 +14,7 @@ from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import model_dtype, record, replaying
+from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.inputs import (
     TokenArguments,
     check_length,
@@ -24,7 +25,7 @@ from lipscope.models.inputs import (
     token_inputs,
 )
 from lipscope.models.recorded import Recorded
-from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_unmeasurable
+from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
 from lipscope.rounding import counted
 
@@ -72,6 +73,7 @@ class Model:
         self._norms: dict[nn.Module, Normalisation | None] = {}
         inputs = probe_inputs(self.model)
         run = runner(self.model, inputs)
+        refuse_random_weights(self.model, not_in_checkpoint(model), run)
         with replaying(self.model):
             try:
                 self.layers = find_layers(self.model, run)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.models.anatomy import first_tensor
-from lipscope.models.capture import model_dtype
+from lipscope.models.capture import last_hidden_state, model_dtype
+from lipscope.rounding import counted
 from lipscope.spectral.autodiff import refuse_training_dropout
 
 
@@ -53,6 +55,58 @@ def refuse_nan_activations(model: nn.Module, run: Callable[[], Any]) -> None:
         raise FloatingPointError(
             f"{found[0]} produces NaN or infinite values. The weights may be damaged or the dtype too narrow: try float64"
         )
+
+
+def refuse_random_weights(model: nn.Module, drawn: Mapping[str, str], run: Callable[[], Any]) -> None:
+    """Refuse weights that a checkpoint did not hold where the last hidden state of ``run()`` depends on them.
+
+    ``drawn`` names such tensors of the model, and says why. Heads may be missing: nothing measured has them.
+    """
+    if not drawn:
+        return
+    used = _used_parameters(model, run)
+
+    def is_used(name: str) -> bool:
+        # An expert that these tokens did not reach stands beside others, of its name but for the number, that they did.
+        place = _NUMBER.sub("#", name)
+        if name in parameters:
+            return place in used
+        # A buffer is not in the graph: it is used where parameters beside it are.
+        return any(other.startswith(place.rpartition(".")[0]) for other in used)
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    random = [f"{name} ({why})" for name, why in sorted(drawn.items()) if is_used(name)]
+    if random:
+        more = f" and {len(random) - _NAMED} more" if len(random) > _NAMED else ""
+        raise ValueError(
+            f"{counted(len(random), 'tensor')} that {type(model).__name__} computes with would be random numbers, as the "
+            f"checkpoint does not hold them: {', '.join(random[:_NAMED])}{more}. The file is damaged, or belongs to a model "
+            "of another kind or size than config.json says"
+        )
+
+
+def _used_parameters(model: nn.Module, run: Callable[[], Any]) -> set[str]:
+    """Names, without their numbers, of the parameters that the last hidden state of ``run()`` depends on."""
+    names = {id(p): _NUMBER.sub("#", name) for name, p in model.named_parameters()}
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            nodes: list[Any] = [last_hidden_state(run()).grad_fn]
+        seen = set(nodes)
+        for node in nodes:  # grows while it is walked through
+            following = {after for after, _ in node.next_functions if after is not None} - seen
+            seen |= following
+            nodes += following
+        return {names[id(node.variable)] for node in nodes if id(getattr(node, "variable", None)) in names}
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+_NUMBER = re.compile(r"\d+")
+_NAMED = 4
 
 
 def backbone(model: nn.Module, part: str | None) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lipscope.attention.layer import Attention
-from lipscope.models.checkpoints import Loaded
+from lipscope.models.checkpoints import Loaded, mark_drawn, not_in_checkpoint
 from lipscope.models.load import ZOO, load_named
 from lipscope.models.model import Model
 from lipscope.runs.plan import ModelChoice
@@ -120,6 +120,7 @@ def masked(found: Loaded) -> Loaded:
         # In the dtype of the weights before they are copied: half of their digits would be lost otherwise.
         model = type(found.model)(causal).to(next(found.model.parameters()).dtype)
     model.load_state_dict(found.model.state_dict())
+    mark_drawn(model, not_in_checkpoint(found.model))
     notes = (*found.notes, "a causal mask that the model was not trained with")
     return Loaded(model.eval(), found.tokenizer, found.name + SUFFIX, notes)
 

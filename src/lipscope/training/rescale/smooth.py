@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import model_dtype
-from lipscope.models.checkpoints import Loaded, auto_model
+from lipscope.models.checkpoints import Loaded, auto_model, not_in_checkpoint
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import check_length, require_tokenizer
 from lipscope.models.load import load_named
@@ -307,7 +307,8 @@ def _load_with_head(name: str) -> Loaded:
     if auto is None or not source or (Path(source).is_dir() and not any(Path(source).glob("*.safetensors"))):
         return loaded
     model = auto_model(source, kind=auto, dtype=loaded.model.dtype, use_safetensors=True)
-    return replace(loaded, model=model)
+    # A head that the checkpoint does not hold would be random numbers.
+    return loaded if not_in_checkpoint(model) else replace(loaded, model=model)
 
 
 def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: int, seed: int) -> Tensor:
