@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint format types bench bench-more pages docs clean
+.PHONY: demo test test-slow attack lint format types bench bench-more pages docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,10 @@ test: lint types $(VENV)/.installed-offline
 
 test-slow: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow
+
+# About 15 minutes: kills, damage, nonsense, injections, load. ATTACK=--yes where make runs as root; ATTACK=--quick takes two.
+attack: $(VENV)/.installed-dev $(VENV)/.installed-offline
+	$(BIN)/python checks/attack.py --write docs/reliability.md $(ATTACK)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
