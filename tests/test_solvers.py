@@ -16,7 +16,7 @@ from scipy.stats import binom
 
 import cases
 import lipscope
-from lipscope.spectral.basis import Basis, overlap_quantile, scaled_norm
+from lipscope.spectral.basis import Basis, overlap_quantile, random_direction, scaled_norm
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import DenseOperator
 from lipscope.spectral.result import Status
@@ -383,6 +383,28 @@ def test_warm_starts():
     assert bool((misled.iterations <= cold.iterations + 4).all())
     with pytest.raises(ValueError, match="start has shape"):
         solver.solve(DenseOperator(near), start[:2])
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_the_upper_end_of_a_warm_start_fails_no_more_often_than_it_may(size):
+    """One step from the top vector itself: in two dimensions mixing would cancel it too often."""
+    delta, draws = 0.1, 800
+    operator = DenseOperator(torch.diag(torch.tensor([1.0, *[0.5] * (size - 1)], dtype=torch.float64)))
+    start = torch.eye(size, dtype=torch.float64)[:1]
+    solvers = (lipscope.GolubKahan(max_steps=1, delta=delta, seed=seed) for seed in range(draws))
+    misses = sum(float(solver.solve(operator, start).upper) < 1 - 1e-12 for solver in solvers)
+    # The other half of δ is for recurrences that begin when a space is exhausted.
+    assert misses <= binom.ppf(0.999, draws, delta / 2)
+
+
+def test_a_fresh_recurrence_has_nothing_of_the_warm_start():
+    operator = DenseOperator(torch.eye(20, dtype=torch.float64))
+    r = random_direction(20, 0, operator)
+    run = Bidiagonalisation(lipscope.GolubKahan(max_steps=3), operator, torch.cat([-r[:, :10], r[:, 10:]], 1) - r)
+    assert float(run.mixing) > 1.2
+    run.solve()
+    assert run.restarts.tolist() != [0]
+    assert run.mixing.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

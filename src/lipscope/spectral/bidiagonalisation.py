@@ -12,8 +12,10 @@ failure event does not depend on k, so the bound holds at a stopping time chosen
 from a fresh random vector orthogonal to it: the rest of the space gets its own recurrence and its own bound, with half of
 the failure probability left, and σ is at most the larger of that bound and the values already found.
 
-**Warm starts.** A direction w from a nearby problem is mixed with the random one, v₁ ∝ w + r. By Anderson's inequality
-|⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, so the bound holds with g(δ)/‖w + r‖ for g(δ).
+**Warm starts.** A direction w that does not depend on the random one r is mixed with it, v₁ ∝ w + r. From three dimensions
+on ⟨r, z⟩ has an even density that falls away from 0, so an interval around 0 holds at least as much of it as one shifted
+by ⟨w, z⟩: |⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, and the bound holds with g(δ)/‖w + r‖ for
+g(δ). In one and two dimensions it does not. Small problems, which have no need of it, are given r alone.
 
 **One side.** Large problems keep the right basis only. Left vectors that are not kept orthogonal lose it by a factor β/α per
 step, without limit where values cluster above a null space, so there are none: JᵀJ V = V T + v_{k+1} b_k e_kᵀ with T
@@ -111,12 +113,12 @@ class Bidiagonalisation:
         if given is not None and pure:
             return given, torch.ones(B, dtype=torch.float64, device=given.device)
         random = random_unit_vector(self.operator, self.config.seed).expand(B, N)
-        if given is None:
+        if given is None or N < _FEW_INPUTS:
             return random, torch.ones(B, dtype=torch.float64, device=random.device)
         given = given.to(random)
         mixed = unit_rows(given, scaled_norm(given)) + random
         norm = scaled_norm(mixed)
-        # Opposite directions, which in one dimension are as likely as equal ones.
+        # Opposite directions, in so many dimensions an event of probability below 1e-45.
         nothing = norm < 1e-3
         norm = norm.masked_fill(nothing, 1.0)
         return torch.where(nothing[:, None], random, unit_rows(mixed, norm)), 1 / norm
@@ -148,6 +150,7 @@ class Bidiagonalisation:
             v = torch.where(exhausted[:, None], self._fresh_direction(step), v)
             self.fresh = torch.where(exhausted, step, self.fresh)
             self.restarts = self.restarts + exhausted.long()
+            self.mixing = self.mixing.masked_fill(exhausted, 1.0)
         self.before = self.V.last
         self.V.append(v)
 
@@ -348,6 +351,8 @@ def _unit_image(operator: Operator, right: Tensor) -> Tensor:
     return unit_rows(image, scaled_norm(image))[:, None]
 
 
+# Below this many inputs the space is soon exhausted, and a warm start saves nothing.
+_FEW_INPUTS = 16
 # Most short recurrences spent on finding the top vector afterwards.
 _MOST_RECURRENCES = 20
 
