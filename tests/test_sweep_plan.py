@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lipscope
+from lipscope.cli.main import app
 from lipscope.models.memory import batch_size, plan_layers
 from lipscope.runs import Plan, expand, run_plan
 from lipscope.runs.plan import Block, ModelChoice
-from lipscope.runs.registry import QUANTITIES, register_quantity
+from lipscope.runs.registry import QUANTITIES, Trust, quantity_path, register_quantity
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import dry_run
 from lipscope.runs.work import model_fingerprint, run_job
@@ -45,7 +49,7 @@ def test_a_python_plan_is_written_as_toml_that_reads_back() -> None:
                options={"a key": [1, 2.5, True], "x": {"y": "z"}}), Block(models="c", dtype="float64", rtol=1e-7)),
         threads=3,
     )  # fmt: skip
-    assert Plan.from_toml(plan.text) == plan
+    assert Plan.from_toml(plan.text, trust=Trust(modules=("sweep_cases",))) == plan
     assert plan.blocks[0].solver["interval"] is None
 
 
@@ -90,7 +94,83 @@ def test_a_python_plan_is_written_as_toml_that_reads_back() -> None:
 )
 def test_bad_plans_are_refused_with_the_setting(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        Plan.from_toml(text, trust=Trust(modules=("os", "no")))
+
+
+PAYLOAD = """import pathlib
+pathlib.Path(__file__).with_suffix(".ran").touch()
+class Kind:
+    expand = record = measure = coordinates = effort = None
+def quantity(at): ...
+def loader(name, dtype): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ('models = [{name = "PAYLOAD", loader = "runpy:run_path"}]', "loader 'runpy:run_path' is code"),
+        ('models = [{name = "gpt2-mini", loader = "payload:loader"}]', "loader 'payload:loader' is code"),
+        ('models = "gpt2-mini"\nkind = "payload:Kind"', "kind 'payload:Kind' is code"),
+        ('models = "gpt2-mini"\nquantities = ["payload:quantity"]', "quantity 'payload:quantity' is code"),
+        ('models = "gpt2-mini"\nquantities = "payload:quantity"', "quantity 'payload:quantity' is code"),
+        ('models = [{name = "MODEL", trust_remote_code = true}]', "wants trust_remote_code for model"),
+        ('models = [{name = "MODEL", allow_pickle = true}]', "wants allow_pickle for model"),
+    ],
+)
+def test_a_plan_file_runs_no_code(
+    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by what it names, nor by what it wants to allow; a dry run loads models too."""
+    (tmp_path / "payload.py").write_text(PAYLOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'payload.ran')!r}, 'w')\nclass Evil: ...\n")
+    automap = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": "evil.Evil"}
+    (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": automap}))
+    save_file({"x": torch.zeros(1)}, model / "model.safetensors")
+    text = setting.replace("PAYLOAD", str(tmp_path / "payload.py")).replace("MODEL", str(model))
+    (tmp_path / "plan.toml").write_text(f'texts = ["python-docs"]\nlengths = [4]\ninputs = 1\n{text}\n')
+    for extra in (["--dry-run"], []):
+        done = CliRunner().invoke(app, ["sweep", "plan.toml", *extra])
+        assert done.exit_code == 2
+        assert message in done.output
+    assert not (tmp_path / "payload.ran").exists()
+    assert "Do you wish to run" not in capfd.readouterr().out
+
+
+def test_who_reads_a_plan_may_trust_it() -> None:
+    text = (
+        'models = [{name = "a", allow_pickle = true, loader = "sweep_cases:with_bytes"}, "b"]\nkind = "sweep_cases:SlowText"'
+    )
+    with pytest.raises(ValueError, match="--trust-module sweep_cases"):
         Plan.from_toml(text)
+    with pytest.raises(ValueError, match="--allow-pickle"):
+        Plan.from_toml(text, trust=Trust(modules=("sweep_cases",)))
+    with pytest.raises(ValueError, match="is code"):
+        Plan.from_toml(text, trust=Trust(modules=("sweep",), allow_pickle=True))
+    plan = Plan.from_toml(text, trust=Trust(modules=("sweep_cases",), allow_pickle=True))
+    assert [(model.allow_pickle, model.trust_remote_code) for model in plan.blocks[0].models] == [(True, False)] * 2
+    # What lipscope itself registers needs no trust, by its name or by its path.
+    for loader in ("causal-bert", "lipscope.studies.paper.cast:causal_bert"):
+        (model,) = Plan.from_toml(f'models = [{{name = "bert-random", loader = "{loader}"}}]').blocks[0].models
+        assert model.loader == "lipscope.studies.paper.cast:causal_bert"
+
+
+def test_installed_packages_declare_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    about = tmp_path / "extras-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: extras\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[lipscope.quantities]\nlargest = sweep_cases:largest_token\n")
+    plan = Plan.from_toml('models = "a"\nquantities = ["largest"]')
+    assert plan.blocks[0].quantities == ("largest",)
+    assert quantity_path("largest") == "sweep_cases:largest_token"
+    with pytest.raises(ValueError, match="unknown quantity 'smallest'; known: largest"):
+        Plan.from_toml('models = "a"\nquantities = ["smallest"]')
 
 
 def test_options_have_names() -> None:

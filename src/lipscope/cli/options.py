@@ -78,6 +78,12 @@ Workers = Annotated[int | None, option("So many worker processes on this machine
 Scheduler = Annotated[str | None, option("An existing Dask cluster, tcp://host:8786.")]
 RetryFailed = Annotated[bool, option("Also measure tasks that failed before.", "--retry-failed")]
 
+# What may run.
+AllowPickle = Annotated[
+    bool, option("Accept pickled weights, which can run code when opened.", "--allow-pickle", panel=FOR_A_MODEL)
+]
+TrustRemoteCode = Annotated[bool, option("Run model code from the hub.", "--trust-remote-code", panel=FOR_A_MODEL)]
+
 # What comes out.
 Top = Annotated[int, option("Lines of the table.", panel=OUTPUT, default=True)]
 AsJson = Annotated[bool, option("Print rows as JSON instead of a table.", "--json", panel=OUTPUT)]
@@ -106,12 +112,8 @@ class Loading(Group):
 
     part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
     dtype: Annotated[Precision | None, option("Compute in this precision.", panel=FOR_A_MODEL)] = None
-    allow_pickle: Annotated[
-        bool, option("Accept pickled weights, which can run code when opened.", "--allow-pickle", panel=FOR_A_MODEL)
-    ] = False
-    trust_remote_code: Annotated[bool, option("Run model code from the hub.", "--trust-remote-code", panel=FOR_A_MODEL)] = (
-        False
-    )
+    allow_pickle: AllowPickle = False
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ def sweep(
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
     retry_failed: opt.RetryFailed = False,
+    allow_pickle: opt.AllowPickle = False,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    trust_module: Annotated[
+        list[str] | None, option("A module whose kinds, quantities and loaders the plan may name; may be repeated.")
+    ] = None,
     dry_run: Annotated[bool, option("Print counts, time and memory, and stop.", "--dry-run")] = False,
 ) -> None:
     """Measure many models, texts, layers and lengths, and never lose a row. Run it again to go on where it stopped."""
@@ -80,7 +85,8 @@ def sweep(
         "views": views,
     }
     with gentle_end():
-        chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None})
+        granted = (tuple(trust_module or ()), allow_pickle, trust_remote_code)
+        chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None}, granted)
         ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
         if workers is not None and workers < 1:
             raise ValueError(f"--workers must be at least 1, got {workers}")
@@ -125,15 +131,18 @@ def export(
         notice(f"{count} rows are in {out}")
 
 
-def _plan(file: Path | None, flags: dict[str, Any]) -> Plan:
-    from lipscope.runs.plan import Plan
+def _plan(file: Path | None, flags: dict[str, Any], granted: tuple[tuple[str, ...], bool, bool]) -> Plan:
+    from lipscope.runs.plan import ModelChoice, Plan
+    from lipscope.runs.registry import Trust
 
     if file is not None:
         if flags:
             raise ValueError(f"a plan file says what to measure: leave out {', '.join(_flag(name) for name in flags)}")
-        return Plan.read(file)
+        return Plan.read(file, trust=Trust(*granted))
     if not {"models", "texts"} <= flags.keys():
         raise ValueError("give a plan file, or at least one --model and one --text")
+    _, pickles, code = granted
+    flags["models"] = [ModelChoice(name, allow_pickle=pickles, trust_remote_code=code) for name in flags["models"]]
     for name in ("layers", "heads"):
         if name in flags:
             flags[name] = indices(_flag(name)[2:], flags[name]) or "all"

@@ -66,8 +66,8 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
     except SafetensorError as error:
         raise ValueError(f"the weights in {directory} are damaged: {error}") from None
     try:
-        tokenizer = auto_tokenizer(directory)
-    except (OSError, ValueError, KeyError):
+        tokenizer = auto_tokenizer(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError):  # what transformers raises when files are missing
         tokenizer = None
     return Loaded(model, tokenizer, directory.name)
 
@@ -92,7 +92,7 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
 
         _refuse_quantised(name, PretrainedConfig.get_config_dict(name, local_files_only=local)[0])
         model = auto_model(name, local_files_only=local, **options)
-        tokenizer = auto_tokenizer(name, local_files_only=local)
+        tokenizer = auto_tokenizer(name, local_files_only=local, trust_remote_code=trust_remote_code)
     except OSError as error:
         if "safetensors" in str(error) and not allow_pickle:
             raise ValueError(
@@ -121,6 +121,7 @@ def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only:
     import transformers
     from transformers.utils import logging
 
+    options = {"trust_remote_code": False} | options
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -155,6 +156,8 @@ def auto_tokenizer(source: str | Path, *, local_files_only: bool = True, **optio
     """The tokenizer of a directory or name; None when there are no files for one."""
     from transformers import AutoTokenizer
 
+    # Without a word on trust, transformers would ask at the terminal whether it may run the tokenizer's code.
+    options = {"trust_remote_code": False} | options
     tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=local_files_only, **options)
     # Without tokenizer files transformers makes one up that knows no word.
     return tokenizer if getattr(tokenizer, "vocab_size", 1) else None

@@ -12,12 +12,12 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES, check_scope
-from lipscope.runs.registry import kind_path, quantity_path
+from lipscope.runs.registry import Trust, kind_path, known_path, quantity_path
 
 
 def to_toml(document: Mapping[str, Any]) -> str:
@@ -76,10 +76,10 @@ class ModelChoice:
     Attributes:
         name: what ``lipscope.load`` takes: a known name, a directory, a hub name.
         part: ``"encoder"`` of an encoder–decoder model.
-        allow_pickle: accept pickled weights.
-        trust_remote_code: run model code from the hub.
-        loader: ``"package.module:function"`` that turns the name and a dtype (or None) into a ``lipscope.Model``, in place
-            of ``lipscope.load``; workers must be able to import it.
+        allow_pickle: accept pickled weights; a plan file may only ask for it, see ``lipscope.runs.registry.Trust``.
+        trust_remote_code: run model code from the hub; likewise.
+        loader: a name or ``"package.module:function"`` that turns the name and a dtype (or None) into a
+            ``lipscope.Model``, in place of ``lipscope.load``; workers must be able to import it.
     """
 
     name: str
@@ -96,6 +96,8 @@ class ModelChoice:
             if not isinstance(value, bool if flag else str | None):
                 words = "true or false" if flag else "a string"
                 raise ValueError(f"{setting} of model {self.name!r} must be {words}, got {value!r}")
+        if self.loader is not None:
+            object.__setattr__(self, "loader", known_path("loader", self.loader))
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,16 @@ class Plan:
         return cls((Block(**settings),), threads)
 
     @classmethod
-    def from_toml(cls, text: str) -> Plan:
+    def from_toml(cls, text: str, *, trust: Trust = Trust()) -> Plan:  # noqa: B008
         """A plan from TOML: the settings of ``Block`` at the top, then any number of ``[[block]]`` that change some.
 
+        Args:
+            text: the plan.
+            trust: whose code it may name, and what its models may do; by default only what lipscope and installed packages
+                register.
+
         Raises:
-            ValueError: when the text is not TOML, or a setting is unknown or wrong; says which.
+            ValueError: when the text is not TOML, or a setting is unknown, wrong or not granted; says which.
         """
         try:
             given = tomllib.loads(text)
@@ -262,19 +269,24 @@ class Plan:
             where = f"block {number}: " if "block" in text and len(tables) > 1 else ""
             _refuse_unknown(given | table, where)
             try:
-                blocks.append(Block(**{"models": (), **given, **table}))
+                settings = {"models": (), **given, **table}
+                trust.check("kind", settings.get("kind"))
+                for quantity in _listed(settings.get("quantities")):
+                    trust.check("quantity", quantity)
+                settings["models"] = [_granted(_model(model), trust) for model in _listed(settings["models"])]
+                blocks.append(Block(**settings))
             except ValueError as error:
                 raise ValueError(f"{where}{error}") from None
         return cls(tuple(blocks), threads, text)
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Plan:
-        """A plan from a TOML file. Relative paths in it are those of the directory where the command runs."""
+    def read(cls, path: str | os.PathLike[str], *, trust: Trust = Trust()) -> Plan:  # noqa: B008
+        """A plan from a TOML file, see ``from_toml``. Relative paths in it start where the command runs."""
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"there is no plan {str(path)!r}")
         try:
-            return cls.from_toml(file.read_text(encoding="utf-8"))
+            return cls.from_toml(file.read_text(encoding="utf-8"), trust=trust)
         except UnicodeDecodeError:
             raise ValueError(f"the plan {path} is not UTF-8 text") from None
         except ValueError as error:
@@ -312,9 +324,23 @@ def _model(given: Any) -> ModelChoice:
     return ModelChoice(**given)
 
 
+def _granted(model: ModelChoice, trust: Trust) -> ModelChoice:
+    """A model of a plan file with what was granted, which holds for all; refuses one that wants more."""
+    trust.check("loader", model.loader)
+    flags = ("allow_pickle", "trust_remote_code")
+    for flag in flags:
+        if getattr(model, flag):
+            trust.check_flag(flag, model.name)
+    return replace(model, **{flag: getattr(trust, flag) for flag in flags})
+
+
 def _plain_model(model: ModelChoice) -> str | dict[str, Any]:
     given = {f.name: getattr(model, f.name) for f in fields(model) if getattr(model, f.name) != f.default}
     return model.name if len(given) == 1 else given
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -396,7 +422,7 @@ def _refuse_unwritable(where: str, value: Any) -> None:
 
 
 _COERCIONS: dict[str, Callable[[str, Any], Any]] = {
-    "models": lambda name, value: tuple(map(_model, value if isinstance(value, (list, tuple)) else (value,))),
+    "models": lambda name, value: tuple(map(_model, _listed(value))),
     **dict.fromkeys(("texts", "scopes", "quantities"), _strings),
     **dict.fromkeys(("layers", "heads"), _indices),
     "lengths": _lengths,

@@ -1,9 +1,10 @@
-"""Names of task kinds and of quantities, and the protocols behind them.
+"""Names of task kinds, quantities and loaders, the protocols behind them, and whose code a plan file may name.
 
 A *kind* says how a block becomes forward passes and how a pass becomes rows: text cut into inputs, packed documents,
-adversarial points. A *quantity* adds columns to the rows of a kind: another estimator, a bound. Both are known by an import
-path ``"package.module:object"``, which is what tasks carry, so that a worker on another machine finds them by itself; short
-names are for people.
+adversarial points. A *quantity* adds columns to the rows of a kind: another estimator, a bound. A *loader* makes a model of
+a name. All are known by an import path ``"package.module:object"``, which is what tasks carry, so that a worker on another
+machine finds them by itself. Short names are for people: those registered here, and those that installed packages declare as
+entry points ``lipscope.kinds``, ``lipscope.quantities`` and ``lipscope.loaders``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ Row = dict[str, Any]
 
 KINDS = {"text": "lipscope.runs.kinds:Text", "packed": "lipscope.runs.kinds:Packed"}
 QUANTITIES: dict[str, str] = {}
+LOADERS = {"causal-bert": "lipscope.studies.paper.cast:causal_bert"}
+_GROUPS = {"kind": KINDS, "quantity": QUANTITIES, "loader": LOADERS}
 _PARTS_OF_A_KIND = ("expand", "record", "measure", "coordinates", "effort")
 
 
@@ -90,9 +93,9 @@ def register_quantity(name: str, path: str) -> None:
 
 def kind_path(name: str) -> str:
     """The import path of a kind; refuses what cannot be imported."""
-    path = _path(name, KINDS, "kind")
-    if name not in KINDS:
-        kind = load_object(path)
+    path = known_path("kind", name)
+    if path not in KINDS.values():
+        kind = _imported("kind", path)
         lacking = [part for part in _PARTS_OF_A_KIND if not hasattr(kind, part)]
         if not isinstance(kind, type) or lacking:
             raise ValueError(
@@ -104,10 +107,21 @@ def kind_path(name: str) -> str:
 
 def quantity_path(name: str) -> str:
     """The import path of a quantity; refuses what cannot be imported."""
-    path = _path(name, QUANTITIES, "quantity")
-    if name not in QUANTITIES and not _takes_one_argument(quantity := load_object(path)):
+    path = known_path("quantity", name)
+    if path not in QUANTITIES.values() and not _takes_one_argument(quantity := _imported("quantity", path)):
         raise ValueError(f"quantity {name!r} must be a function of one argument, Measured; got {quantity!r}")
     return path
+
+
+def known_path(what: str, name: str) -> str:
+    """The import path behind a short name of a ``"kind"``, ``"quantity"`` or ``"loader"``; a path is its own. No import."""
+    known = _known(what, str(name))
+    if isinstance(name, str) and name in known:
+        return known[name]
+    if not isinstance(name, str) or ":" not in name:
+        choices = ", ".join(known) if known else "none by a short name"
+        raise ValueError(f"unknown {what} {name!r}; known: {choices}; or give 'package.module:name'")
+    return _check_path(name)
 
 
 def load_object(path: str) -> Any:
@@ -116,17 +130,48 @@ def load_object(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _path(name: str, known: dict[str, str], what: str) -> str:
-    if not isinstance(name, str) or (name not in known and ":" not in name):
-        choices = ", ".join(known) if known else "none by a short name"
-        raise ValueError(f"unknown {what} {name!r}; known: {choices}; or give 'package.module:name'")
-    if name in known:
-        return known[name]
+@dataclass(frozen=True)
+class Trust:
+    """What a plan file may do beyond measuring. It cannot grant itself anything: only who reads it can."""
+
+    modules: tuple[str, ...] = ()  # modules or packages whose kinds, quantities and loaders it may name by import path
+    allow_pickle: bool = False  # models of the plan may be pickled
+    trust_remote_code: bool = False  # models of the plan may bring code
+
+    def check(self, what: str, name: Any) -> None:
+        """Refuse an import path that is neither registered, nor of an installed package's entry points, nor trusted."""
+        if not isinstance(name, str) or ":" not in name or name in _known(what, name).values():
+            return
+        module = name.partition(":")[0]
+        if not any(f"{module}.".startswith(f"{trusted}.") for trusted in self.modules):
+            raise ValueError(
+                f"{what} {name!r} is code that the plan wants to run, and a plan file cannot decide that. If you know it, "
+                f"allow it with --trust-module {module}, or Plan.read(…, trust=Trust(modules=({module!r},)))"
+            )
+
+    def check_flag(self, flag: str, model: str) -> None:
+        """Refuse what a plan wants for one of its models, unless it was granted."""
+        if not getattr(self, flag):
+            raise ValueError(
+                f"the plan wants {flag} for model {model!r}, which can run code, and a plan file cannot decide that. If you "
+                f"trust the model, add --{flag.replace('_', '-')}, or Plan.read(…, trust=Trust({flag}=True))"
+            )
+
+
+def _known(what: str, name: str) -> dict[str, str]:
+    """The import paths by short name; installed packages are asked when our own names are not enough."""
+    ours = _GROUPS[what]
+    if name in ours or name in ours.values():
+        return ours
+    groups = {"kind": "kinds", "quantity": "quantities", "loader": "loaders"}
+    return {entry.name: entry.value for entry in metadata.entry_points(group=f"lipscope.{groups[what]}")} | ours
+
+
+def _imported(what: str, path: str) -> Any:
     try:
-        load_object(name)
+        return load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{what} {name!r} cannot be imported: {error}") from None
-    return name
+        raise ValueError(f"{what} {path!r} cannot be imported: {error}") from None
 
 
 def _takes_one_argument(quantity: Any) -> bool:

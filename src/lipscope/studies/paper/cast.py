@@ -19,8 +19,7 @@ from lipscope.models.load import ZOO, load_named
 from lipscope.models.model import Model
 from lipscope.runs.plan import ModelChoice
 
-# Named in plans, so that a worker finds the loader by itself.
-LOADER = "lipscope.studies.paper.cast:causal_bert"
+LOADER = "causal-bert"  # registered, so that plans may name it
 SUFFIX = "-causal"
 FIRST_AND_MIDDLE = "first and middle"
 
