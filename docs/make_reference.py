@@ -205,8 +205,8 @@ TABLES = {
     "runs": "Every start of a sweep on this store.",
     "tasks": "One task is one layer, scope, length and batch of inputs: what it is (`identity`, and `labels` for people, as "
     "JSON), how it ended, and what it cost.",
-    "rows": "One row per measurement. `measured` holds everything that is not a key, as JSON; `checksum` covers all other "
-    "columns.",
+    "rows": "One row per measurement. `measured` holds everything that is not a key, as JSON. `checksum`, here as in every "
+    "table, covers all other columns.",
     "plan_tasks": "Which tasks a plan asks for, so that one store can serve several plans.",
 }
 

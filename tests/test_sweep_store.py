@@ -49,7 +49,16 @@ def made_up_task(number: int) -> Task:
 def made_up_outcome(number: int, rows: int = 3) -> Outcome:
     task = made_up_task(number)
     content = [
-        {"mask": "full", "input": i, "estimate": number + i / 7, "upper": math.inf, "notes": "x" * 200} for i in range(rows)
+        {
+            "mask": "full",
+            "input": i,
+            "lower": number,
+            "estimate": number + i / 7,
+            "upper": number + 1,
+            "far": math.inf,
+            "notes": "x" * 200,
+        }
+        for i in range(rows)
     ]
     return Outcome(task, tuple((digest([task.key, i]), row) for i, row in enumerate(content)), None, None, 0.1, WHERE)
 
@@ -80,7 +89,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         rows = store.rows()
         assert [(r["n"], r["input"], r["estimate"]) for r in rows[:4]] == [
             (8, 0, 0.0), (8, 1, 1 / 7), (8, 2, 2 / 7), (9, 0, 1.0)]  # fmt: skip
-        assert all(r["upper"] == math.inf and r["model"] == "m" and r["dtype"] == "float32" for r in rows)
+        assert all(r["far"] == math.inf and r["model"] == "m" and r["dtype"] == "float32" for r in rows)
         assert store.progress() == (3, 3, 0)
         assert store.environments() == [WHERE]
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -194,8 +203,8 @@ def test_an_older_store_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         migrate(db, 1)
         assert db.execute("PRAGMA user_version").fetchone()[0] == 1
-        db.execute("INSERT INTO plans VALUES (1, 'd', 'the plan', 'then')")
-        db.execute("INSERT INTO environments VALUES (1, 'd', '{}')")
+        db.execute("INSERT INTO plans VALUES (1, ?, 'the plan', 'then')", (digest("the plan"),))
+        db.execute("INSERT INTO environments VALUES (1, ?, '{}')", (digest({}),))
         db.execute("INSERT INTO runs VALUES (1, 1, 'none', 1, 'then', NULL)")
         for outcome in (made_up_outcome(0), made_up_outcome(1)):
             task = outcome.task
@@ -205,20 +214,26 @@ def test_an_older_store_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
                 db.execute(f"INSERT INTO rows VALUES (NULL, {', '.join('?' * 15)})", to_record(key, task, row))
     assert VERSION == len(MIGRATIONS) > 1
     filled(tmp_path / "new.db", 2)
+    said: list[str] = []
     for write in (False, True):
-        with Store(path, write=write) as store:
+        with Store(path, write=write, notice=said.append) as store:
+            assert store.recovery is None
             assert store.connection.execute("PRAGMA user_version").fetchone()[0] == VERSION
             assert store.progress() == (2, 2, 0)
             with Store(tmp_path / "new.db") as new:
                 assert store.rows() == new.rows()
                 layout = "SELECT sql FROM sqlite_schema ORDER BY name"
                 assert store.connection.execute(layout).fetchall() == new.connection.execute(layout).fetchall()
+    # What was trusted without a checksum is said once; from then on there is one.
+    assert len(said) == 1
+    assert "comes from an older lipscope" in said[0]
 
 
 def test_a_newer_store_is_refused_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     filled(path, 2)
     with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE what_comes_next (x)")
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
     before = path.read_bytes()
     for write in (False, True):
@@ -354,7 +369,7 @@ def test_export_table(tmp_path: Path, place: Path) -> None:
     about = pyarrow.parquet.read_schema(tmp_path / "rows.parquet").metadata
     assert about[b"lipscope.plan"].decode() == small(place).text
     filled(tmp_path / "infinite.db", 1)
-    assert json.loads(export(tmp_path / "infinite.db", "json")[0] or "")[0]["upper"] is None
+    assert json.loads(export(tmp_path / "infinite.db", "json")[0] or "")[0]["far"] is None
     for arguments, message in (
         (("xlsx",), "format must be"),
         (("parquet",), "binary"),

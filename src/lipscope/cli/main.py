@@ -21,6 +21,7 @@ from lipscope.cli.show import corpora, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
 from lipscope.cli.sweep import export, sweep
+from lipscope.cli.terminal import told_warnings
 
 app = typer.Typer(
     name="lipscope", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
@@ -44,7 +45,7 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*, debug: bool = False, **given: Any) -> None:
-        with _OneClearLine(debug):
+        with _OneClearLine(debug), told_warnings():
             for name, group in groups.items():
                 given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             command(**given)

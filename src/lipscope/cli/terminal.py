@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
@@ -70,6 +71,23 @@ def print_table(
 def notice(message: str) -> None:
     """A line on standard error."""
     typer.echo(message, err=True)
+
+
+@contextmanager
+def told_warnings() -> Iterator[None]:
+    """Warnings as lines on standard error. A command that found a store damaged ends with exit code 1."""
+    damaged = False
+
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        nonlocal damaged
+        damaged |= category.__name__ == "DamagedStoreWarning"
+        notice(f"lipscope: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
+    if damaged:
+        raise typer.Exit(1)
 
 
 def announce(n: int, memory: str | None, plan: Callable[[], MemoryPlan]) -> None:

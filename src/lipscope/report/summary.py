@@ -183,6 +183,8 @@ def warnings(setting: Setting, run: Run) -> list[str]:
             found.append(f"The sweep is not complete: {done} of {asked} tasks are done.")
         if failed:
             found.append(f"{failed} of {asked} tasks failed; the method section lists the reasons.")
+    if run.lost:
+        found.append(f"The store was damaged: up to {run.lost} measured tasks were lost, and their rows are not shown.")
     if run.left_out:
         found.append(f"{run.left_out} rows of the run hold no interval for σ and are not shown.")
     return found

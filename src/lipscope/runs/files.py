@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import import_module
@@ -19,7 +20,7 @@ from typing import Any
 
 from lipscope.runs.rows import IDENTITY_COLUMNS
 from lipscope.runs.run import Run, csv_text
-from lipscope.runs.schema import KEY_COLUMNS
+from lipscope.runs.schema import KEY_COLUMNS, StoreWarning
 from lipscope.runs.store import Store
 
 FORMATS = ("parquet", "csv", "json")
@@ -53,6 +54,9 @@ def export(
     with Store(store) as ledger:
         rows = ledger.rows(all_plans=all_plans)
         plan, environments = ledger.plan(), ledger.environments()
+        asked, done, _ = ledger.progress()
+    if done < asked:
+        warnings.warn(f"the table is not complete: {done} of {asked} tasks of the plan are done", StoreWarning, stacklevel=2)
     if format == "parquet":
         assert out is not None
         _replace(Path(out), lambda part: _write_parquet(rows, plan, environments, part))

@@ -13,6 +13,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -20,10 +21,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lipscope.runs.rows import digest, is_sound
-from lipscope.runs.schema import DAMAGED, KEY_COLUMNS, RECORD, VERSION, migrate, primary_code
+from lipscope.runs.rows import connect, is_record, is_sound, seal
+from lipscope.runs.schema import KEY_COLUMNS, RECORD, SEALED, UNREADABLE, VERSION, is_damage, layout_version, migrate
 
-_TASK = "key, status, identity, labels, row_count, error, trace, seconds, flops, run, environment, finished, attempts"
 # No record of ours is smaller, which bounds their number by the file's size.
 _SMALLEST_RECORD = 64
 
@@ -38,6 +38,7 @@ class Recovery:
     lost: tuple[str, ...]  # what is known about tasks that were lost: model, layer, scope, n
     lost_unnamed: int | None  # tasks that the plan asked for and of which nothing is left; they may never have been measured
     damaged: Path  # where the damaged file lies now
+    other: tuple[str, ...] = ()  # what else was damaged: plans, runs, where they ran
 
     def __str__(self) -> str:
         lines = [
@@ -50,7 +51,8 @@ class Recovery:
             lines.append("The list of planned tasks could not be read, so tasks without any trace are not counted.")
         elif self.lost_unnamed:
             lines.append(f"Of {self.lost_unnamed} more planned tasks there is no trace: lost, or never measured.")
-        lines.append(f"What is missing is measured again. The damaged file is kept as {self.damaged}.")
+        lines += self.other
+        lines.append(f"`lipscope sweep` measures what is missing again. The damaged file is kept as {self.damaged}.")
         return "\n".join(lines)
 
 
@@ -58,25 +60,39 @@ _SHOWN = 8
 
 
 def damage(connection: sqlite3.Connection) -> str | None:
-    """What is wrong with a store: broken pages, changed rows, missing rows. None when it is sound."""
+    """What is wrong with a store: broken pages, changed records, missing rows. None when it is sound."""
     try:
-        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
             return " ".join(str(verdict).split())
-        if connection.execute("PRAGMA user_version").fetchone()[0] < 1:
-            return None
-        broken = sum(not is_sound(record) for record in connection.execute(f"SELECT {RECORD} FROM rows"))
-        if broken:
-            return f"{broken} rows do not fit their checksums"
-        short = connection.execute(
-            "SELECT count(*) FROM tasks WHERE status = 'done' AND row_count != "
-            "(SELECT count(*) FROM rows WHERE rows.task = tasks.key)"
-        ).fetchone()[0]
-    except sqlite3.DatabaseError as error:
-        if primary_code(error) not in DAMAGED:
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        if 0 < version < VERSION:
+            # An older store is looked at as what it will become.
+            with closing(connect(":memory:")) as copy:
+                connection.backup(copy)
+                migrate(copy)
+                return _changed(copy, unsealed=True)
+        return _changed(connection) if version else None
+    except UNREADABLE as error:
+        if not is_damage(error):
             raise
         return str(error)
-    return f"{short} tasks lack some of their rows" if short else None
+
+
+def _changed(db: sqlite3.Connection, *, unsealed: bool = False) -> str | None:
+    broken = {"rows": sum(not is_sound(record) for record in db.execute(f"SELECT {RECORD} FROM rows"))}
+    for table, columns in SEALED.items():
+        records = db.execute(f"SELECT {columns}, checksum FROM {table}")
+        broken[table] = sum(not is_record(table, record, unsealed=unsealed) for record in records)
+    if any(broken.values()):
+        return f"{' and '.join(f'{count} {table}' for table, count in broken.items() if count)} do not fit their checksums"
+    short, astray = db.execute(
+        "SELECT (SELECT count(*) FROM tasks WHERE row_count != (SELECT count(*) FROM rows WHERE rows.task = tasks.key)), "
+        "(SELECT count(*) FROM rows WHERE task NOT IN (SELECT key FROM tasks))"
+    ).fetchone()
+    if short or astray:
+        return f"{short} tasks lack some of their rows" if short else f"{astray} rows lack their task"
+    return None
 
 
 def recover(path: Path, problem: str) -> Recovery | None:
@@ -89,7 +105,7 @@ def recover(path: Path, problem: str) -> Recovery | None:
                 best = found
             if number == 0 and found.tasks:
                 break
-        if best is None or not (best.tasks or best.plans):
+        if best is None or not (best.tasks or best.records["plans"]):
             return None
         fresh = Path(directory) / "recovered.db"
         kept = _write(fresh, best)
@@ -97,74 +113,94 @@ def recover(path: Path, problem: str) -> Recovery | None:
 
 
 class _Found:
-    """Everything that could be read."""
+    """Everything that could be read and is as it was written."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[Any, ...]] = []
-        self.environments: list[tuple[Any, ...]] = []
-        self.runs: list[tuple[Any, ...]] = []
-        self.tasks: dict[str, tuple[Any, ...]] = {}
+        self.records: dict[str, list[tuple[Any, ...]]] = {table: [] for table in SEALED}
+        self.broken: Counter[str] = Counter()  # records that are not as they were written, by table
+        self.last_run = 0  # number of the last run, sound or not
         self.rows: dict[str, list[tuple[Any, ...]]] = {}
-        self.planned: list[tuple[Any, ...]] | None = None
+        self.listed = False  # whether the list of planned tasks could be read to its end
+
+    @property
+    def tasks(self) -> dict[str, tuple[Any, ...]]:
+        return {record[1]: record for record in self.records["tasks"]}
 
 
 def _collect(path: Path) -> _Found:
     found = _Found()
-    with closing(sqlite3.connect(path, isolation_level=None)) as db, suppress(sqlite3.DatabaseError):
+    with closing(connect(path)) as db, suppress(*UNREADABLE):
+        if (version := layout_version(db)) is not None:
+            db.execute("PRAGMA synchronous = OFF")
+            db.execute(f"PRAGMA user_version = {version}")  # the tables know better than the header
         migrate(db)
         most = path.stat().st_size // _SMALLEST_RECORD + 1
-        found.plans = list(_by_number(db, "plans", "id, digest, text, created", most))
-        found.environments = list(_by_number(db, "environments", "id, digest, content", most))
-        found.runs = list(_by_number(db, "runs", "id, plan, engine, environment, started, finished", most))
-        found.tasks = {record[0]: record for record in _by_number(db, "tasks", _TASK, most) if _is_task(record)}
         for record in _by_number(db, "rows", RECORD, most):
             if is_sound(record):
                 found.rows.setdefault(record[1], []).append(record)
-        with suppress(sqlite3.DatabaseError):
-            found.planned = db.execute("SELECT plan, task FROM plan_tasks").fetchall()
+        for table, columns in SEALED.items():
+            wanted = f"{columns}, checksum"
+            numbered = table != "plan_tasks"
+            for record in _by_number(db, table, wanted, most) if numbered else db.execute(f"SELECT {wanted} FROM {table}"):
+                if table == "runs":
+                    found.last_run = max(found.last_run, record[0])
+                if is_record(table, record, unsealed=True):
+                    found.records[table].append(record)
+                else:
+                    found.broken[table] += 1
+        found.listed = True
     return found
 
 
 def _by_number(db: sqlite3.Connection, table: str, columns: str, most: int) -> Iterator[tuple[Any, ...]]:
-    """Records one by one; those on broken pages are passed over."""
+    """Records in their order or, where that does not lead to the end, one by one: those on broken pages are passed over."""
+    with suppress(*UNREADABLE):
+        yield from db.execute(f"SELECT {columns} FROM {table} NOT INDEXED ORDER BY id").fetchall()
+        return
     query = f"SELECT {columns} FROM {table} NOT INDEXED WHERE id = ?"
     for number in range(1, most + 1):
-        with suppress(sqlite3.DatabaseError, UnicodeDecodeError):
+        with suppress(*UNREADABLE):
             record = db.execute(query, (number,)).fetchone()
             if record is not None:
                 yield record
 
 
-def _is_task(record: tuple[Any, ...]) -> bool:
-    try:
-        return bool(digest(json.loads(record[2])) == record[0]) and isinstance(json.loads(record[3]), dict)
-    except (TypeError, ValueError):
-        return False
-
-
 def _write(path: Path, found: _Found) -> list[str]:
     """A sound store of what belongs together; returns the keys of the tasks in it."""
     kept = []
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+    with closing(connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = OFF")  # it goes to the disk as a whole, before it takes the old one's place
         migrate(db)
         db.execute("BEGIN")
-        for table, records in (("plans", found.plans), ("environments", found.environments), ("runs", found.runs)):
-            for record in records:
-                with suppress(sqlite3.IntegrityError):
-                    db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(record))})", record)
+        for table in ("plans", "environments", "runs", "plan_tasks"):
+            db.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({_marks(SEALED[table])}, '')",
+                           (record[:-1] for record in found.records[table]))  # fmt: skip
         for key, task in found.tasks.items():
             rows = found.rows.get(key, [])
-            if len(rows) != task[4]:
+            if len(rows) != task[5]:
                 continue
             with suppress(sqlite3.IntegrityError):
-                db.execute(f"INSERT INTO tasks ({_TASK}) VALUES ({', '.join('?' * len(task))})", task)
-                db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({', '.join('?' * len(RECORD.split(',')))})", rows)
+                db.execute(f"INSERT INTO tasks ({SEALED['tasks']}) VALUES ({_marks(SEALED['tasks'])})", task[:-1])
+                db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({_marks(RECORD)})", rows)
                 kept.append(key)
-        db.executemany("INSERT OR IGNORE INTO plan_tasks VALUES (?, ?)", found.planned or [])
+        if not found.listed or found.broken["plan_tasks"]:
+            # At least what the plan of a run measured was asked for by it.
+            db.execute("INSERT OR IGNORE INTO plan_tasks SELECT plan, key, '' FROM tasks JOIN runs ON tasks.run = runs.id")
+        if found.last_run > db.execute("SELECT coalesce(max(id), 0) FROM runs").fetchone()[0]:
+            newest = "(SELECT coalesce(max(plan), 1) FROM (SELECT plan FROM plan_tasks UNION SELECT id FROM plans))"
+            db.execute(f"INSERT INTO runs VALUES (?, {newest}, 'lost', 0, '', '', '')", (found.last_run,))
+        for table in SEALED:
+            seal(db, table)
         db.execute("COMMIT")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("rb+") as file:
+        os.fsync(file)
     return kept
+
+
+def _marks(columns: str) -> str:
+    return ", ".join("?" * len(columns.split(",")))
 
 
 def _replace(path: Path, fresh: Path, found: _Found, kept: list[str], problem: str) -> Recovery:
@@ -178,17 +214,29 @@ def _replace(path: Path, fresh: Path, found: _Found, kept: list[str], problem: s
     os.replace(fresh, path)
     lost = (found.tasks.keys() | found.rows.keys()) - set(kept)
     names = sorted(_name(found.tasks.get(key), found.rows.get(key, [])) for key in lost)
-    planned = None if found.planned is None else {task for _, task in found.planned}
-    unnamed = None if planned is None else len(planned - found.tasks.keys() - found.rows.keys())
+    planned = {task for _, task, _ in found.records["plan_tasks"]}
+    unnamed = len(planned - found.tasks.keys() - found.rows.keys()) if found.listed else None
     rows = sum(len(found.rows.get(key, [])) for key in kept)
-    return Recovery(problem, len(kept), rows, tuple(names), unnamed, damaged)
+    other = [f"Damaged: {found.broken[table]} of its {words}." for table, words in _OTHER.items() if found.broken[table]]
+    if found.broken["runs"]:
+        other.append("Where the last run is not known, the newest plan counts as the last.")
+    return Recovery(problem, len(kept), rows, tuple(names), unnamed, damaged, tuple(other))
+
+
+_OTHER = {
+    "plans": "plans; their rows are kept",
+    "environments": "environments, which say where tasks ran",
+    "runs": "runs",
+    "plan_tasks": "entries which say what a plan asked for; `--all` exports the rows of all plans",
+}
 
 
 def _name(task: tuple[Any, ...] | None, rows: list[tuple[Any, ...]]) -> str:
     about = dict(zip(KEY_COLUMNS, rows[0][2:], strict=False)) if rows else {}
     if task is not None:  # its identity has a model too, but as a fingerprint: that of the labels counts
-        about = json.loads(task[2]) | json.loads(task[3])
-    return f"{about['model']}, layer {about['layer']}, scope {about['scope']}, n = {about['n']}"
+        about = json.loads(task[3]) | json.loads(task[4])
+    model, layer, scope, n = (about.get(name) for name in ("model", "layer", "scope", "n"))
+    return f"{model}, layer {layer}, scope {scope}, n = {n}"
 
 
 def _readable_copies(path: Path, directory: Path) -> Iterator[Path]:
@@ -201,8 +249,9 @@ def _readable_copies(path: Path, directory: Path) -> Iterator[Path]:
     content = path.read_bytes()
     for start in range(1, VERSION + 1):
         fresh = directory / f"fresh-{start}.db"
-        with closing(sqlite3.connect(fresh, isolation_level=None)) as db:
+        with closing(connect(fresh)) as db:
             db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = OFF")
             migrate(db, start)
             migrate(db)
             size: int = db.execute("PRAGMA page_size").fetchone()[0]

@@ -1,18 +1,20 @@
 """A row as it lies in the store: what it is in columns, what was measured as JSON, and a checksum of both.
 
-SQLite notices a broken page but not a flipped bit inside a number; the checksum does. Content hashes say what a measurement
-was made of, independent of names, places and time.
+SQLite notices a broken page but not a flipped bit inside a number; the checksum does, for rows and for all records beside
+them. Content hashes say what a measurement was made of, independent of names, places and time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.runs.registry import Row
-from lipscope.runs.schema import KEY_COLUMNS, StoreError
+from lipscope.runs.schema import KEY_COLUMNS, SEALED, StoreError
 
 if TYPE_CHECKING:
     from lipscope.runs.tasks import Task
@@ -29,6 +31,19 @@ def digest(value: Any) -> str:
     """
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_SIZE).hexdigest()
+
+
+def connect(path: Path | str) -> sqlite3.Connection:
+    """Open a database whose bytes may be anything: those that are no UTF-8 are read too, and fit no checksum."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=30)
+    connection.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    connection.create_function("seal", -1, lambda *values: digest(values), deterministic=True)
+    return connection
+
+
+def seal(connection: sqlite3.Connection, table: str, where: str = "true", *values: Any) -> None:
+    """Write the checksums of records, from what lies in the store."""
+    connection.execute(f"UPDATE {table} SET checksum = seal({SEALED[table]}) WHERE {where}", values)
 
 
 # What a row was measured with and on, in an export; the kind's own settings are JSON, fingerprints are cut short.
@@ -90,9 +105,29 @@ def identity_columns(identity: Mapping[str, Any]) -> Row:
 def is_sound(record: Sequence[Any]) -> bool:
     """Whether the checksum of a record fits."""
     try:
-        return bool(digest(list(record[:-1])) == record[-1])
+        return bool(digest(record[:-1]) == record[-1])
     except (TypeError, ValueError):
         return False
+
+
+def is_record(table: str, record: Sequence[Any], *, unsealed: bool = False) -> bool:
+    """Whether a record of a table other than ``rows`` is as it was written: its checksum and its content hash fit.
+
+    With ``unsealed``, records without a checksum pass by their content hash: those of schema 1 and 2.
+    """
+    if not (is_sound(record) or (unsealed and record[-1] == "")):
+        return False
+    try:
+        "".join(value for value in record if isinstance(value, str)).encode()
+        if table == "plans":
+            return bool(digest(record[2]) == record[1])
+        if table == "environments":
+            return bool(digest(json.loads(record[2])) == record[1])
+        if table == "tasks":
+            return bool(digest(json.loads(record[3])) == record[1]) and isinstance(json.loads(record[4]), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def table_digest(rows: Iterable[Row]) -> str:

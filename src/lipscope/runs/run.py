@@ -91,6 +91,7 @@ class Run:
         left_out: rows without an interval for σ, in a report.
         tasks: of a sweep: tasks asked for, done, failed.
         failures: why tasks failed, one line each.
+        lost: of a store that was found damaged, how many tasks were lost.
         path: where it was read from, if it was.
     """
 
@@ -102,6 +103,7 @@ class Run:
     left_out: int = 0
     tasks: tuple[int, int, int] | None = None
     failures: Sequence[str] = ()
+    lost: int = 0
     path: Path | None = None
 
     @classmethod
@@ -275,7 +277,7 @@ def _from_store(path: Path, all_plans: bool) -> Run:
     with Store(path) as store:
         rows, views = store.rows(all_plans=all_plans), store.views(all_plans=all_plans)
         plan, environments = store.plan(), store.environments()
-        tasks, failures = store.progress(), store.failures()
+        tasks, failures, recovery = store.progress(), store.failures(), store.recovery
     reasons = [
         f"{failure['model']}, layer {failure['layer']}, scope {failure['scope']}, n = {failure['n']}: {failure['error']}"
         for failure in failures
@@ -288,7 +290,8 @@ def _from_store(path: Path, all_plans: bool) -> Run:
         delta=_values(rows, "delta_asked"),
         environments=tuple(environments),
     )
-    return Run(rows, {}, views, path.stem, provenance, tasks=tasks, failures=reasons, path=path)
+    lost = 0 if recovery is None else len(recovery.lost) + (recovery.lost_unnamed or 0)
+    return Run(rows, {}, views, path.stem, provenance, tasks=tasks, failures=reasons, lost=lost, path=path)
 
 
 def _from_files(path: Path, name: str) -> Run:

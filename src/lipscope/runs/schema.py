@@ -1,13 +1,15 @@
 """The format of a store: its tables, as the sequence of migrations that made them, and what can go wrong with it.
 
-A new store runs through all migrations, an older one through those it lacks. A migration that was released is never changed.
+A new store runs through all migrations, an older one through those it lacks. A migration that was released is never changed,
+and every one changes the tables, so that they tell a wrong version number in the header from a newer store.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 # "Lips" in ASCII: tells a store from other SQLite databases.
@@ -44,6 +46,11 @@ MIGRATIONS = (
     ALTER TABLE tasks ADD COLUMN attempts INTEGER NOT NULL DEFAULT 1;
     CREATE INDEX rows_of_task ON rows (task);
     """,
+    # 3: a checksum for every record, not for rows alone. ``seal`` writes them; until then they are empty.
+    "".join(
+        f"ALTER TABLE {table} ADD COLUMN checksum TEXT NOT NULL DEFAULT '';"
+        for table in ("plans", "environments", "runs", "tasks", "plan_tasks")
+    ),
 )
 
 VERSION = len(MIGRATIONS)
@@ -51,6 +58,15 @@ VERSION = len(MIGRATIONS)
 # Columns of a row that say what it is; everything else it holds was measured.
 KEY_COLUMNS = ("model", "text", "kind", "layer", "head", "scope", "mask", "n", "input", "document", "dtype")
 RECORD = f"key, task, {', '.join(KEY_COLUMNS)}, measured, checksum"
+# What the checksums of the other tables cover.
+SEALED = {
+    "plans": "id, digest, text, created",
+    "environments": "id, digest, content",
+    "runs": "id, plan, engine, environment, started, finished",
+    "tasks": "id, key, status, identity, labels, row_count, error, trace, seconds, flops, run, environment, finished, "
+    "attempts",
+    "plan_tasks": "plan, task",
+}
 
 
 def migrate(connection: sqlite3.Connection, to: int = VERSION) -> int:
@@ -63,6 +79,32 @@ def migrate(connection: sqlite3.Connection, to: int = VERSION) -> int:
             f"PRAGMA user_version = {version}; COMMIT;"
         )
     return had
+
+
+def layout_version(connection: sqlite3.Connection) -> int | None:
+    """The schema version whose tables these are; None when they are not ours."""
+    tables = _tables(connection)
+    return next((version for version in range(1, VERSION + 1) if _tables_of(version) == tables), None)
+
+
+def _tables(connection: sqlite3.Connection) -> set[tuple[str, str]]:
+    query = "SELECT t.name, c.name FROM sqlite_schema AS t, pragma_table_info(t.name) AS c WHERE t.type = 'table'"
+    return {(table, column) for table, column in connection.execute(query) if not table.startswith("sqlite_")}
+
+
+@cache
+def _tables_of(version: int) -> set[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        migrate(fresh, version)
+        return _tables(fresh)
+
+
+class StoreWarning(UserWarning):
+    """Something about a store that whoever reads it should know."""
+
+
+class DamagedStoreWarning(StoreWarning):
+    """A store was damaged; what was lost is not among its rows."""
 
 
 class StoreError(RuntimeError):
@@ -88,6 +130,15 @@ class StoreFullError(StoreError):
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _NO_ENTRY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+
+
+# An error message that quotes a damaged name is no UTF-8 either.
+UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error says that the file is damaged, and not that it is locked, say."""
+    return isinstance(error, UnicodeDecodeError) or (isinstance(error, sqlite3.Error) and primary_code(error) in DAMAGED)
 
 
 def primary_code(error: sqlite3.Error) -> int:

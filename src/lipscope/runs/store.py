@@ -11,25 +11,39 @@ import json
 import os
 import socket
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lipscope.runs.recovery import Recovery, damage, recover
-from lipscope.runs.rows import IDENTITY_COLUMNS, VIEW_COLUMNS, digest, from_record, identity_columns, to_record
+from lipscope.runs.rows import (
+    IDENTITY_COLUMNS,
+    VIEW_COLUMNS,
+    connect,
+    digest,
+    from_record,
+    identity_columns,
+    seal,
+    to_record,
+)
 from lipscope.runs.schema import (
     APPLICATION_ID,
-    DAMAGED,
     RECORD,
+    SEALED,
+    UNREADABLE,
     VERSION,
+    DamagedStoreWarning,
     ForeignFileError,
     LockedStoreError,
     NewerStoreError,
+    StoreWarning,
     explained,
+    is_damage,
+    layout_version,
     migrate,
-    primary_code,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +107,11 @@ def _owner(text: str) -> str:
 
 # The kind of tasks that look at tokens: what they measure is no row of the table.
 VIEWS = "tokens"
+_ASK = "INSERT OR IGNORE INTO plan_tasks VALUES (?1, ?2, seal(?1, ?2))"
+_CONVERTED = (
+    "Rows fit their checksums and tasks their keys; times, names, errors and the list of planned tasks had none: they are "
+    "taken as they were, and have checksums from now on"
+)
 _LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
 
 
@@ -102,6 +121,10 @@ class Store:
     Args:
         path: the file, made when it does not exist and ``write`` is on; None for a store in memory.
         write: hold the lock and allow writing.
+        notice: called with what the user should know: that the store was damaged, or converted. By default it is a warning.
+
+    Every record is checked against its checksum when a store is opened, and tasks, plans and environments against the hash
+    that they are known by. What does not fit is left out as if it had never been measured, and said.
 
     Attributes:
         recovery: what was saved and lost when the file was damaged, else None.
@@ -113,12 +136,18 @@ class Store:
         ForeignFileError: when the file is something else.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, write: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        write: bool = False,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
         self.recovery: Recovery | None = None
         self._lock: StoreLock | None = None
         if path is None:
             self.path = Path("memory")
-            self.connection = sqlite3.connect(":memory:", isolation_level=None)
+            self.connection = connect(":memory:")
             migrate(self.connection)
             return
         # One file has one lock, whatever links lead to it.
@@ -131,12 +160,12 @@ class Store:
             raise FileNotFoundError(f"there is no directory {str(missing)!r} for the store")
         self._lock = StoreLock(self.path) if write else None
         try:
-            self._open(write)
+            self._open(write, notice)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, write: bool) -> None:
+    def _open(self, write: bool, notice: Callable[[str], None] | None) -> None:
         with explained(self.path):
             if self.path.exists() and self.path.stat().st_size and (problem := self._damage()) is not None:
                 with self._alone():
@@ -146,13 +175,18 @@ class Store:
                         f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
                         "is: name another --store"
                     )
-            self.connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+                _say(notice, str(self.recovery), DamagedStoreWarning)
+            self.connection = connect(self.path)
             if write:
                 self.connection.execute("PRAGMA journal_mode = WAL")
                 self.connection.execute("PRAGMA synchronous = FULL")
-            if self.connection.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+            if (had := self.connection.execute("PRAGMA user_version").fetchone()[0]) < VERSION:
                 with self._alone():
                     migrate(self.connection)
+                    for table in SEALED:
+                        seal(self.connection, table)
+                if had:
+                    _say(notice, f"{self.path} comes from an older lipscope. {_CONVERTED}", StoreWarning)
             if not write:
                 self.connection.execute("PRAGMA query_only = ON")
 
@@ -168,24 +202,27 @@ class Store:
 
     def _damage(self) -> str | None:
         """What is wrong with the file; refuses files that are sound but not ours."""
-        connection = sqlite3.connect(self.path, isolation_level=None, timeout=30)
+        connection = connect(self.path)
         try:
             version, kind = (
                 connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
             )
             tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            if primary_code(error) in DAMAGED:
+            layout = layout_version(connection)
+        except UNREADABLE as error:
+            if is_damage(error):
                 return str(error)
             raise
         else:
-            if tables and kind != APPLICATION_ID:
+            if tables and layout is None and kind != APPLICATION_ID:
                 raise ForeignFileError(f"{self.path} is a database, but not a lipscope store: name another --store")
-            if version > VERSION:
+            if layout is None and version > VERSION:
                 raise NewerStoreError(
                     f"{self.path} was written by a newer lipscope (schema {version}; this one knows up to {VERSION}). "
                     "Update lipscope; the store was not changed"
                 )
+            if tables and (layout, APPLICATION_ID) != (version, kind):
+                return f"its header says schema {version} of kind {kind:#x}, but its tables do not"
             return damage(connection) if tables else None
         finally:
             connection.close()
@@ -210,25 +247,28 @@ class Store:
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO plans (digest, text, created) VALUES (?, ?, ?)", (digest(plan), plan, _now()))
             number: int = db.execute("SELECT id FROM plans WHERE digest = ?", (digest(plan),)).fetchone()[0]
+            seal(db, "plans", "id = ?", number)
             db.execute("DELETE FROM plan_tasks WHERE plan = ?", (number,))
-            db.executemany("INSERT INTO plan_tasks VALUES (?, ?)", ((number, task.key) for task in tasks))
+            db.executemany(_ASK, ((number, task.key) for task in tasks))
             run = db.execute(
                 "INSERT INTO runs (plan, engine, environment, started) VALUES (?, ?, ?, ?)",
                 (number, engine, self._environment(environment), _now()),
             ).lastrowid
             assert run is not None
+            seal(db, "runs", "id = ?", run)
         return run
 
     def add_tasks(self, run: int, tasks: Iterable[Task]) -> None:
         """Note further tasks that the plan of a run asks for."""
         with self._transaction() as db:
             (plan,) = db.execute("SELECT plan FROM runs WHERE id = ?", (run,)).fetchone()
-            db.executemany("INSERT OR IGNORE INTO plan_tasks VALUES (?, ?)", ((plan, task.key) for task in tasks))
+            db.executemany(_ASK, ((plan, task.key) for task in tasks))
 
     def finish_run(self, run: int) -> None:
         """Note that a run came to its end."""
         with self._transaction() as db:
             db.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
+            seal(db, "runs", "id = ?", run)
 
     def save(self, outcome: Outcome, run: int) -> None:
         """Keep a finished task and its rows, or its error: all of it or nothing."""
@@ -247,6 +287,7 @@ class Store:
                     run, self._environment(outcome.environment), _now(),
                 ),
             )  # fmt: skip
+            seal(db, "tasks", "key = ?", task.key)
             marks = ", ".join("?" * len(RECORD.split(",")))
             db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({marks})", records)
 
@@ -255,6 +296,7 @@ class Store:
         db = self.connection
         db.execute("INSERT OR IGNORE INTO environments (digest, content) VALUES (?, ?)", (known, json.dumps(content)))
         number: int = db.execute("SELECT id FROM environments WHERE digest = ?", (known,)).fetchone()[0]
+        seal(db, "environments", "id = ?", number)
         return number
 
     # ── reading ──
@@ -364,6 +406,13 @@ class Store:
 
 def _planned(all_plans: bool) -> str:
     return "" if all_plans else f" AND task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN})"
+
+
+def _say(notice: Callable[[str], None] | None, words: str, kind: type[StoreWarning]) -> None:
+    if notice is not None:
+        notice(words)
+    else:
+        warnings.warn(words, kind, stacklevel=4)
 
 
 def _now() -> str:

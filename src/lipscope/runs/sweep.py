@@ -80,7 +80,8 @@ def run_plan(
         engine: who computes; this process by default.
         retry_failed: also measure tasks that failed before.
         progress: called at the start and after every task.
-        notice: called with what the user should know at once: a damaged store, tasks kept from another name or version.
+        notice: called with what the user should know at once: a damaged store (by default a warning), tasks kept from
+            another name or version.
 
     Returns:
         What was done.
@@ -104,17 +105,16 @@ def run_plan(
     expansion = plan if isinstance(plan, Expansion) else expand(plan)
     if expansion.plan.is_live and not isinstance(store, Store):
         raise ValueError("a plan that holds objects of this process has no text to keep: run it into Store(None)")
-    engine, notice = engine or InProcess(), notice or (lambda _: None)
-    with nullcontext(store) if isinstance(store, Store) else Store(store, write=True) as ledger:
-        if ledger.recovery is not None:
-            notice(str(ledger.recovery))
+    engine = engine or InProcess()
+    with nullcontext(store) if isinstance(store, Store) else Store(store, write=True, notice=notice) as ledger:
         tasks = expansion.tasks
         keys = {task.key for task in tasks}
         done, failed = ledger.tasks("done"), set() if retry_failed else ledger.tasks("failed")
         jobs = expansion.pending(done | failed)
         here = environment(expansion.plan.threads)
-        for sentence in kept_notices(ledger, tasks, here):
-            notice(sentence)
+        if notice is not None:
+            for sentence in kept_notices(ledger, tasks, here):
+                notice(sentence)
         run = ledger.begin_run(expansion.plan.text, tasks, engine.name, here)
         step = Step(0.0, sum(job.flops for job in jobs), 0, sum(len(job.tasks) for job in jobs), 0)
         with engine if jobs or any(job.views for job in expansion.jobs) else nullcontext():
