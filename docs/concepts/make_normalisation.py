@@ -34,7 +34,7 @@ def main() -> None:
     left.plot(SCALES, bare, color=ORANGE, marker="o", markersize=3, label="attention at r·X: no normalisation")
     left.plot(SCALES, behind, color=BLUE, marker="o", markersize=3, label="norm+attention at r·U: with its LayerNorm")
     left.axhline(limit, color="grey", linestyle=":", linewidth=1)
-    left.text(SCALES[0], limit * 1.1, "limit of attention as r → ∞", color="grey", fontsize=10)
+    left.text(SCALES[0], limit * 1.1, "the limit of attention as r → ∞ is at most this", color="grey", fontsize=10)
     left.set(xscale="log", yscale="log", xlabel="r, tokens are r times those of the text", ylabel="σ")
     left.legend(fontsize=10)
     rows = lipscope.scan(handle, TEXT, lengths=[N], inputs=4).rows

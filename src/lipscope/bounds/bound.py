@@ -34,13 +34,14 @@ class Bound:
         name: ``source.statement``, e.g. ``"refined.unmasked"``.
         value: the number.
         kind: ``"set"`` (all inputs with tokens in the ball of radius R), ``"local"`` (this very input), ``"ball"`` (all
-            inputs within a Frobenius distance of this one) or ``"limit"`` (the value σ(rX) tends to as r → ∞).
+            inputs within a Frobenius distance of this one) or ``"limit"`` (about what σ(rX) tends to as r → ∞).
         holds_for: the assumptions in words.
         reference: who proved it.
         inputs: the quantities the formula was evaluated at.
         side: ``"upper"`` or ``"lower"``.
         norm: the norm on inputs and outputs; Frobenius unless said otherwise.
         tokens: for a lower bound, an input that attains it.
+        exact: of a limit, whether σ tends to the value itself; otherwise the limit is at most that.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Bound:
     side: Side = "upper"
     norm: str = "Frobenius"
     tokens: Tensor | None = None
+    exact: bool = False
 
     def to_row(self) -> dict[str, Any]:
         """A plain dictionary: numbers and strings only."""
@@ -59,6 +61,7 @@ class Bound:
             "name": self.name,
             "side": self.side,
             "kind": self.kind,
+            "sign": self.sign,
             "value": self.value,
             "norm": self.norm,
             "holds_for": self.holds_for,
@@ -67,15 +70,15 @@ class Bound:
         }
 
     def shown(self, digits: int = 6) -> str:
-        """The value rounded to the side on which it stays a bound; a limit to the nearest."""
-        if self.kind == "limit":
+        """The value rounded to the side on which it stays a bound; a limit that is reached to the nearest."""
+        if self.exact:
             return f"{self.value:.{digits}g}"
         return round_up(self.value, digits) if self.side == "upper" else round_down(self.value, digits)
 
     @property
     def sign(self) -> str:
-        """How σ relates to the value: ≤ or ≥ it, or → it in a limit."""
-        return "≥" if self.side == "lower" else "→" if self.kind == "limit" else "≤"
+        """How σ, or its limit, relates to the value: ≤ or ≥ it, or → it where σ tends to the value."""
+        return "≥" if self.side == "lower" else "→" if self.exact else "≤"
 
     def __str__(self) -> str:
         given = ", ".join(

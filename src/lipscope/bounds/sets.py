@@ -34,7 +34,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.bounds.bound import CASTIN, OURS, Bound, bound
 from lipscope.bounds.constants import Constants, HeadConstants
-from lipscope.bounds.weights import layer_weights, spectral, triangle
+from lipscope.bounds.weights import layer_weights, over_heads, spectral, triangle
 
 _NEWHOUSE = "Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338, 2025"
 
@@ -168,29 +168,39 @@ def newhouse2025_attention(layer: Attention, radius: float, *, scale: float = 3.
 
 
 @bound("large_radius.limit", needs="x", without="softcap, sinks")
-def large_radius_limit(layer: Attention, x: Tensor) -> Bound:
-    """What σ(rX) tends to as r → ∞ for one head: ‖V‖√(max_j #{i : argmax_l s_il = j}); for several, a bound: their sum.
+def large_radius_limit(layer: Attention, x: Tensor) -> Bound | None:
+    """What σ(rX) tends to as r → ∞ for one head: ‖V‖√(max_j #{i : argmax_l s_il = j}); for several, a bound of the limit.
 
     When every row has a unique largest score, P tends to the 0–1 matrix of the choices and all covariances vanish. The
-    scores are those of r²·x_jᵀAx_i alone: biases are outgrown. Holds for almost every X (unique largest scores) and any
-    mask, without soft-cap and sinks. Regime of Castin et al.; formula derived in docs/theory.
+    scores are those of r²·x_jᵀAx_i alone: biases are outgrown. With A ≠ 0 this is so for almost every X and any mask,
+    without soft-cap and sinks; None where a largest score is not unique, as with W_Q = 0. The limit for several heads is the
+    norm of their sum, at most the sum of their norms. Regime of Castin et al.; formula derived in docs/theory.
     """
     n = x.shape[0]
     bare = Attention(
         layer.q, layer.k, layer.v, heads=layer.heads, kv_heads=layer.kv_heads, scale=layer.scale, rotary=layer.rotary
     )
     q, k, _ = bare.to(torch.float64).project(x.detach().double()[None])
-    scores = q[0] @ k[0].repeat_interleave(layer.heads // layer.kv_heads, dim=0).mT
+    k = k.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
+    scores = (q @ k.mT)[0]
     allowed = layer.score_rule(n, 1).allowed
     if allowed is not None:
         scores = scores.masked_fill(~allowed[0], -math.inf)
-    total = 0.0
-    for h, w in enumerate(layer_weights(layer).image):
-        sees = torch.isfinite(scores[h]).any(-1)
-        chosen = torch.bincount(scores[h].argmax(-1)[sees], minlength=n)
-        total += w.value * math.sqrt(int(chosen.max()))
-    where = "σ(rX) as r → ∞, almost every X, any mask"
-    return Bound("large_radius.limit", total, "limit", where, CASTIN, {"n": n, "heads": layer.heads})
+    top = scores.topk(min(2, n), dim=-1)
+    sees = torch.isfinite(top.values[..., 0])
+    # Differences that rounding could make do not decide.
+    rounding = 1e-12 * (torch.linalg.vector_norm(q, dim=-1) * torch.linalg.vector_norm(k, dim=-1).amax(-1, keepdim=True))[0]
+    if not bool((top.values[..., 0] - top.values[..., -1] > rounding)[sees].all()) and n > 1:
+        return None
+    counts = [torch.bincount(i[s], minlength=n).max() for i, s in zip(top.indices[..., 0], sees, strict=True)]
+    weights = layer_weights(layer)
+    plain, image = (
+        [w.value * math.sqrt(int(c)) for w, c in zip(each, counts, strict=True)] for each in (weights.plain, weights.image)
+    )
+    one = layer.heads == 1
+    where = f"{'' if one else 'the limit of '}σ(rX) as r → ∞, almost every X, any mask, A ≠ 0"
+    value = image[0] if one else over_heads(plain, weights.out, image)
+    return Bound("large_radius.limit", value, "limit", where, CASTIN, {"n": n, "heads": layer.heads}, exact=one)
 
 
 @lru_cache(maxsize=4096)
