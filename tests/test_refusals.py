@@ -80,6 +80,85 @@ def test_an_expert_that_no_token_reached(tmp_path: Path) -> None:
         lipscope.load(without(tmp_path, "experts.3"))
 
 
+def indexed(directory: Path, file: str) -> Path:
+    """A saved model whose index says that all its weights are in ``file``, beside a whole file that nothing names."""
+    names = load_file(saved(directory) / "model.safetensors")
+    (directory / "model.safetensors").rename(directory / "other.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.mark.parametrize("file", ["../outside.bin", "inside.bin", "../outside.safetensors", "link.safetensors", "ABSOLUTE"])
+def test_weights_come_from_the_directory_and_from_safetensors(tmp_path: Path, file: str) -> None:
+    directory = indexed(tmp_path / "model", file.replace("ABSOLUTE", str(tmp_path / "outside.safetensors")))
+    tensors = load_file(directory / "other.safetensors")
+    save_file(tensors, tmp_path / "outside.safetensors", metadata={"format": "pt"})
+    for pickle in (tmp_path / "outside.bin", directory / "inside.bin"):
+        torch.save(tensors, pickle)
+    (directory / "link.safetensors").symlink_to("../outside.safetensors")
+    with pytest.raises(ValueError, match=r"from outside|as a part of its weights, which can run code"):
+        lipscope.load(directory)
+    if file == "inside.bin":
+        (directory / "link.safetensors").unlink()
+        assert len(lipscope.load(directory, allow_pickle=True).layers) == 2
+    else:
+        with pytest.raises(ValueError, match="from outside"):
+            lipscope.load(directory, allow_pickle=True)
+
+
+def test_a_pickle_called_safetensors(tmp_path: Path) -> None:
+    torch.save({}, indexed(tmp_path, "part.safetensors") / "part.safetensors")
+    with pytest.raises(ValueError, match=r"damaged: part\.safetensors"):
+        lipscope.load(tmp_path)
+
+
+def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "models--someone--small"
+    snapshot = home / "snapshots" / "a1"
+    snapshot.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("a1")
+    directory = indexed(tmp_path / "model", "other.safetensors")
+    for number, file in enumerate(directory.iterdir()):
+        file.rename(home / "blobs" / f"{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert len(lipscope.load(snapshot).layers) == 2
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert len(lipscope.load("someone/small").layers) == 2
+    (snapshot / "other.safetensors").unlink()
+    (tmp_path / "outside.bin").touch()
+    (snapshot / "other.safetensors").symlink_to("../../../outside.bin")
+    for name in (snapshot, "someone/small"):
+        with pytest.raises(ValueError, match="from outside"):
+            lipscope.load(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "must hold an object of JSON, got list"), ("5", "got int"), ("null", "got NoneType"), ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"), ('{"model_type": 5}', "model type `5`"), ("{}", "model_type"),
+        ('{"model_type": "bert", "hidden_size": "wide"}', "hidden_size"),
+        ('{"model_type": "bert", "attn_implementation": "someone/kernel"}', "attention code from the hub"),
+        ('{"model_type": "bert", "transformers_weights": "../outside.safetensors"}', "from outside"),
+        ('{"model_type": "bert", "transformers_weights": 5}', "as a part of its weights"),
+    ],
+)  # fmt: skip
+def test_configurations_that_make_no_sense(tmp_path: Path, config: str, message: str) -> None:
+    (saved(tmp_path) / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        lipscope.load(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_indices_that_make_no_sense(tmp_path: Path, index: str) -> None:
+    (indexed(tmp_path, "x") / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index\.json must hold"):
+        lipscope.load(tmp_path)
+
+
 class _Sparse(torch.nn.Module):
     """A layer with two experts of which the first serves every token."""
 

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -23,7 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+
+from lipscope.doors import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,29 +50,66 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
     """A directory written by ``save_pretrained``; refuses one without a model, and pickled weights that are not allowed."""
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no config.json, so it is not a saved transformers model")
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'} is not JSON: {error}") from None
-    _refuse_quantised(str(directory), config)
+    refuse_files(directory, allow_pickle=allow_pickle)
     if not any(directory.glob("*.safetensors")):
         pickled = [p.name for p in sorted(directory.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if not pickled:
             raise ValueError(f"{directory} holds no weights (*.safetensors)")
         if not allow_pickle:
-            raise ValueError(
-                f"{directory} holds its weights as a pickle ({pickled[0]}), which can run code when it is opened. Convert "
-                "it to safetensors, or allow it with allow_pickle=True (--allow-pickle)"
-            )
+            raise ValueError(f"{directory} holds its weights as a pickle ({pickled[0]}), {_PICKLE}")
     try:
         model = auto_model(directory, use_safetensors=None if allow_pickle else True, trust_remote_code=trust_remote_code)
-    except SafetensorError as error:
-        raise ValueError(f"the weights in {directory} are damaged: {error}") from None
+    except (ImportError, MemoryError, OSError, ValueError):
+        raise
+    except Exception as error:  # whatever transformers meets inside a configuration that makes no sense
+        raise ValueError(f"transformers makes no model of {directory}: {type(error).__name__}: {error}") from error
     try:
         tokenizer = auto_tokenizer(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError):  # what transformers raises when files are missing
+    except Exception:  # what transformers raises when files for one are missing or damaged
         tokenizer = None
     return Loaded(model, tokenizer, directory.name)
+
+
+_PICKLE = (
+    "which can run code when it is opened. Convert it to safetensors, or allow it with allow_pickle=True (--allow-pickle)"
+)
+
+
+def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
+    """Refuse a model whose loading would take files from outside its directory, pickles, damaged weights or foreign code."""
+    config = read_json(directory / "config.json", dict)
+    _refuse_quantised(str(directory), config)
+    if re.search(r'"_?(attn|experts)_implementation\w*": "[^"]*/', json.dumps(config)):
+        raise ValueError(f"{directory} wants attention code from the hub: take attn_implementation out of its config.json")
+    named = {str(config["transformers_weights"])} if "transformers_weights" in config else set()
+    for index in {
+        *directory.glob("*.index.json" if allow_pickle else "*.safetensors.index.json"),
+        *map(directory.joinpath, named),
+    }:
+        if index.name.endswith(".index.json"):
+            named |= _parts(index)
+    home = directory.resolve()
+    # In the cache of the hub, the files of a snapshot are links into a directory beside it.
+    rooms = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    for name in sorted({*named, *(file.name for file in directory.iterdir() if file.is_file())}):
+        file = (directory / name).resolve()
+        if not any(file.is_relative_to(room) for room in rooms):
+            raise ValueError(f"{directory} takes {name} from outside, {file}: put a copy of that file into the directory")
+        if name in named and not allow_pickle and not name.endswith((".safetensors", ".index.json")):
+            raise ValueError(f"{directory} names {name} as a part of its weights, {_PICKLE}")
+        if name.endswith(".safetensors") and file.is_file():
+            try:
+                safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"the weights in {directory} are damaged: {name}: {error}") from None
+
+
+def _parts(index: Path) -> set[str]:
+    """The files that an index of weights names."""
+    weights = read_json(index, dict).get("weight_map")
+    if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
+        raise ValueError(f"{index} must hold a table weight_map, from names of tensors to files")
+    return set(weights.values())
 
 
 def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loaded:
@@ -88,9 +128,11 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
             "reached"
         )
     try:
-        from transformers import PretrainedConfig
+        from huggingface_hub import hf_hub_download
 
-        _refuse_quantised(name, PretrainedConfig.get_config_dict(name, local_files_only=local)[0])
+        with contextlib.suppress(Exception):  # most models have none, and what is wrong with the connection comes up below
+            hf_hub_download(name, "model.safetensors.index.json", local_files_only=local)
+        refuse_files(Path(hf_hub_download(name, "config.json", local_files_only=local)).parent, allow_pickle=allow_pickle)
         model = auto_model(name, local_files_only=local, **options)
         tokenizer = auto_tokenizer(name, local_files_only=local, trust_remote_code=trust_remote_code)
     except OSError as error:
