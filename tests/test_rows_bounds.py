@@ -45,10 +45,7 @@ def by_hand(w: dict[str, Tensor], h: int, R: float, n: int, causal: bool) -> tup
     general = math.sqrt(3 * (n * V**2 + 4 * n * (V * R * drift) ** 2 + (V * R * A * R) ** 2))
     meanfield = (V + 2 * V * R * drift + V * R * A * R) * math.exp(2 * half)
     if causal:
-        schur = min(
-            math.exp(half * (1 + t)) * math.sqrt((1 + 1 / t) / (1 - t)) for t in torch.linspace(0.001, 0.999, 2000).tolist()
-        )
-        free = (V + 2 * V * R * drift) * min(schur, 2 * math.exp(2 * half)) + V * R * A * R
+        free = (2 * V + 2 ** (5 / 3) * V * R * drift) * math.exp(half) + V * R * A * R
         return min(refined, free), general
     return refined, min(general, meanfield)
 

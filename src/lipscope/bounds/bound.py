@@ -178,6 +178,13 @@ def bound(
     return register
 
 
+def norm_name(p: float) -> str:
+    """The norm (Σ_i‖x_i‖^p)^{1/p} of tokens in words; refuses p below 1."""
+    if not p >= 1:
+        raise ValueError(f"p must be at least 1, got {p:g}")
+    return "Frobenius" if p == 2 else f"(Σ_i‖x_i‖^{p:g})^(1/{p:g})"
+
+
 def _words(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     for word in words:

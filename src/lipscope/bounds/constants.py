@@ -168,10 +168,16 @@ class HeadConstants:
             spread += self.key_bias * R + self.bias_score
         return min(spread, self.softcap) + self.score_range / 2
 
-    def mean_and_keys(self, R: float) -> float:
-        """ρ ≥ ρ_i of the row–column certificate: √(‖V‖² + ν²α²), or ‖V‖ + να when the directions are not orthogonal."""
+    def mean_and_keys(self, R: float, p: float = 2.0) -> float:
+        """ρ ≥ ρ_i of the row–column certificate: √(‖V‖² + ν²α²), or ‖V‖ + να when the directions are not orthogonal.
+
+        That is for p = 2; other p interpolate (Riesz–Thorin) between ‖V‖ + 2να at p = 1, ρ, and ‖V‖ + να at p = ∞.
+        """
         spread = self.nu(R) * self.alpha(R)
-        return math.hypot(self.value, spread) if self.orthogonal else self.value + spread
+        middle = math.hypot(self.value, spread) if self.orthogonal else self.value + spread
+        if p <= 2:
+            return math.pow(self.value + 2 * spread, 2 / p - 1) * math.pow(middle, 2 - 2 / p)
+        return math.pow(middle, 2 / p) * math.pow(self.value + spread, 1 - 2 / p)
 
     def queries(self, R: float) -> float:
         """νβ ≥ ‖B_i‖."""

@@ -6,7 +6,7 @@ One head without biases, A = τW_KᵀW_Q, V = W_OW_V. m tokens at u and n−m at
 
 E is the score by which a token at w prefers u to its own kind: the larger, the more tokens at w listen to few at u.
 ``lower.pair`` is m = 1 with the largest E; Proposition 3.4 of Castin et al. takes u and w along an eigenvector of A;
-``lower.groups`` maximises over m and so never decays as n grows; ``lower.meanfield`` is its limit for n → ∞;
+``lower.groups`` maximises over m and so hardly ever decays as n grows; ``lower.meanfield`` is its limit for n → ∞;
 ``lower.measured`` measures σ at such inputs, for any mask and score rule. All bound the supremum of σ over B_R^n from below,
 with the tokens that attain the value.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
 from lipscope.attention.operators import AttentionOperator
-from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound
+from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, norm_name
 from lipscope.bounds.weights import triangle
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.solvers import spectral_norm
@@ -66,6 +66,36 @@ class PlainHead:
     def gain(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
         """The lower bound for σ at m tokens at u and n−m at w."""
         return (causal_groups if self.causal else two_groups)(self.A, self.V, u, w, n, m)
+
+    def limit(self, u: Tensor, w: Tensor, p: float = 2.0) -> float:
+        """What the best share of tokens at u gives as n → ∞, in the norm (Σ_i‖x_i‖^p)^{1/p}; see ``lower_meanfield``."""
+        V, E = self.V, float((u - w) @ self.A @ w)
+        S = torch.outer(V @ (u - w), self.A @ w)
+        # Any direction gives a valid bound: those that are best at a few shares, then the best share for each of them.
+        coarse = torch.linspace(0, 1, 9, dtype=V.dtype)[:, None, None]
+        directions = torch.linalg.svd(V + coarse * S).Vh[:, 0]
+        q = torch.linspace(0, 1, 4001, dtype=V.dtype)
+        moved = torch.linalg.vector_norm((directions @ V.mT)[:, None] + q[:, None] * (directions @ S.mT)[:, None], dim=-1)
+        value = math.exp(min(E / p, 700.0)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
+        if not self.causal:
+            return value
+        value *= math.inf if p == 1 else p / (p - 1)
+        if p != 2:
+            return value
+        gram, cross = V.mT @ V, V.mT @ S
+        gram = gram + math.exp(min(E, 700.0)) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
+        return max(value, math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))))
+
+    def coordinates(self, u: Tensor, w: Tensor) -> Pair:
+        """Two tokens in the coordinates of the head."""
+        return (u, w) if self.basis is None else (u @ self.basis, w @ self.basis)
+
+    def pairs(self, radius: float) -> list[Pair]:
+        """Tokens u, w in B_R that are worth trying: the largest E, and those of Proposition 3.4 for several eigenvectors."""
+        found = [best_pair(self.A, radius)]
+        for _, e in sorted(real_eigenvectors(self.A), key=lambda found: -abs(found[0]))[:_EIGENVECTORS]:
+            found += [(radius * e, radius * e / 2), (-radius * e, radius * e)]
+        return found
 
     def tokens(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:
         """The input (n, d)."""
@@ -141,35 +171,31 @@ def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> 
 
 @bound("lower.groups", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
 def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
-    """With m tokens at u and n−m at w: the best m and the best of the pairs above; it never decays in n."""
+    """With m tokens at u and n−m at w: the best m and the best of the pairs above."""
     head = PlainHead.of(layer)
-    candidates = [best_pair(head.A, radius)]
-    for _, e in sorted(real_eigenvectors(head.A), key=lambda found: -abs(found[0]))[:_EIGENVECTORS]:
-        candidates += [(radius * e, radius * e / 2), (-radius * e, radius * e)]
+    candidates = head.pairs(radius)
     sizes = sorted({1, *(int(n * 2 ** (-step / 4)) for step in range(1, 4 * max(1, n.bit_length()) + 1))} - {0})
     scored = [(head.gain(*pair, n, m), index, m) for index, pair in enumerate(candidates) for m in sizes]
     _, index, m = max(scored)
     return _bound("lower.groups", head, candidates[index], radius, n, OURS, m=m)
 
 
-@bound("lower.meanfield", side="lower", needs="radius", masks="full", without=PLAIN)
-def lower_meanfield(layer: Attention | PlainHead, radius: float) -> Bound | None:
-    """Two Diracs at ±Re, unmasked, n → ∞: ‖Ve‖e^{γR²} max_{t>0} (√t/(1+t))(1 + tE/(1+t)), E = 2γR², γ = −γ_min.
+@bound("lower.meanfield", side="lower", needs="radius", masks="full, causal", without=PLAIN)
+def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2.0) -> Bound:
+    """Two Diracs as n → ∞, a light one at u and a heavy one at w: for any A, with S = V(u−w)(Aw)ᵀ and E = (u−w)ᵀAw.
 
-    The supremum of σ over n and over B_R^n is at least this; with ``refined.unmasked`` it fixes the exponent e^{‖A‖R²}.
-    None when A has no negative real eigenvalue.
+        unmasked   e^{E/p} max_{0≤q≤1} q^{1/p}(1−q)^{1−1/p}‖V + qS‖, and ‖V‖ for one Dirac
+        causal     p/(p−1) times that; for p = 2 also ‖VᵀV + e^E(VᵀV + ½(VᵀS + SᵀV) + ⅓SᵀS)‖^½, the light one first
+
+    Along an eigenvector, Ae = −γe and u = −w = −Re: ‖Ve‖e^{γR²} max_q √(q(1−q))(1 + 2γR²q), and causal
+    ‖Ve‖e^{γR²}√(1 + 2γR² + (4/3)γ²R⁴). The supremum over n and B_R^n of σ, for p ≠ 2 of the norm of J for
+    (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p.
     """
     head = PlainHead.of(layer)
-    negative = [(gamma, e) for gamma, e in real_eigenvectors(head.A) if gamma < 0]
-    if not negative:
-        return None
-    gamma, e = min(negative, key=lambda found: found[0])
-    E = -2 * gamma * radius**2
-    t = torch.logspace(-8, 2, 2001, dtype=torch.float64)
-    best = float((t.sqrt() / (1 + t) * (1 + t * E / (1 + t))).max())
-    value = float(torch.linalg.vector_norm(head.V @ e)) * math.exp(min(E / 2, 700.0)) * best
-    where = f"tokens of norm ≤ {radius:g}, supremum over n, unmasked"
-    return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "E": E}, side="lower")
+    one = float(torch.linalg.matrix_norm(head.V, 2)) * (1 if not head.causal else math.inf if p == 1 else p / (p - 1))
+    value = max(one, *(head.limit(*pair, p) for pair in head.pairs(radius)))
+    where = f"tokens of norm ≤ {radius:g}, supremum over n, {'causal mask' if head.causal else 'unmasked'}"
+    return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
 
 
 @bound("lower.measured", side="lower", needs="radius, n")

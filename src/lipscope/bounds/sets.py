@@ -15,16 +15,17 @@ A row that sees m keys has entries of at most 1/(1 + (m−1)q), so κ is a sum o
     causal     κ = Σ_{i≤n} 1/(1 + (i−1)q)    ≤ min(n, e^{2a}H_n)
     any mask   κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)q)
 
-Causal, free of n: σ ≤ ‖V‖((1+2a)Π(a) + a) with ‖P‖₂ ≤ Π(a) = min(2e^{2a}, inf_{0<t<1} e^{a(1+t)}√((1+1/t)/(1−t))).
-With biases, soft-cap and sinks the same proofs give the forms below; they reduce to the above without. Where a bound takes
-``Constants``, those may be ``Constants.of_norms(‖V‖, ‖A‖)``; where n may be infinite, the bound is for every n.
+Causal, free of n: ‖P‖₂ ≤ 2e^a (rearrangement and Hardy's inequality) gives σ ≤ ‖V‖((2 + 2^{5/3}a)e^a + a). The bounds
+``refined.unmasked`` and ``refined.masked`` also take the exponent p of the norm (Σ_i‖x_i‖^p)^{1/p}, for n = ∞ that of W_p or
+d_p: e^{2a/p} stands in the place of e^a. With biases, soft-cap and sinks the same proofs give the forms below; they reduce
+to the above without. Where a bound takes ``Constants``, those may be ``Constants.of_norms(‖V‖, ‖A‖)``; where n may be
+infinite, the bound is for every n.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask, MaskLike, as_mask
-from lipscope.bounds.bound import CASTIN, OURS, Bound, bound
+from lipscope.bounds.bound import CASTIN, OURS, Bound, bound, norm_name
 from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.weights import layer_weights, over_heads, spectral, triangle
 
@@ -70,51 +71,58 @@ def castin2024_meanfield(layer: Attention | Constants, radius: float) -> Bound:
 
 
 @bound("refined.unmasked", needs="radius, n", masks="full")
-def refined_unmasked(layer: Attention | Constants, radius: float, n: float = math.inf) -> Bound:
+def refined_unmasked(layer: Attention | Constants, radius: float, n: float = math.inf, *, p: float = 2.0) -> Bound:
     """The bound ρ√κ + νβ with κ = n/(1 + (n−1)e^{−2h}); ‖V‖(√(1+a²)·√κ + a) without biases.
 
-    κ ≤ min(n, e^{2a}): the √n regime, the plateau e^a, and the border between them. For n = ∞ it bounds the
-    W_2-Lipschitz constant of mean-field attention. Frobenius norms, tokens in B_R, no mask. Ours.
+    κ ≤ min(n, e^{2a}): the √n regime, the plateau e^a, and the border between them. For another p it is ρ_pκ^{1/p} + νβ in
+    the norm (Σ_i‖x_i‖^p)^{1/p}, ρ_p between ‖V‖ + 2να at p = 1, ρ at p = 2 and ‖V‖ + να at p = ∞. For n = ∞ it bounds the
+    W_p-Lipschitz constant of mean-field attention. Tokens in B_R, no mask. Ours.
     """
+    norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
         h = c.half_range(radius)
         column = exp(2 * h) if math.isinf(n) else n / (1 + (n - 1) * exp(-2 * h))
-        return times(c.mean_and_keys(radius), math.sqrt(column)) + c.queries(radius)
+        return times(c.mean_and_keys(radius, p), root(column, p)) + c.queries(radius)
 
-    return _bound("refined.unmasked", _combined(layer, n, head), radius, n, "unmasked")
+    return _bound("refined.unmasked", _combined(layer, n, head), radius, n, "unmasked", norm=norm)
 
 
 @bound("refined.masked", needs="radius, n", masks="causal")
-def refined_masked(layer: Attention | Constants, radius: float, n: float = math.inf) -> Bound:
-    """The bound min(ρ√κ, (‖V‖ + 2να)Π(h)) + νβ, κ = Σ_{i≤n} 1/(1 + (i−1)e^{−2h}), for the causal mask.
+def refined_masked(layer: Attention | Constants, radius: float, n: float = math.inf, *, p: float = 2.0) -> Bound:
+    """The bound min(ρ√κ, (2‖V‖ + 2^{5/3}να)e^h) + νβ, κ = Σ_{i≤n} 1/(1 + (i−1)e^{−2h}), for the causal mask.
 
-    Without biases: ‖V‖(min{√(1+a²)√κ, (1+2a)Π(a)} + a). The second member does not depend on n. Frobenius norms, tokens
-    in B_R. Ours: Hardy's inequality and a Schur test with weights j^{−t}.
+    Without biases: ‖V‖(min{√(1+a²)√κ, (2 + 2^{5/3}a)e^a} + a). The second member does not depend on n. With another p it
+    is in the norm (Σ_i‖x_i‖^p)^{1/p}, for n = ∞ that of d_p, and infinite there for p = 1. Tokens in B_R. Ours.
     """
+    norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
         h = c.half_range(radius)
-        free = times(c.value + 2 * c.nu(radius) * c.alpha(radius), causal_norm(h))
-        return min(times(c.mean_and_keys(radius), math.sqrt(causal_column_sum(n, h))), free) + c.queries(radius)
+        column = times(c.mean_and_keys(radius, p), root(causal_column_sum(n, h), p))
+        return min(column, causal_gain(c, radius, exp(2 * h), p)) + c.queries(radius)
 
-    return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask")
+    return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask", norm=norm)
 
 
 @bound("refined.visibility", needs="radius, n", superseded="full, causal")
 def refined_visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLike = None) -> Bound:
     """The bound ρ√κ + νβ with κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}), m_i the number of keys row i sees; any mask.
 
-    Frobenius norms, tokens in B_R. Ours. ``mask`` is by default the layer's own.
+    Or (2‖V‖ + 2^{5/3}να)√G·e^h + νβ where at most G·m rows see no more than m keys, for every m: G = 1 for a prefix before
+    a causal mask. Frobenius norms, tokens in B_R. Ours. ``mask`` is by default the layer's own.
     """
     if isinstance(layer, Attention) and mask is None:
         mask = layer.mask
     rule, constants = as_mask(mask), Constants.of(layer, n)
     ranges = sorted({c.half_range(radius) for c in (*constants.image, *constants.plain)})
-    columns = dict(zip(ranges, _largest_columns(rule, n, ranges), strict=True))
+    sums, crowding = _largest_columns(rule, n, ranges)
+    columns = dict(zip(ranges, sums, strict=True))
 
     def head(c: HeadConstants) -> float:
-        return c.mean_and_keys(radius) * math.sqrt(columns[c.half_range(radius)]) + c.queries(radius)
+        h = c.half_range(radius)
+        free = causal_gain(c, radius, crowding * exp(2 * h))
+        return min(c.mean_and_keys(radius) * math.sqrt(columns[h]), free) + c.queries(radius)
 
     value = constants.combine(head)
     return _bound("refined.visibility", value, radius, n, f"mask {rule}", mask=str(rule))
@@ -203,19 +211,17 @@ def large_radius_limit(layer: Attention, x: Tensor) -> Bound | None:
     return Bound("large_radius.limit", value, "limit", where, CASTIN, {"n": n, "heads": layer.heads}, exact=one)
 
 
-@lru_cache(maxsize=4096)
-def causal_norm(a: float) -> float:
-    """Π(a) ≥ ‖P‖₂ for causal attention of any length whose scores vary by at most 2a within a row.
+def causal_gain(c: HeadConstants, radius: float, top: float, p: float = 2.0) -> float:
+    """The bound p'(‖V‖ + min(2, (2p')^{1/(2p−1)})να)·top^{1/p} for the terms of the keys, for every n; p' = p/(p−1).
 
-    min(2e^{2a}, inf_t e^{a(1+t)}√((1+1/t)/(1−t))): P is at most e^{2a} times the Cesàro matrix (norm ≤ 2, Hardy); and with
-    w_j = j^{−t}, Pw ≤ e^{2at}/(1−t)·w and Pᵀw ≤ e^{2a}(1+1/t)·w (Schur).
+    It holds where row i has no entry above top/i, as under the causal mask with top = e^{2h}; (2‖V‖ + 2^{5/3}να)√top for
+    p = 2. Rearrangement and Hardy's inequality give ‖P‖_p ≤ p'·top^{1/p}, Hölder's with q = p' + 1 the second factor.
     """
-    best = 2 * exp(2 * a)
-    # Any t gives a valid bound; the minimiser moves from ½ to 0 as 1/(2a).
-    for step in range(1, 200):
-        t = step / 200 if a < 1 else step / (200 * max(1.0, a / 2))
-        best = min(best, exp(a * (1 + t)) * math.sqrt((1 + 1 / t) / (1 - t)))
-    return best
+    spread = c.nu(radius) * c.alpha(radius)
+    if p == 1:
+        return times(c.value + spread, math.inf)
+    conjugate = 1 / (1 - 1 / p)
+    return times(conjugate * (c.value + min(2.0, (2 * conjugate) ** (1 / (2 * p - 1))) * spread), root(top, p))
 
 
 def causal_column_sum(n: float, h: float) -> float:
@@ -237,6 +243,11 @@ def exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
+def root(x: float, p: float) -> float:
+    """x^{1/p}."""
+    return math.sqrt(x) if p == 2 else x ** (1 / p)
+
+
 def times(x: float, y: float) -> float:
     """x·y, and 0 for 0·∞: a head without values moves nothing, however sharp it is."""
     return x * y if x else 0.0
@@ -246,18 +257,24 @@ def times(x: float, y: float) -> float:
 _ROWS = 512
 
 
-def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> list[float]:
-    """κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}) for every h of ``ranges``, a strip of rows at a time."""
+def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> tuple[list[float], float]:
+    """κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}) for every h of ``ranges``, a strip of rows at a time; and G."""
     everything = slice(0, n)
     decay = torch.tensor([math.exp(-2 * h) for h in ranges], dtype=torch.float64)
     sums = torch.zeros(1, 1, n, len(ranges), dtype=torch.float64)
+    strips = []
     for start in range(0, n, _ROWS):
         rows = slice(start, min(n, start + _ROWS))
         seen = mask.sees(rows, everything, n)
         seen = torch.ones(1, 1, rows.stop - start, n) if seen is None else seen
-        counts = seen.sum(-1, keepdim=True).double().clamp_min(1)
+        # A row that sees nothing is zero, and as good as one that sees everything.
+        seen_by = seen.sum(-1, keepdim=True).double()
+        strips.append(seen_by.masked_fill(seen_by == 0, n))
+        counts = seen_by.clamp_min(1)
         sums = sums + seen.double().mT @ (1 / (1 + (counts - 1) * decay.to(counts)))
-    return [float(value) for value in sums.amax((0, 1, 2))]
+    kth = torch.cat(strips, dim=2).sort(2).values.flatten(2)
+    crowding = (torch.arange(1, n + 1, dtype=torch.float64, device=kth.device) / kth).max()
+    return [float(value) for value in sums.amax((0, 1, 2))], float(crowding)
 
 
 def _combined(layer: Attention | Constants, n: float, head: Callable[[HeadConstants], float]) -> float:

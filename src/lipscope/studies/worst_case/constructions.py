@@ -40,7 +40,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
-from lipscope.bounds.pairs import Candidate, HeadPairs, lower_meanfield, tokens
+from lipscope.bounds.pairs import Candidate, HeadPairs, PlainHead, tokens
 from lipscope.bounds.registry import names as bound_names
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.spectral.operator import Operator
@@ -177,7 +177,7 @@ class Construction:
         m: number of tokens at u; the other n−m are at w.
         predicted: closed-form lower bound for σ(X) of the whole layer; None when a mask or additive bias rules it out.
         sigma: the measured σ(X).
-        limit: for ``meanfield`` on a ball and one plain head, the limit n → ∞ that the closed form tends to; else None.
+        limit: for ``meanfield`` on a ball and one plain unmasked head, what the closed form tends to as n → ∞; else None.
         note: what stood in for what, or an empty string.
     """
 
@@ -259,9 +259,9 @@ def _finish(layer: Attention, c: Candidate, X: Tensor, domain: Domain, solver: S
     n = X.shape[0]
     predicted = group_gain(layer, c.u, c.w, n, c.m) if has_closed_form(layer) else None
     limit = None
-    if c.name == "meanfield" and not c.note and domain.norm is None and "lower.meanfield" in bound_names(layer):
-        bound = lower_meanfield(layer, domain.radius)
-        limit = None if bound is None else bound.value
+    if c.name == "meanfield" and domain.norm is None and "lower.meanfield" in bound_names(layer):
+        plain = PlainHead.of(layer)
+        limit = None if plain.causal else plain.limit(*plain.coordinates(c.u, c.w))
     return Construction(c.name, X, c.head, c.m, predicted, local_lipschitz(layer, X, solver=solver), limit, c.note)
 
 
