@@ -101,7 +101,7 @@ def test_a_killed_worker_changes_nothing(
     assert cluster.workers[0].wait(timeout=10) == -signal.SIGKILL
     assert (there.measured, there.failed, there.rows) == (32, 0, 240)
     assert there.digest == here.digest
-    assert [step.tasks for step in seen] == list(range(33))
+    assert list(dict.fromkeys(step.tasks for step in seen)) == list(range(33))
     with Store(tmp_path / "here.db") as one, Store(tmp_path / "there.db") as other:
         mine, theirs = one.rows(), other.rows()
         assert len(other.environments()) == 1

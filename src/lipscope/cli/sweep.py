@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -160,22 +162,66 @@ def _flag(name: str) -> str:
     return f"--{once.get(name, name)}"
 
 
+# Seconds that a task may still take after a request to end.
+GRACE = 5.0
+_requests: list[int] = []
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked for the end; its argument is the signal's number."""
+
+
 @contextmanager
 def gentle_end() -> Iterator[None]:
-    """A termination request (a queue's time limit, a shutdown) ends like Ctrl-C: all finished tasks are kept."""
+    """A request to end (Ctrl-C, a queue's time limit, a shutdown) is obeyed between two tasks, with exit code 128 + signal.
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
+    An exception from a signal handler is raised anywhere, also where Python drops it. So requests are only noted, and
+    ``task_bar`` looks at them. A second request, or ``GRACE`` seconds, end the process at once: what is done is kept.
+    """
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = {number: signal.signal(number, _note) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread
         yield
         return
+    _requests.clear()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
     try:
         yield
+    except Stopped as request:
+        raise typer.Exit(128 + request.args[0]) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)
+
+
+def _note(number: int, _: object) -> None:
+    _requests.append(number)
+
+
+def _watch(reader: int) -> None:
+    """See to it that a request is obeyed, also while the main thread is busy outside of Python."""
+    timer = None
+    while signals := os.read(reader, 1):
+        if signals[0] in (signal.SIGINT, signal.SIGTERM):
+            if timer is not None:
+                _end_at_once(signals[0])
+            os.write(2, b"ending after this task; a second request ends at once\n")
+            timer = threading.Timer(GRACE, _end_at_once, signals)
+            timer.daemon = True
+            timer.start()
+    if timer is not None:
+        timer.cancel()
+    os.close(reader)
+
+
+def _end_at_once(number: int) -> None:
+    os.write(2, b"\x1b[?25h" * os.isatty(2) + b"ended within a task; every finished one is kept\n")  # with the cursor back
+    os._exit(128 + number)
 
 
 @contextmanager
@@ -190,10 +236,12 @@ def kept_in(store: Path) -> Iterator[None]:
 
 @contextmanager
 def task_bar() -> Iterator[Callable[[Step], None]]:
-    """The progress bar, for the steps of a run."""
+    """The progress bar, for the steps of a run; ends it between two of them when that was asked for."""
     with progress_bar() as show:
 
         def of(step: Step) -> None:
+            if _requests:
+                raise Stopped(_requests[0])
             what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
             if step.task is not None:
                 what += f" · {step.task.labels['model']} layer {step.task.identity['layer']} n = {step.task.identity['n']}"

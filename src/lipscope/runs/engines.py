@@ -42,7 +42,7 @@ class EngineError(RuntimeError):
 
 
 class Engine(Protocol):
-    """Runs jobs in any order and yields the outcome of each task once."""
+    """Runs jobs in any order and yields the outcome of each task once, and None while it waits for one."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Engine(Protocol):
         """Leave nothing running that was started here."""
         ...
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """The outcomes, as they come."""
         ...
 
@@ -161,7 +161,7 @@ class Dask:
         self._seen = (0.0, {})
         logging.getLogger("distributed").setLevel(self._log_level)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """The outcomes, job by job, as workers finish them. Few jobs are under way at once: a plan may have very many."""
         from lipscope.runs.tasks import handed_out
 
@@ -179,11 +179,12 @@ class Dask:
                 results.add(future)
             if not under_way:
                 return
-            future = self._next(results)
+            yield from self._waiting(results)
+            future = next(results)
             yield from self._outcomes(future, under_way.pop(future))
 
-    def _next(self, results: Any) -> Any:
-        """The next finished job; gives up when there has been no worker for a while."""
+    def _waiting(self, results: Any) -> Iterator[None]:
+        """Until a job is finished; gives up when there has been no worker for a while."""
         alone_since: float | None = None
         while not results.has_ready():
             if self._client.status not in ("running", "connecting"):
@@ -195,7 +196,7 @@ class Dask:
             elif time.monotonic() - alone_since > self.patience:
                 raise EngineError(f"the cluster has had no worker for {self.patience:g} s. {_RESUME}")
             time.sleep(0.02)
-        return next(results)
+            yield None
 
     def _outcomes(self, future: Any, job: Job) -> list[Outcome]:
         from lipscope.runs.work import Outcome, environment

@@ -42,7 +42,7 @@ class Step:
     tasks: int  # tasks finished in this run
     all_tasks: int  # tasks of this run
     failed: int  # tasks of this run that failed
-    task: Task | None = None  # the task that just ended; None at the start
+    task: Task | None = None  # the task that just ended; None at the start and while waiting
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_plan(
         store: the file of the store, made when it does not exist; or a store that is open for writing.
         engine: who computes; this process by default.
         retry_failed: also measure tasks that failed before.
-        progress: called at the start and after every task.
+        progress: called at the start, after every task, and now and then while waiting; what it raises ends the run.
         notice: called with what the user should know at once: a damaged store (by default a warning), tasks kept from
             another name or version.
 
@@ -126,7 +126,8 @@ def run_plan(
             looks = [task for job in views for task in job.tasks]
             ledger.add_tasks(run, looks)
             for _ in _steps(engine, [job for job in views if job.tasks[0].key not in done | failed], ledger, run, step):
-                pass
+                if progress is not None:
+                    progress(replace(step, task=None))
         ledger.finish_run(run)
         rows = ledger.rows()
         failures = ledger.failures(keys | {task.key for task in looks})
@@ -151,6 +152,9 @@ def _steps(engine: Engine, jobs: Sequence[Job], ledger: Store, run: int, step: S
     """Run the jobs and keep every outcome; yields where the run stands, first of all before it starts."""
     yield step
     for outcome in engine.run(jobs) if jobs else ():
+        if outcome is None:
+            yield replace(step, task=None)
+            continue
         ledger.save(outcome, run)
         step = replace(
             step,
