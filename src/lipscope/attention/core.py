@@ -18,6 +18,7 @@ torch expressions of tokens and weights instead, which keep their graph:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -63,6 +64,9 @@ class Core(Protocol):
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
 
+    def mass(self, heads: int) -> Tensor:
+        """√(largest row sum · largest column sum) ≥ ‖P‖₂ of every head, (B, H)."""
+
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The perturbation dO of the outputs for those of queries, keys and values."""
 
@@ -91,24 +95,28 @@ class Linearisation:
     score_size: float
 
     @classmethod
-    def at(cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *, centred: bool = False) -> Linearisation:
+    def at(
+        cls, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *, shift: Tensor | None = None, size: float = 0.0
+    ) -> Linearisation:
         """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, n, dk) and values v (B, Hkv, n, dv).
 
-        Values may be taken about their mean (``centred``), which spares the products a cancellation and changes none:
-        dO = T(V − c) + P dV − rowsum(T)·(O − c) does not depend on c as long as the rows of P add up to 1 (or vanish).
+        Values may be given as v − c, which spares the products a cancellation and changes none: dO = T(V − c) + P dV −
+        rowsum(T)·(O − c) does not depend on c. Rows of P that add up to 1 make O − c = P(V − c); where a sink takes the
+        share π, O − c = P(V − c) − πc, and c must be given as ``shift`` (B, Hkv, 1, dv). ``size`` is the least score size.
         """
         kv_heads = k.shape[1]
         n_keys = k.shape[2]
         grouped = group_queries(q, kv_heads)
         raw = grouped @ k.transpose(-1, -2)
         P, W = rule.probabilities(raw.reshape(*q.shape[:3], n_keys))
-        size = softcap_size(float(q.detach().norm(dim=-1).amax() * k.detach().norm(dim=-1).amax()), rule.softcap)
+        size = softcap_size(max(size, largest_product(q.detach(), k.detach())), rule.softcap)
         if rule.additive is not None:
             size += float(torch.where(P.detach() > NEGLIGIBLE, rule.additive.abs(), 0.0).amax())
         P, W = (t.reshape(raw.shape) for t in (P, W))
-        if centred:
-            v = v - v.mean(-2, keepdim=True)
-        return cls(grouped, k, v, P, W, P @ v, size)
+        o = P @ v
+        if shift is not None and rule.sinks is not None:
+            o = o - group_queries(rule.sink_share(raw.reshape(*q.shape[:3], n_keys)), kv_heads) * shift
+        return cls(grouped, k, v, P, W, o, size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,6 +131,11 @@ class Linearisation:
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
         return {"scores": self.P, "values": self.v, "queries": self.q, "keys": self.k}
+
+    def mass(self, heads: int) -> Tensor:
+        """See ``Core``."""
+        P = ungroup_queries(self.P, heads)
+        return (P.sum(-1).amax(-1) * P.sum(-2).amax(-1)).sqrt()
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The perturbation dO for those of the scaled queries (grouped), keys and values."""
@@ -148,6 +161,83 @@ class Linearisation:
         P = self.P[items]
         W = P if self.W is self.P else self.W[items]
         return Linearisation(self.q[items], self.k[items], self.v[items], P, W, self.o[items], self.score_size)
+
+
+def largest_product(a: Tensor, b: Tensor) -> float:
+    """The product of the largest norms of the last dimension."""
+    return float(a.norm(dim=-1).amax() * b.norm(dim=-1).amax())
+
+
+def typical_norm(squares: Tensor, rows: int, columns: int) -> Tensor:
+    """The spectral norm of a random matrix with this sum of squares; no more than its Frobenius norm."""
+    return squares.sqrt() * min(1.0, 1 / math.sqrt(rows) + 1 / math.sqrt(columns))
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """Queries, keys and values of tokens without the terms that no product depends on, and what they were added up from.
+
+    A term that is the same for all values cancels in v_j − o_i, up to the share of a sink; one that is the same for all keys
+    cancels in the softmax, unless sinks, a soft-cap or rotations tell keys apart. Both are left out before anything is
+    rounded: tokens are taken about the smallest of them, x_j − x_m, which is no larger than 2‖x_j‖, and biases dropped.
+    """
+
+    q: Tensor  # scaled queries (B, H, n, dk)
+    k: Tensor  # keys (B, Hkv, n, dk), perhaps without their common term
+    v: Tensor  # values (B, Hkv, n, dv) without their common term
+    shift: Tensor | None  # that of the values (B, Hkv, 1, dv), where sinks make it matter
+    # Norms of the terms that add up to a query, key and value, (B, H), (B, Hkv) and (B, Hkv): rounding is relative to them
+    sizes: Triple
+
+    @classmethod
+    def of(cls, layer: Attention, X: Tensor, offset: Tensor | None = None) -> Point:
+        """At tokens X (B, n, d), to all of which ``offset`` (d,) is to be added."""
+        smallest = X.norm(dim=-1).argmin(-1)
+        origin = X[torch.arange(len(X), device=X.device), smallest][:, None]
+        away, rotation = X - origin, layer.rotation(X.shape[1], X.shape[0])
+        free = rotation is None and layer.softcap is None and layer.sinks is None
+        counts = (layer.heads, layer.kv_heads, layer.kv_heads)
+        weights = layer.qkv.split([layer.q.shape[0], layer.k.shape[0], layer.v.shape[0]])
+        constants = []
+        for W, bias, factor in zip(weights, (layer.q_bias, layer.k_bias, layer.v_bias), (layer.tau, 1.0, 1.0), strict=True):
+            constant = X.new_zeros(1, len(W)) if bias is None else factor * bias.detach()[None]
+            constants.append(constant if offset is None else constant + offset @ W.mT)
+        columns = layer.column_squares.split(counts)
+        found, sizes = [], []
+        for which, tokens in enumerate((X, away if free else X, away)):
+            z, constant = tokens @ weights[which].mT, constants[which]
+            size = (tokens.square() @ columns[which].mT).amax(1).sqrt()
+            if tokens is X:
+                z = z + constant
+                size = size + constant.reshape(1, counts[which], -1).norm(dim=-1)
+            z = z.reshape(*X.shape[:2], counts[which], -1).transpose(1, 2).contiguous()
+            found.append(z if rotation is None or which == 2 else rotation.apply(z))
+            sizes.append(torch.maximum(size, found[-1].norm(dim=-1).amax(-1)))
+        q, k, v = found
+        shift = None
+        if layer.sinks is not None:
+            shift = (origin @ weights[2].mT + constants[2]).reshape(len(X), layer.kv_heads, 1, -1)
+        return cls(q, k, v, shift, (sizes[0], sizes[1], sizes[2]))
+
+    @property
+    def score_size(self) -> float:
+        """Largest size of the terms that add up to a score."""
+        q, k, _ = self.sizes
+        return float((q.reshape(*k.shape, -1).amax(-1) * k).max())
+
+    def parts(self, layer: Attention, core: Core) -> Tensor:
+        """Norms of the mean part of J and of its parts by way of scores, each as if nothing in it cancelled, (B, H, 2)."""
+        q, k, v = (t.double().repeat_interleave(layer.heads // t.shape[1], dim=1) for t in self.sizes)
+        v = v + ungroup_queries(core.o, layer.heads).norm(dim=-1).amax(-1)
+        squares = layer.column_squares.double().sum(-1).split([t.shape[1] for t in self.sizes])
+        W_Q, W_K, W_V = (
+            typical_norm(t.repeat_interleave(layer.heads // len(t)), z.shape[-1], layer.width)
+            for t, z in zip(squares, (self.q, self.k, self.v), strict=True)
+        )
+        limits = torch.finfo(core.dtype)
+        # Probabilities below the range of floats are zero.
+        mass = core.mass(layer.heads).double() + self.k.shape[2] * limits.tiny / limits.eps
+        return mass[..., None] * torch.stack([W_V.expand_as(v), v * (q * W_K + k * W_Q)], dim=-1)
 
 
 def group_queries(q: Tensor, kv_heads: int) -> Tensor:

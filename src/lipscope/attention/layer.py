@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, Triple, bilinear, group_queries, ungroup_queries
+from lipscope.attention.core import Linearisation, Point, Triple, bilinear, group_queries, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operators import AttentionOperator, HeadOperator, LayerProjections, NormAttentionOperator
@@ -264,6 +264,14 @@ class Attention(Weighted):
         """The matrix [τW_Q; W_K; W_V]: one product gives the three projections, with the scale inside the queries."""
         return torch.cat([self.tau * self.q, self.k, self.v]).detach()
 
+    @cached_property
+    def column_squares(self) -> Tensor:
+        """Squared norms of the columns of every head's τW_Q, W_K and W_V, (heads + 2·kv_heads, d)."""
+        parts = zip(
+            self.qkv.split([len(t) for t in (self.q, self.k, self.v)]), (self.heads, *[self.kv_heads] * 2), strict=True
+        )
+        return torch.cat([t.square().reshape(count, -1, self.width).sum(1) for t, count in parts])
+
     def split_heads(self, projected: Tensor) -> Triple:
         """Split (B, n, rows of qkv) into scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""
         B, n, _ = projected.shape
@@ -315,18 +323,25 @@ class Attention(Weighted):
             mask=mask if tiled else None,
         )
 
-    def core(self, X: Tensor, *, tiled: bool | None = None, centred: bool = False) -> AnyLinearisation:
+    def core(self, X: Tensor, *, tiled: bool | None = None) -> AnyLinearisation:
         """The attention core linearised at tokens (B, n, d); see ``core_at``."""
-        return core_at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True), tiled=tiled, centred=centred)
+        return core_at(*self.project(X), self.score_rule(X.shape[1], X.shape[0], tiled=True), tiled=tiled)
 
     def linearise(self, X: Tensor) -> Linearisation:
         """The attention core linearised at tokens (B, n, d), with its n×n matrices."""
         return Linearisation.at(*self.project(X), self.score_rule(X.shape[1], X.shape[0]))
 
-    def jacobian_parts(self, X: Tensor, *, tiled: bool | None = None) -> tuple[LayerProjections, AnyLinearisation]:
-        """What products with the Jacobian at X (B, n, d) need; values are centred where that changes nothing."""
-        rotation = self.rotation(X.shape[1], X.shape[0])
-        return LayerProjections(self, rotation), self.core(X, tiled=tiled, centred=self.sinks is None)
+    def jacobian_parts(
+        self, X: Tensor, *, tiled: bool | None = None, offset: Tensor | None = None
+    ) -> tuple[LayerProjections, AnyLinearisation, Tensor]:
+        """What products with the Jacobian at X (B, n, d) need, without common terms (see ``Point``), and sizes of its parts.
+
+        These are norms of the mean part and of the parts by way of scores, each as if nothing in it cancelled, (B, H, 2).
+        """
+        rotation, point = self.rotation(X.shape[1], X.shape[0]), Point.of(self, X, offset)
+        rule = self.score_rule(X.shape[1], len(X), tiled=True)
+        core = core_at(point.q, point.k, point.v, rule, tiled=tiled, shift=point.shift, size=point.score_size)
+        return LayerProjections(self, rotation), core, point.parts(self, core)
 
     def merge_heads(self, grouped: Tensor) -> Tensor:
         """Head outputs (B, Hkv, G·n, dv) → tokens (B, n, d_out), through W_O but without b_O."""

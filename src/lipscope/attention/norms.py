@@ -103,16 +103,27 @@ class _Normalisation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise tokens (…, d)."""
-        at = self.linearise(x)
+        at, offset = self.linearise(x), self.offset(x)
         y = at.g * at.z
-        return y if self.bias is None else y + self.bias.detach().to(x)
+        return y if offset is None else y + offset
+
+    def offset(self, x: Tensor) -> Tensor | None:
+        """β as tokens x have it: their dtype and device."""
+        return None if self.bias is None else self.bias.detach().to(x)
 
     def linearise(self, x: Tensor) -> NormLinearisation:
         """The Jacobian at tokens (B, n, d)."""
         if x.shape[-1] != self.weight.numel():
             raise ValueError(f"tokens have width {x.shape[-1]}, but the normalisation has width {self.weight.numel()}")
-        about = x - x.mean(-1, keepdim=True) if self.centred else x
-        s = (about.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        about = x
+        if self.centred:
+            # Twice: the mean of large entries is rounded, what is left of it is not.
+            about = x - x.mean(-1, keepdim=True)
+            about = about - about.mean(-1, keepdim=True)
+        # By a power of two, squares stay within the range of floats, and no digit changes.
+        size = about.detach().abs().amax(-1, keepdim=True).clamp_min(max(math.sqrt(self.eps), torch.finfo(x.dtype).tiny))
+        size = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent)
+        s = ((about / size).square().mean(-1, keepdim=True) + self.eps / size / size).sqrt() * size
         return NormLinearisation(self.weight.detach().to(x), about / s, s, self.centred)
 
     def image_radius(self) -> float:

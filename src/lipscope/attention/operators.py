@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Core, Linearisation, Triple, group_queries, ungroup_queries
+from lipscope.attention.core import Core, Linearisation, Triple, group_queries, typical_norm, ungroup_queries
 from lipscope.attention.norms import Normalisation, NormLinearisation
 from lipscope.attention.rotary import Rotation
 from lipscope.spectral.operator import Operator
@@ -61,9 +61,11 @@ class _CoreOperator(Operator):
     output_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    # Norms of the mean part of J and of its parts by way of scores, as if nothing in them cancelled, (batch, 2)
+    parts: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.rounding_error > 0.1:
+        if not self.rounding_error <= 0.1:
             wide = torch.finfo(self.dtype).eps < 1e-10
             raise FloatingPointError(
                 f"scores of size {self.core.score_size:.1e} leave no correct digits in {self.core.dtype}: "
@@ -75,6 +77,14 @@ class _CoreOperator(Operator):
         """Allowance that grows with the scores, whose rounding the exponential makes a relative error: eps·(√d + scores)."""
         return torch.finfo(self.core.dtype).eps * float(16 + 4 * self.width**0.5 + 2 * self.core.score_size)
 
+    @property
+    def rounding_floor(self) -> Tensor | float:
+        """Allowance for what cancels inside J: the error of P in its mean part, that of products in the others."""
+        if self.parts is None:
+            return 0.0
+        weights = self.parts.new_tensor([2 + self.core.score_size, 2.0])
+        return torch.finfo(self.core.dtype).eps * (self.parts @ weights)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionOperator(_CoreOperator):
@@ -84,11 +94,19 @@ class AttentionOperator(_CoreOperator):
     projections: Projections
 
     @classmethod
-    def at(cls, layer: Attention | Variant, X: Tensor, *, tiled: bool | None = None) -> AttentionOperator:
-        """Linearise at tokens X (B, n, d); ``tiled`` works without n×n matrices, by default when these would be large."""
-        projections, core = layer.jacobian_parts(X, tiled=tiled)
+    def at(
+        cls, layer: Attention | Variant, X: Tensor, *, tiled: bool | None = None, offset: Tensor | None = None
+    ) -> AttentionOperator:
+        """Linearise at tokens X (B, n, d), to all of which ``offset`` is to be added.
+
+        ``tiled`` works without n×n matrices, by default when these would be large.
+        """
+        projections, core, parts = layer.jacobian_parts(X, tiled=tiled, offset=offset)
         check_finite(core)
         B, n, d = X.shape
+        if parts is not None and layer.out is not None:
+            squares = layer.out.detach().square().sum(0).double().reshape(layer.heads, -1).sum(-1)
+            parts = parts * typical_norm(squares, layer.out.shape[0], layer.out.shape[1] // layer.heads)[:, None]
         return cls(
             layer=layer,
             projections=projections,
@@ -99,6 +117,7 @@ class AttentionOperator(_CoreOperator):
             output_shape=(n, layer.output_width),
             dtype=layer.dtype,
             device=layer.device,
+            parts=None if parts is None else torch.linalg.vector_norm(parts, dim=1),
         )
 
     @torch.no_grad()
@@ -115,9 +134,9 @@ class AttentionOperator(_CoreOperator):
 
     def select(self, items: Tensor) -> AttentionOperator:
         """Keep the listed inputs."""
-        return replace(
-            self, core=self.core.select(items), projections=self.projections.select(items), batch=int(items.numel())
-        )
+        parts = None if self.parts is None else self.parts[items]
+        core, projections = self.core.select(items), self.projections.select(items)
+        return replace(self, core=core, projections=projections, parts=parts, batch=int(items.numel()))
 
     def to_dense(self) -> Tensor:
         """The Jacobians ``(B, n·d_out, n·d)``, one batched product per input."""
@@ -171,7 +190,7 @@ class HeadOperator(_CoreOperator):
     @classmethod
     def at(cls, layer: Attention, X: Tensor, *, tiled: bool | None = None) -> HeadOperator:
         """Linearise at tokens X (B, n, d); see ``AttentionOperator.at``."""
-        projections, core = layer.jacobian_parts(X, tiled=tiled)
+        projections, core, parts = layer.jacobian_parts(X, tiled=tiled)
         check_finite(core)
         (B, n, d), heads = X.shape, layer.heads
         q, k, v = (
@@ -199,6 +218,7 @@ class HeadOperator(_CoreOperator):
             output_shape=(n, layer.value_width),
             dtype=layer.dtype,
             device=layer.device,
+            parts=parts.flatten(0, 1),
         )
 
     def matvec(self, u: Tensor) -> Tensor:
@@ -225,6 +245,7 @@ class HeadOperator(_CoreOperator):
             head_of_item=self.head_of_item[items],
             rotation=None if self.rotation is None else self.rotation.select(items),
             batch=int(items.numel()),
+            parts=None if self.parts is None else self.parts[items],
         )
 
     def lift_right(self, right: Tensor) -> Tensor:
@@ -248,12 +269,22 @@ class NormAttentionOperator(Operator):
     @classmethod
     def at(cls, layer: Attention, norm: Normalisation, X: Tensor) -> NormAttentionOperator:
         """Linearise at tokens X (B, n, d) before the normalisation."""
-        return cls(AttentionOperator.at(layer, norm(X)), norm.linearise(X))
+        at = norm.linearise(X)
+        # The offset β is common to all tokens, and enters where it does not cancel.
+        return cls(AttentionOperator.at(layer, at.g * at.z, offset=norm.offset(X)), at)
 
     @property
     def rounding_error(self) -> float:
         """See ``AttentionOperator.rounding_error``; the normalisation is one more product."""
         return 2 * self.attention.rounding_error
+
+    @property
+    def rounding_floor(self) -> Tensor | float:
+        """See ``AttentionOperator.rounding_floor``; what the normalisation takes out of a token cancels in its product."""
+        parts = self.attention.parts
+        assert parts is not None
+        gain = (self.norm.g.abs().max() / self.norm.s.amin((1, 2))).double()
+        return gain * (2 * self.attention.rounding_floor + 8 * torch.finfo(self.dtype).eps * parts.sum(-1))
 
     def matvec(self, u: Tensor) -> Tensor:
         """The product J·u for u of shape (B, n·d)."""

@@ -51,6 +51,14 @@ class ScoreRule:
         P = safe_softmax(scores, self.sinks)
         return P, P if slope is None else P * slope
 
+    def sink_share(
+        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
+    ) -> Tensor:
+        """What the sink takes of every row, (B, H, n, 1): 1 − Σ_j P_ij without its cancellation; arguments as above."""
+        assert self.sinks is not None
+        total = torch.logsumexp(self.scores(raw, rows, columns, n)[0], -1, keepdim=True)
+        return torch.sigmoid(self.sinks[:, None, None].to(total) - total)
+
     def scores(
         self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
     ) -> tuple[Tensor, Tensor | None]:

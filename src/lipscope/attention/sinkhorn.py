@@ -101,6 +101,10 @@ class SinkhornCore:
         """What must be finite for the products to make sense."""
         return {"weights": self.P, "values": self.v, "queries": self.q, "keys": self.k, "projection": self.inverse}
 
+    def mass(self, heads: int) -> Tensor:
+        """See ``Core``: rows and columns add up to 1."""
+        return self.P.new_ones(self.P.shape[:2])
+
     def project(self, D: Tensor) -> Tensor:
         """P∘(D − f ⊕ g): what is left of D, so that rows and columns of the result vanish."""
         weighted = self.P * D

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple
+from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple, largest_product
 from lipscope.attention.scores import ScoreRule, softcap_size
 from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mask_owners
 
@@ -134,17 +134,16 @@ class TiledLinearisation:
         rule: ScoreRule,
         *,
         tiling: Tiling | None = None,
-        centred: bool = False,
+        shift: Tensor | None = None,
+        size: float = 0.0,
     ) -> TiledLinearisation:
         """Linearise at scaled queries q (B, H, n, dk), keys k (B, Hkv, m, dk), values v (B, Hkv, m, dv); see ``core_at``."""
         q, k, v, tiling = q.detach(), k.detach(), v.detach(), tiling or current_tiling()
-        if centred:
-            v = v - v.mean(-2, keepdim=True)
         (B, H, n, dk), (kv_heads, m) = q.shape, k.shape[1:3]
         layout = Layout(B, kv_heads, H // kv_heads)
         strips = make_strips(rule, (n, m), tiling.tile, q.device)
         additive = None if rule.additive is None else Term.of(rule.additive, layout)
-        size = softcap_size(float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()), rule.softcap)
+        size = softcap_size(max(size, largest_product(q, k)), rule.softcap)
         queries = q.reshape(layout.items, layout.groups, n, dk).contiguous()
         rows = queries.new_zeros(*queries.shape[:3], 1)
         core = cls(
@@ -152,7 +151,7 @@ class TiledLinearisation:
             queries.new_zeros(*queries.shape[:3], v.shape[-1]), rows, rows, layout, strips,
             mask_owners(rule, layout, m, q.device), rule.softcap, additive, size, tiling.tile_bytes,
         )  # fmt: skip
-        core = core._normalised(rule.sinks)
+        core = core._normalised(rule.sinks, shift)
         if B * core._exponential_count * q.element_size() <= tiling.keep:
             core = replace(core, kept=core._exponentials())
         return replace(core, score_size=size + core._additive_size())
@@ -264,14 +263,14 @@ class TiledLinearisation:
         B, kv_heads = self.layout.inputs, self.layout.kv_heads
         return self._grouped(gq), gk.reshape(B, kv_heads, *gk.shape[1:]), gv.reshape(B, kv_heads, *gv.shape[1:])
 
-    def _normalised(self, sinks: Tensor | None) -> TiledLinearisation:
+    def _normalised(self, sinks: Tensor | None, shift: Tensor | None) -> TiledLinearisation:
         """Fill in peak, scale and outputs, by a running maximum, sum and product over the tiles of each strip."""
         shape, space = self.peak.shape, Workspace(self.queries)
         peak, total = self.peak.new_full(shape, float("-inf")), self.peak.new_zeros(shape)
         if sinks is not None:
             peak = sinks.to(peak).reshape(1, self.layout.kv_heads, self.layout.groups, 1, 1)
-            peak = peak.expand(self.layout.inputs, -1, -1, shape[2], 1).reshape(shape).clone()
-            total = torch.ones_like(peak)
+            sink = peak.expand(self.layout.inputs, -1, -1, shape[2], 1).reshape(shape)
+            peak, total = sink.clone(), torch.ones_like(sink)
         outputs = torch.zeros_like(self.outputs)
         for items in self.item_parts():
             for strip in self.strips:
@@ -287,7 +286,24 @@ class TiledLinearisation:
                     target.mul_(shrink).add_(added.reshape(target.shape))
                     top.copy_(new)
         scale = torch.where(total > 0, 1 / total, torch.zeros_like(total))
-        return replace(self, peak=peak.masked_fill(peak == float("-inf"), 0.0), scale=scale, outputs=outputs.mul_(scale))
+        outputs.mul_(scale)
+        if sinks is not None and shift is not None:
+            outputs -= (sink - peak).exp() * scale * shift.reshape(self.layout.items, 1, 1, -1)
+        return replace(self, peak=peak.masked_fill(peak == float("-inf"), 0.0), scale=scale, outputs=outputs)
+
+    def mass(self, heads: int) -> Tensor:
+        """See ``Core``; heads that share a key head are counted together."""
+        columns, rows = torch.zeros_like(self.keys[..., :1]), torch.zeros_like(self.scale)
+        space = Workspace(self.queries)
+        for items in self.item_parts():
+            for s, strip in enumerate(self.strips):
+                scale = _stacked(self.scale[items], strip)
+                for t, tile in enumerate(strip.tiles):
+                    E, _ = self._tile(items, s, t, space)
+                    columns[items, tile.columns].baddbmm_(E.mT, scale)
+                    rows[items, :, strip.rows] += (E.sum(-1, keepdim=True) * scale).reshape(rows[items, :, strip.rows].shape)
+        found = (rows.amax((2, 3)) * columns.amax((1, 2))[:, None]).sqrt()
+        return found.reshape(self.layout.inputs, heads)
 
     def _additive_size(self) -> float:
         """The largest additive term among the scores that matter; see ``NEGLIGIBLE``."""
@@ -376,19 +392,20 @@ def core_at(
     rule: ScoreRule,
     *,
     tiled: bool | None = None,
-    centred: bool = False,
+    shift: Tensor | None = None,
+    size: float = 0.0,
     tiling: Tiling | None = None,
 ) -> AnyLinearisation:
     """The core at scaled queries (B, H, n, dk), keys (B, Hkv, m, dk) and values (B, Hkv, m, dv), from n×n matrices or tiles.
 
-    Tiles are used by default when the matrices would be large, or half hidden; ``centred`` takes the values about their
-    mean, see ``Linearisation.at``; ``tiling`` is by default the one in force.
+    Tiles are used by default when the matrices would be large, or half hidden; values may lack a ``shift``, see
+    ``Linearisation.at``; ``tiling`` is by default the one in force.
     """
     if tiled is None:
         tiled = prefers_tiles(rule, q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q)
     if tiled:
-        return TiledLinearisation.at(q, k, v, rule, tiling=tiling, centred=centred)
-    return Linearisation.at(q, k, v, rule, centred=centred)
+        return TiledLinearisation.at(q, k, v, rule, tiling=tiling, shift=shift, size=size)
+    return Linearisation.at(q, k, v, rule, shift=shift, size=size)
 
 
 def prefers_tiles(rule: ScoreRule, heads: int, queries: int, keys: int, like: Tensor) -> bool:

@@ -143,10 +143,12 @@ class Variant(Weighted, ABC):
         return joined.reshape(*G.shape[:2], self.heads, -1).transpose(1, 2).contiguous()
 
     @torch.no_grad()
-    def jacobian_parts(self, X: Tensor, *, tiled: bool | None = None) -> tuple[VariantProjections, Core]:
+    def jacobian_parts(
+        self, X: Tensor, *, tiled: bool | None = None, offset: Tensor | None = None
+    ) -> tuple[VariantProjections, Core, None]:
         """What products with the Jacobian at X (B, n, d) need; the n×n matrices are formed whatever ``tiled`` says."""
         features = self.features(X)
-        return VariantProjections(features, X), self.linearise(*(feature.value for feature in features))
+        return VariantProjections(features, X), self.linearise(*(feature.value for feature in features)), None
 
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
@@ -206,7 +208,7 @@ class _Softmax(Variant):
 
     def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
         """The softmax core, with values about their mean, which changes no product and spares a cancellation."""
-        return Linearisation.at(q, k, v, self._rule(q), centred=True)
+        return Linearisation.at(q, k, v - v.mean(-2, keepdim=True), self._rule(q))
 
     def _rule(self, q: Tensor) -> ScoreRule:
         return ScoreRule(allowed=self.visible(q.shape[-2]))

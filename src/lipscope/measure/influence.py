@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lipscope.attention.core import Linearisation
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.operators import BlockOperator
@@ -59,7 +60,8 @@ def _of_layer(layer: Attention, x: Tensor, item: int, heads: bool, rtol: float) 
     if heads:
         return torch.stack([_of_layer(layer.head(h), x, item, False, rtol) for h in range(layer.heads)])
     layer = layer.for_input(item)
-    core = layer.linearise(x)
+    core = layer.jacobian_parts(x, tiled=False)[1]
+    assert isinstance(core, Linearisation)
     n = x.shape[1]
     result = x.new_zeros(n, n)
     visible = core.P[0].reshape(layer.heads, n, n).any(0)

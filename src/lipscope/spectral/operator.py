@@ -52,6 +52,11 @@ class Operator(ABC):
         """
         return torch.finfo(self.dtype).eps * float(16 + 4 * max(self.shape) ** 0.5)
 
+    @property
+    def rounding_floor(self) -> Tensor | float:
+        """Absolute error to allow for, of every item (B,) or of all: what cancels inside products, however small J is."""
+        return 0.0
+
     @abstractmethod
     def matvec(self, u: Tensor) -> Tensor:
         """Apply J: ``(B, N)`` → ``(B, M)``."""

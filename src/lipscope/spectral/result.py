@@ -160,7 +160,7 @@ class SpectralNorm:
         dtype: dtype of the computation.
         input_dtype: dtype of the data that was handed in.
         solver: name of the solver.
-        rounding: relative rounding allowance that was added to both ends.
+        rounding: relative rounding allowance that was added to both ends, the largest of a batch.
         token_energy: share of the worst direction on each token, last dimension n, summing to one.
         right: leading right singular vectors (unit input directions), when asked for.
         left: leading left singular vectors (the matching output directions), when asked for.
@@ -267,14 +267,16 @@ def summarise(
 ) -> SpectralNorm:
     """Turn a solver's raw output into a batched ``SpectralNorm``, adding the rounding allowance to both ends."""
     allowance = operator.rounding_error
+    floor = torch.as_tensor(operator.rounding_floor, dtype=torch.float64, device=output.estimate.device)
+    relative = torch.where(output.estimate > 0, floor / output.estimate, 0.0).clamp(allowance, 1.0)
     right = left = None
     if output.right is not None and output.left is not None:
         right = torch.stack([operator.lift_right(vector) for vector in output.right.unbind(1)], dim=1)
         left = output.left.reshape(*output.left.shape[:2], *operator.output_shape)
     return SpectralNorm(
-        lower=output.estimate * (1 - allowance),
+        lower=output.estimate * (1 - relative),
         estimate=output.estimate,
-        upper=output.upper * (1 + allowance),
+        upper=torch.maximum(output.upper * (1 + allowance), output.upper + floor),
         upper_kind=("exact" if output.solver == "dense" else "probabilistic",) * operator.batch,
         delta=output.delta,
         iterations=output.iterations,
@@ -288,7 +290,7 @@ def summarise(
         dtype=dtype_name(operator.dtype),
         input_dtype=input_dtype or dtype_name(operator.dtype),
         solver=output.solver,
-        rounding=allowance,
+        rounding=float(relative.max()),
         token_energy=output.token_energy,
         right=right,
         left=left,

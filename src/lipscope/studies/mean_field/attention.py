@@ -197,6 +197,11 @@ class WeightedOperator(Operator):
         """That of the base, and of the two scalings."""
         return self.base.rounding_error + 8 * torch.finfo(self.dtype).eps
 
+    @property
+    def rounding_floor(self) -> Tensor | float:
+        """That of the base, as much as the scalings enlarge it."""
+        return self.base.rounding_floor * (self.roots.amax((1, 2)) / self.roots.amin((1, 2))).double()
+
     def matvec(self, u: Tensor) -> Tensor:
         """√w_i·(J D_w^{−1/2} u)_i."""
         moved = self.base.matvec((self._inputs(u) / self.roots).flatten(1))

@@ -132,6 +132,11 @@ class GroupGain(Operator):
         """That of the grouped layer."""
         return self._inner.rounding_error
 
+    @property
+    def rounding_floor(self) -> float:
+        """That of the grouped layer, all rows together."""
+        return self._weight * float(torch.as_tensor(self._inner.rounding_floor).norm())
+
     def matvec(self, u: Tensor) -> Tensor:
         """The rows at w for a common displacement (1, d) of the tokens at u."""
         moved = torch.stack([u, torch.zeros_like(u)], dim=1).expand(self._rows, -1, -1)
