@@ -23,6 +23,7 @@ from gpt2_mini.books import encode
 from gpt2_mini.export import model_card
 from gpt2_mini.probe import probe_tokens, total_loss, windows
 from lipscope.cli.main import app
+from lipscope.models import checkpoints
 from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.load import GPT2_MINI, ZOO, load_named
 from lipscope.models.model import Model
@@ -64,6 +65,16 @@ def test_both_load_without_a_network_and_say_what_they_are(loaded):
         assert sum(p.numel() for p in model.model.parameters()) == FACTS["parameters"]
     assert loaded["gpt2-mini"].notes == ("trained by lipscope, float16 weights",)
     assert loaded["gpt2-mini-random"].notes[0].startswith("random weights, seed 0")
+
+
+def test_its_files_are_read_as_transformers_reads_them(loaded):
+    """It is built straight from its files; nothing in it is drawn at random."""
+    own, ours = checkpoints.auto_model(GPT2_MINI, dtype=torch.float32).state_dict(), loaded["gpt2-mini"].model.state_dict()
+    assert own.keys() == ours.keys()
+    assert all(torch.equal(own[key], ours[key]) for key in own)
+    tokenizer = checkpoints.auto_tokenizer(GPT2_MINI)
+    assert tokenizer(PASSAGE) == loaded["gpt2-mini"].tokenizer(PASSAGE)
+    assert tokenizer.special_tokens_map == loaded["gpt2-mini"].tokenizer.special_tokens_map
 
 
 def test_the_random_twin_is_seeded_and_leaves_the_random_state_alone():

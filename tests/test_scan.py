@@ -6,10 +6,15 @@ import importlib.util
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
+from hypothesis import strategies as st
 
 import lipscope
 from lipscope.models import checkpoints
@@ -150,6 +155,40 @@ def test_the_default_corpus_has_no_input_of_one_repeated_token() -> None:
     """Rules of tables are no prose: no eight tokens in a row, wherever an input may lie, are the same."""
     ids = Chunker(read_text("python-docs"), load_named("gpt2-mini").tokenizer).ids
     assert max(len(list(run)) for _, run in itertools.groupby(ids)) < 8
+
+
+def _tokenizers() -> dict[str, Any]:
+    """GPT-2's rule, BERT's, and rules under which a token may reach across the end of a word."""
+    words = ["ab", "b", "a", " ", "##a", "##b", "!", "[UNK]", "\n", "a b", "[X]"]
+    piece = tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    bert, stripping = (tokenizers.Tokenizer(piece) for _ in range(2))
+    for each in (bert, stripping):
+        each.normalizer = tokenizers.normalizers.BertNormalizer()
+        each.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    stripping.add_tokens([tokenizers.AddedToken("[X]", rstrip=True, normalized=False), "a b"])
+    whole = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, " ": 1, "a ": 2, "b": 3}, [("a", " ")]))
+    found = {
+        "bert": bert,
+        "stripping": stripping,
+        "whole": whole,
+        "gpt2": load_named("gpt2-mini").tokenizer.backend_tokenizer,
+    }
+    return {name: transformers.PreTrainedTokenizerFast(tokenizer_object=each) for name, each in found.items()}
+
+
+@pytest.mark.skipif(ZOO["gpt2-mini"].missing is not None, reason="the weights of gpt2-mini are not installed")
+@pytest.mark.parametrize("name", ["bert", "stripping", "whole", "gpt2"])
+def test_a_text_has_the_tokens_that_its_tokenizer_gives_it(name: str) -> None:
+    """Words are looked up once each, whatever stands between them."""
+    tokenizer = _tokenizers()[name]
+
+    @hypothesis.settings(max_examples=150, deadline=None)
+    @hypothesis.given(st.text("ab !'1é中\u0301\n\t\xa0\u2028[X]\x0b\x1d\x85", min_size=1, max_size=30))
+    def holds(text: str) -> None:
+        hypothesis.assume(text.strip())
+        assert Chunker([text], tokenizer).ids == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    holds()
 
 
 def test_lengths() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -31,6 +31,7 @@ class HeadWeights:
     V: Tensor  # stands for W_O W_V, (r, m), in coordinates of the span of the rows of W_V and W_K
     K: Tensor  # W_Kᵀ in the same coordinates, (m, dk)
     KQ: Tensor  # W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j
+    basis: Tensor  # orthonormal columns that span the rows of W_V and W_K, (d, m)
     out: float  # ‖W_O‖ of this head, 1 for the identity
     query: float  # |τ|‖W_Q‖ of this head
     value: float  # ‖W_O W_V‖
@@ -104,7 +105,7 @@ _CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def _compute(layer: Attention) -> LayerWeights:
     with torch.no_grad():
         singles = [layer.head(h) for h in range(layer.heads)]
-        plain = tuple(_head(single, None) for single in singles)
+        plain = tuple(map(_head, singles))
         W_V = torch.cat([single.v for single in singles])
         W_K, W_Q = torch.cat([single.k for single in singles]), layer.tau * layer.q
         keys, queries, values = (_root_norm(M) for M in (W_K, W_Q, W_V))
@@ -113,7 +114,7 @@ def _compute(layer: Attention) -> LayerWeights:
             identity = torch.eye(W_V.shape[0], dtype=W_V.dtype, device=W_V.device)
             return LayerWeights(plain, plain, 1.0, queries, keys, values, values, identity, *grams)
         blocks = layer.out.split(layer.value_width, dim=1)
-        image = tuple(_head(single, block) for single, block in zip(singles, blocks, strict=True))
+        image = tuple(map(_through, plain, singles, blocks))
         # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
         total = _root_norm(layer.out @ W_V)
         gram = layer.out.mT @ layer.out
@@ -125,34 +126,49 @@ def _root_norm(M: Tensor) -> float:
     return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12)
 
 
-def _head(single: Attention, out: Tensor | None) -> HeadWeights:
+def _head(single: Attention) -> HeadWeights:
+    """A head without its block of W_O."""
     tau = single.tau
-
-    def size(vector: Tensor | None, through: Tensor | None = None) -> float:
-        if vector is None:
-            return 0.0
-        return float(torch.linalg.vector_norm(vector if through is None else through @ vector)) * (1 + 1e-12)
-
-    R_O = None if out is None else triangle(out)
     R_K, R_Q = triangle(single.k.mT), triangle(tau * single.q.mT)
-    V = single.v if R_O is None else R_O @ single.v
     basis = torch.linalg.qr(torch.cat([single.v, single.k]).mT).Q
     return HeadWeights(
-        R_O=R_O,
+        R_O=None,
         R_K=R_K,
         R_Q=R_Q,
-        VK=V @ single.k.mT,
-        V=V @ basis,
+        VK=single.v @ single.k.mT,
+        V=single.v @ basis,
         K=basis.mT @ single.k.mT,
         KQ=tau * single.k @ single.q.mT,
-        out=1.0 if R_O is None else spectral(R_O),
+        basis=basis,
+        out=1.0,
         query=spectral(R_Q),
-        value=spectral(triangle(V.mT)),
+        value=spectral(triangle(single.v.mT)),
         interaction=spectral(R_K @ R_Q.mT),
-        query_bias=abs(tau) * size(single.q_bias, R_K),
-        key_bias=size(single.k_bias, R_Q),
-        value_bias=size(single.v_bias, R_O),
+        query_bias=abs(tau) * _size(single.q_bias, R_K),
+        key_bias=_size(single.k_bias, R_Q),
+        value_bias=_size(single.v_bias),
         score_scale=abs(tau) * float(torch.linalg.matrix_norm(single.q) * torch.linalg.matrix_norm(single.k)),
-        query_shift=size(single.q_bias) / max(float(torch.linalg.matrix_norm(single.q)), 1e-300),
-        key_shift=size(single.k_bias) / max(float(torch.linalg.matrix_norm(single.k)), 1e-300),
+        query_shift=_size(single.q_bias) / max(float(torch.linalg.matrix_norm(single.q)), 1e-300),
+        key_shift=_size(single.k_bias) / max(float(torch.linalg.matrix_norm(single.k)), 1e-300),
     )
+
+
+def _through(plain: HeadWeights, single: Attention, out: Tensor) -> HeadWeights:
+    """The same head followed by its block of W_O; queries and keys stay what they are."""
+    R_O = triangle(out)
+    V = R_O @ single.v
+    return replace(
+        plain,
+        R_O=R_O,
+        VK=V @ single.k.mT,
+        V=V @ plain.basis,
+        out=spectral(R_O),
+        value=spectral(triangle(V.mT)),
+        value_bias=_size(single.v_bias, R_O),
+    )
+
+
+def _size(vector: Tensor | None, through: Tensor | None = None) -> float:
+    if vector is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(vector if through is None else through @ vector)) * (1 + 1e-12)

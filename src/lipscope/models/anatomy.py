@@ -50,23 +50,35 @@ class Layer:
 
 
 @dataclass(eq=False)
-class _Event:
+class Event:
     """One module call of the survey, with its place in time."""
 
     module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     tokens: Tensor | None
-    mask: Tensor | None
     enter: int
     exit: int = -1
     output: Tensor | None = None
 
-    def inside(self, other: _Event) -> bool:
+    def inside(self, other: Event) -> bool:
+        """Whether the other call made this one, or is it."""
         return other.enter <= self.enter and self.exit <= other.exit
+
+
+@dataclass(frozen=True, eq=False)
+class Sighting:
+    """A layer, and those calls of the survey that are its own."""
+
+    layer: Layer
+    host: Event
+    block: Event
+    out: Event
 
 
 @dataclass(eq=False)
 class _Survey:
-    events: list[_Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     cores: list[tuple[int, CoreCall]] = field(default_factory=list)
     clock: int = 0
 
@@ -75,11 +87,14 @@ class _Survey:
         return self.clock
 
 
-def find_layers(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
-    """The attention layers of ``model``, in the order in which ``run()`` calls them; refuses a model without any."""
+def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting], Any]:
+    """The attention layers of ``model`` in the order in which ``run()`` calls them, and what it returned.
+
+    Refuses a model without any.
+    """
     survey = _Survey()
     with _watching(model, survey), torch.no_grad():
-        run()
+        output = run()
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
     attentions = _attention_calls(model, survey)
@@ -88,15 +103,16 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> list[Layer]:
             f"{type(model).__name__} has no self-attention that could be found: no call went through the transformers "
             "attention interface, and no submodule is an attention module with an output projection"
         )
-    return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in enumerate(attentions)]
+    found = enumerate(attentions)
+    return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found], output
 
 
 @contextmanager
 def _watching(model: nn.Module, survey: _Survey) -> Iterator[None]:
-    stack: list[_Event] = []
+    stack: list[Event] = []
 
     def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        event = _Event(module, tokens_of(args, kwargs), mask_of(args, kwargs), survey.tick())
+        event = Event(module, args, kwargs, tokens_of(args, kwargs), survey.tick())
         survey.events.append(event)
         stack.append(event)
 
@@ -119,10 +135,10 @@ def _watching(model: nn.Module, survey: _Survey) -> Iterator[None]:
             handle.remove()
 
 
-def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[_Event, tuple[int, CoreCall] | None]]:
+def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[Event, tuple[int, CoreCall] | None]]:
     """Self-attention calls: by the seam if it saw any, else torch's own module, else by name."""
     if survey.cores:
-        found: list[tuple[_Event, tuple[int, CoreCall] | None]] = []
+        found: list[tuple[Event, tuple[int, CoreCall] | None]] = []
         for time, call in survey.cores:
             around = [e for e in survey.events if e.module is call.module and e.enter < time < e.exit]
             found.append((around[-1], (time, call)))
@@ -141,13 +157,13 @@ def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[_Event, tu
 
 def _describe(
     index: int,
-    event: _Event,
+    event: Event,
     core: tuple[int, CoreCall] | None,
     survey: _Survey,
-    attentions: list[tuple[_Event, tuple[int, CoreCall] | None]],
+    attentions: list[tuple[Event, tuple[int, CoreCall] | None]],
     names: dict[nn.Module, str],
     elements: set[nn.Module],
-) -> Layer:
+) -> Sighting:
     out = _output_projection(event, core, survey)
     host = min((e for e in survey.events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
     label = f"layer {index} ({type(event.module).__name__})"
@@ -161,7 +177,7 @@ def _describe(
     normed = not same(u, host.tokens)
     stream, adds_input = _stream(u, host.tokens, out, block, survey, normed)
     mask, causal = _mask(event, core)
-    return Layer(
+    layer = Layer(
         index=index,
         name=names.get(block.module, ""),
         block=block.module,
@@ -179,9 +195,10 @@ def _describe(
         occurrence=sum(earlier.module is event.module for earlier, _ in attentions[:index]),
         norm=_norm_before(host, survey),
     )
+    return Sighting(layer, host, block, out)
 
 
-def _norm_before(host: _Event, survey: _Survey) -> nn.Module | None:
+def _norm_before(host: Event, survey: _Survey) -> nn.Module | None:
     """The last normalisation whose output *is* attention's tokens.
 
     In a pre-norm block that is its own, in a post-norm block the one that closes the block before (or the embedding).
@@ -191,12 +208,12 @@ def _norm_before(host: _Event, survey: _Survey) -> nn.Module | None:
     return max(found, key=lambda e: e.exit).module if found else None
 
 
-def _output_projection(event: _Event, core: tuple[int, CoreCall] | None, survey: _Survey) -> _Event:
+def _output_projection(event: Event, core: tuple[int, CoreCall] | None, survey: _Survey) -> Event:
     """The last linear map inside the attention module, or the first one that takes the module's output."""
     if isinstance(event.module, nn.MultiheadAttention):
         return event
     start = core[0] if core else event.enter
-    linear: list[_Event] = []
+    linear: list[Event] = []
     for e in survey.events:
         # The parts of a composite linear map (a low-rank adapter, say) are not projections of their own.
         if is_linear(e.module) and not (linear and e.inside(linear[-1])):
@@ -210,14 +227,14 @@ def _output_projection(event: _Event, core: tuple[int, CoreCall] | None, survey:
     raise ValueError(f"{type(event.module).__name__}: no output projection W_O was found in or after this attention module")
 
 
-def _block(host: _Event, survey: _Survey, attentions: list[_Event], elements: set[nn.Module]) -> _Event:
+def _block(host: Event, survey: _Survey, attentions: list[Event], elements: set[nn.Module]) -> Event:
     """The outermost list element (else the outermost module) around ``host`` with this attention alone inside."""
     around = [e for e in survey.events if host.inside(e) and sum(a.inside(e) for a in attentions) == 1]
     listed = [e for e in around if e.module in elements]
     return (listed or around)[0]
 
 
-def _stream(u: Tensor, x: Tensor, out: _Event, block: _Event, survey: _Survey, normed: bool) -> tuple[Cut, bool]:
+def _stream(u: Tensor, x: Tensor, out: Event, block: Event, survey: _Survey, normed: bool) -> tuple[Cut, bool]:
     """Where the residual stream continues after attention.
 
     Follow the branch through dropout and a normalisation of its own (Gemma-2, OLMo-2) to the first module that takes
@@ -240,7 +257,7 @@ def _stream(u: Tensor, x: Tensor, out: _Event, block: _Event, survey: _Survey, n
     return cut, True
 
 
-def _mask(event: _Event, core: tuple[int, CoreCall] | None) -> tuple[str, bool]:
+def _mask(event: Event, core: tuple[int, CoreCall] | None) -> tuple[str, bool]:
     """The mask in words, and whether the layer claims to be causal."""
     claims = bool(getattr(event.module, "is_causal", False))
     if core is not None:
@@ -248,7 +265,7 @@ def _mask(event: _Event, core: tuple[int, CoreCall] | None) -> tuple[str, bool]:
         causal = claims or _hides_future(allowed)
         kind = "causal" if causal else "full"
         return f"window:{window}" + ("" if causal else ":both") if window else kind, causal
-    mask = event.mask
+    mask = mask_of(event.args, event.kwargs)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(torch.float32).min / 2
     causal = claims or _hides_future(mask)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 
-from lipscope.models.anatomy import Cut, Layer, first_tensor, tokens_of
+from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of
 from lipscope.models.seam import packed, using_seam
 from lipscope.spectral.autodiff import differentiable_attention
 
@@ -112,6 +112,18 @@ def record(
         check_finite(layer, outputs[layer.index])
     real = None if padding is None or bool(padding.bool().all()) else padding.bool()
     return Recording(hosts, blocks, outputs, last_hidden, real, run, documents)
+
+
+def record_found(found: list[Sighting], output: Any, run: Callable[[], Any]) -> Recording:
+    """The same of the pass in which the layers were found."""
+    outputs = {seen.layer.index: seen.out.output.detach() for seen in found if seen.out.output is not None}
+    for seen in found:
+        check_finite(seen.layer, outputs[seen.layer.index])
+    hosts, blocks = (
+        {seen.layer.index: Call.record(call.module, call.args, call.kwargs) for seen, call in calls}
+        for calls in ([(seen, seen.host) for seen in found], [(seen, seen.block) for seen in found])
+    )
+    return Recording(hosts, blocks, outputs, last_hidden_state(output), None, run)
 
 
 @contextmanager

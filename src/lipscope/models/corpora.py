@@ -129,6 +129,10 @@ def _read_file(path: Path) -> str:
     return text
 
 
+# A line under a title or of a table; the line break at its front is what the search looks for.
+_RULE = re.compile(r"\n(?:[*=~\-^\"]{3,}$| *\+[-=+]{3,})", re.M)
+
+
 def _python_docs(_: Path) -> list[str]:
     """The prose of the language reference: titles, tables, grammar, code blocks and marks of emphasis removed."""
     from pydoc_data.topics import topics
@@ -136,12 +140,10 @@ def _python_docs(_: Path) -> list[str]:
     documents = []
     for name in sorted(topics):
         paragraphs = re.split(r"\n\s*\n", topics[name])
-        prose = [
-            " ".join(p.split())
-            for p in paragraphs
-            if not p.startswith("   ") and not re.search(r"^[*=~\-^\"]{3,}$|^ *\+[-=+]{3,}", p, re.M)
-        ]
-        text = "\n".join(re.sub(r"[*`\"]+", "", p) for p in prose if len(p) > 60)
+        prose = [" ".join(p.split()) for p in paragraphs if not p.startswith("   ") and not _RULE.search("\n" + p)]
+        text = "\n".join(p for p in prose if len(p) > 60)
+        for mark in '*`"':
+            text = text.replace(mark, "")
         if text:
             documents.append(text)
     return documents

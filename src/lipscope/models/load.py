@@ -8,6 +8,7 @@ allowed.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from lipscope.models import checkpoints
-from lipscope.models.checkpoints import Loaded, NotReachableError, auto_model, auto_tokenizer, from_directory, from_hub
+from lipscope.models.checkpoints import Loaded, NotReachableError, auto_tokenizer, from_directory, from_hub
 from lipscope.models.model import Model
 
 RANDOM_SEED = 0
@@ -121,21 +122,40 @@ def _random(name: str, model_class: Any, config: Any, tokenizer: Any, about: str
 
 
 def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
-    # Half precision is how the weights are stored; they are measured in float32.
-    model = auto_model(GPT2_MINI, use_safetensors=True, dtype=torch.float32)
-    return Loaded(model, auto_tokenizer(GPT2_MINI), name, ("trained by lipscope, float16 weights",))
+    from safetensors.torch import load_file
+    from transformers import GPT2Model
+    from transformers.initialization import no_init_weights
+
+    config, tokenizer = _mini_parts()
+    with no_init_weights():
+        model: nn.Module = GPT2Model(config)  # type: ignore[no-untyped-call]
+    # Half precision is how the weights are stored; they are measured in float32. A missing one is refused.
+    stored = load_file(GPT2_MINI / "model.safetensors")
+    model.load_state_dict({name.removeprefix("transformer."): weight for name, weight in stored.items()})
+    return Loaded(model.eval(), tokenizer, name, ("trained by lipscope, float16 weights",))
+
+
+def _mini_parts() -> tuple[Any, Any]:
+    """Config and tokenizer of gpt2-mini, straight from their files: no class has to be looked for."""
+    from transformers import GPT2Config, PreTrainedTokenizerFast
+
+    settings = json.loads((GPT2_MINI / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_file=str(GPT2_MINI / "tokenizer.json"), **settings
+    )
+    return GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True, dtype=torch.float32), tokenizer
 
 
 def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:
     """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True)
+    config, tokenizer = _mini_parts()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         model = GPT2LMHeadModel(config).base_model  # type: ignore[no-untyped-call]
     note = f"random weights, seed {RANDOM_SEED}: gpt2-mini before its training"
-    return Loaded(model.eval(), auto_tokenizer(GPT2_MINI), name, (note,))
+    return Loaded(model.eval(), tokenizer, name, (note,))
 
 
 def _offline_choices() -> str:

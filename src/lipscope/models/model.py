@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -13,7 +12,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
 from lipscope.models.anatomy import Layer, find_layers
-from lipscope.models.capture import model_dtype, record, replaying
+from lipscope.models.capture import model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.inputs import (
     TokenArguments,
@@ -76,11 +75,14 @@ class Model:
         refuse_random_weights(self.model, not_in_checkpoint(model), run)
         with replaying(self.model):
             try:
-                self.layers = find_layers(self.model, run)
+                found, output = find_layers(self.model, run)
             except ValueError:
                 # Layers are found by comparing tensors, and NaN compares with nothing.
                 refuse_nan_activations(self.model, run)
                 raise
+        self.layers = [seen.layer for seen in found]
+        # A pass on the fixed inputs of the self-tests
+        self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
         if check:
@@ -95,11 +97,6 @@ class Model:
     def device(self) -> torch.device:
         """Where the model lives."""
         return next(self.model.parameters()).device
-
-    @cached_property
-    def probe_recording(self) -> Recorded:
-        """A pass on the fixed inputs of the self-tests."""
-        return self.record(probe_inputs(self.model))
 
     def record(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +28,8 @@ def refuse_unmeasurable(model: nn.Module) -> None:
             raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
         if not p.is_floating_point():
             raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
-        if not bool(torch.isfinite(p.detach()).all()):
+        # A sum is finite in one pass without copies; only one that is not, which may be overflow, is looked at closely.
+        if not math.isfinite(float(p.detach().sum())) and not bool(torch.isfinite(p.detach()).all()):
             raise ValueError(f"parameter {name} holds NaN or infinite values: the weights are damaged")
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters, so no attention to measure")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.models.affine import torch_attention
-from lipscope.models.anatomy import Layer
+from lipscope.models.anatomy import Layer, tokens_of
 from lipscope.models.capture import Recording, double_throughout, last_hidden_state, model_dtype, replaying
 from lipscope.models.scopes import real_rows
 from lipscope.models.seam import plain_experts
@@ -34,12 +34,18 @@ def run_self_tests(recorded: Recorded) -> None:
     model = recorded.model.model
     with replaying(model, recorded.documents):
         for layer in recorded:
-            attention, x = layer.map("attention"), layer.tokens()
-            y, point = check_determinism(attention, x, layer.layer)
+            heads: list[Tensor | None] = []
+            seen = layer.layer.out.register_forward_pre_hook(
+                lambda _, args, kwargs, heads=heads: heads.append(tokens_of(args, kwargs)), with_kwargs=True
+            )
+            try:
+                y, point = check_determinism(layer.map("attention"), layer.tokens(), layer.layer)
+            finally:
+                seen.remove()
             check_replay(y.detach(), recorded, layer.layer)
             if layer.layer.causal:
                 check_no_leak(y, point, layer.layer)
-            check_head_sum(layer, y.detach())
+            check_head_sum(layer, y.detach(), heads[-1])
     check_own_attention(model, recorded)
 
 
@@ -80,11 +86,9 @@ def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: La
 
 def check_replay(y: Tensor, recording: Recording, layer: Layer) -> None:
     """The replayed output must be the recorded one."""
-    recorded = recording.outputs[layer.index]
-    recorded = recorded if layer.batch_first or recorded.ndim != 3 else recorded.transpose(0, 1)
-    recorded = real_rows(recorded.reshape(y.shape), recording.real)
+    recorded = _in_rows(recording.outputs[layer.index], y, layer)
     _require_close(
-        real_rows(y, recording.real), recorded, 64 * torch.finfo(y.dtype).eps,
+        real_rows(y, recording.real), real_rows(recorded, recording.real), 64 * torch.finfo(y.dtype).eps,
         f"{_name(layer)}: replaying the recorded call does not give the recorded output (difference {{:.3g}}). The layer "
         "keeps state between calls, or takes its tokens from an argument that was not recognised.",
     )  # fmt: skip
@@ -102,8 +106,8 @@ def check_own_attention(model: nn.Module, recording: Recording) -> None:
     )  # fmt: skip
 
 
-def check_head_sum(at: RecordedLayer, y: Tensor) -> None:
-    """Σ_h W_O^h o^h + b_O = attention output: the heads are cut where they should be."""
+def check_head_sum(at: RecordedLayer, y: Tensor, heads: Tensor | None) -> None:
+    """Σ_h W_O^h o^h + b_O = attention output: the heads, which entered W_O side by side, are cut where they should be."""
     layer, real = at.layer, at.recorded.real
     message = (
         f"{_name(layer)}: the sum over its {layer.heads} heads differs from the module's output by {{:.3g}}, so the heads "
@@ -112,19 +116,24 @@ def check_head_sum(at: RecordedLayer, y: Tensor) -> None:
     if isinstance(layer.out, nn.MultiheadAttention):
         total = torch_attention(layer, at.call)(at.tokens())
     else:
+        assert heads is not None
+        width = heads.shape[-1]
+        if width % layer.heads:
+            raise SelfTestError(f"{_name(layer)}: {layer.heads} heads do not divide the width {width} of W_O")
         with torch.no_grad():
-            heads = at.map("head")(at.tokens("head"))
-            if heads.shape[-1] % layer.heads:
-                raise SelfTestError(f"{_name(layer)}: {layer.heads} heads do not divide the width {heads.shape[-1]} of W_O")
+            # Each head alone, and none, in one call.
+            alone = heads.new_zeros(layer.heads + 1, *heads.shape)
+            for h, columns in enumerate(torch.arange(width, device=heads.device).split(width // layer.heads)):
+                alone[h, ..., columns] = heads[..., columns]
             project: Callable[[Tensor], Any] = layer.out
-            offset = project(torch.zeros_like(heads))
-            total = offset.clone()
-            width = heads.shape[-1] // layer.heads
-            for h in range(layer.heads):
-                alone = torch.zeros_like(heads)
-                alone[..., h * width : (h + 1) * width] = heads[..., h * width : (h + 1) * width]
-                total += project(alone) - offset
+            images = project(alone.flatten(0, 1)).unflatten(0, (layer.heads + 1, -1))
+            total = _in_rows(images.sum(0) - layer.heads * images[-1], y, layer)
     _require_close(real_rows(total, real), real_rows(y, real), 4096 * torch.finfo(y.dtype).eps, message)
+
+
+def _in_rows(output: Tensor, like: Tensor, layer: Layer) -> Tensor:
+    """What W_O gave, in the model's layout of tokens, shaped like the output of the map."""
+    return (output if layer.batch_first or output.ndim != 3 else output.transpose(0, 1)).reshape(like.shape)
 
 
 def _require_close(a: Tensor, b: Tensor, tolerance: float, message: str) -> None:

@@ -67,7 +67,25 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     # Half of the time of calling the tokenizer, which also counts where every token stands in the text.
     backend.no_truncation()
     backend.no_padding()
-    return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    # Every word once, with the white space before it, where no token reaches across the end of a word.
+    words = re.findall(r"\s*\S+|\s+", text) if _ends_tokens_with_words(backend, text) else [text]
+    known = list(dict.fromkeys(words))
+    encoded = backend.encode_batch_fast(known, add_special_tokens=False)
+    ids_of = {word: encoding.ids for word, encoding in zip(known, encoded, strict=True)}
+    return [token for word in words for token in ids_of[word]]
+
+
+def _ends_tokens_with_words(backend: Any, text: str) -> bool:
+    """Whether the tokenizer cuts a text before white space: GPT-2's and BERT's rules do, unless an added token disagrees."""
+    cutter = backend.pre_tokenizer
+    rule = type(cutter).__name__
+    by_words = rule == "BertPreTokenizer" or (rule == "ByteLevel" and cutter.use_regex and not cutter.add_prefix_space)
+    added = backend.get_added_tokens_decoder().values()
+    across = any(token.rstrip or re.search(r"\S\s", token.content) for token in added)
+    # Control characters that are white space to Python are letters or nothing to some of these rules.
+    strange = re.search(r"[\x0b\x0c\x1c-\x1f\x85]", text)
+    plain = type(backend.normalizer).__name__ in ("NoneType", "BertNormalizer") and not strange
+    return bool(by_words and plain and not across)
 
 
 def input_batches(chunks: dict[int, list[list[int]]], batch_tokens: int) -> Iterator[tuple[int, int, list[list[int]]]]:
