@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import cases
 import lipscope
+from lipscope.cli.main import app
 
 W = torch.eye(4, dtype=torch.float64)
 LAYER = lipscope.Attention(W, W, W, W, heads=2)
@@ -222,3 +224,65 @@ def test_fully_hidden_rows_give_zero():
 def test_influence_needs_tokens():
     with pytest.raises(ValueError, match="from tokens to tokens"):
         lipscope.influence(lambda x: x.sum(-1), cases.random(2, 3, 4, seed=0))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_bounds_of_very_many_tokens_are_closed_forms(mask):
+    """Nothing of n tokens is written out: at n = 10⁸ that would be hundreds of gigabytes."""
+    layer = lipscope.Attention(W, W, W, mask=mask)
+    few, many = (lipscope.bounds.table(layer, radius=1.0, n=n) for n in (1000, 10**8))
+    assert [b.name for b in few.bounds if b.name not in ("lower.measured", "refined.visibility")] == [
+        b.name for b in many.bounds
+    ]
+    for bound in many.bounds:
+        assert bound.tokens is None
+        if (
+            bound.kind == "set"
+            and bound.norm == "Frobenius"
+            and bound.name in ("refined.unmasked", "refined.masked", "lower.groups")
+        ):
+            assert bound.value >= few[bound.name].value * (1 - 1e-12)
+    least = min(b.value for b in many.bounds if b.side == "upper" and b.kind == "set" and b.norm == "Frobenius")
+    assert max(b.value for b in many.bounds if b.name in ("lower.pair", "lower.groups", "lower.proposition34")) <= least
+
+
+@pytest.mark.parametrize(
+    ("mask", "radius", "n", "message"),
+    [
+        ("full", 1.0, 10**400, "n must lie between 1 and 1000000000000000"),
+        ("full", 1.0, 0, "n must lie between 1 and"),
+        ("window:3", 1.0, 10**8, "n must lie between 1 and 65536 for this layer, whose mask or positions"),
+        ("full", float("inf"), 4, "radius must be finite and not negative, got inf"),
+        ("full", -1.0, 4, "radius must be finite"),
+    ],
+)
+def test_absurd_sets_of_inputs(mask, radius, n, message):
+    layer = lipscope.Attention(W, W, W, mask=mask)
+    with pytest.raises(ValueError, match=message):
+        lipscope.bounds.table(layer, radius=radius, n=n)
+    with pytest.raises(ValueError, match=message):
+        lipscope.bounds.evaluate("refined.visibility", layer, radius=radius, n=n)
+
+
+@pytest.mark.parametrize("lengths", ["1:1000000000000:1", "1:99999999999999999999:1", range(1, 10**12), range(1, 10**30)])
+def test_lengths_are_counted_before_they_are_written_out(lengths):
+    with pytest.raises(ValueError, match="lengths must be at most 10000 numbers: take larger steps"):
+        lipscope.scan("gpt2-mini", "python-docs", lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--inputs", "99999999999999999999"], "inputs must be at most 1000000, got 99999999999999999999"),
+        (["--inputs", "1000000"], "1000000 disjoint inputs"),
+        (["--lengths", "1:99999999999999999999:log"], "positive numbers of tokens, at most 1000000000"),
+        (["--lengths", "1:1000000000000:1"], "lengths must be at most 10000 numbers"),
+        (["--lengths", "1:9:0"], "lengths must look like"),
+        (["--seed", "99999999999999999999"], "seed must be at most"),
+    ],
+)
+def test_absurd_numbers_on_the_command_line(arguments, message):
+    for command in (["scan", "gpt2-mini"], ["sweep", "--model", "gpt2-mini", "--text", "python-docs"]):
+        done = CliRunner().invoke(app, [*command, *arguments])
+        assert done.exit_code == 2
+        assert message in done.output

@@ -95,6 +95,8 @@ Evaluation = TypeVar("Evaluation", bound=Callable[..., Found])
 MASKS = ("full", "causal", "other")
 FEATURES = ("query_bias", "additive", "softcap", "sinks", "rotary", "several_heads")
 ARGUMENTS = ("x", "radius", "n")
+# More than any machine reads; a closed form holds for any n below it without losing digits.
+MOST_TOKENS = 10**15
 # One head with plain dot-product scores.
 PLAIN = ", ".join(FEATURES)
 
@@ -116,6 +118,7 @@ class Entry:
     # The kinds of attention it is about: ``"dot"`` (softmax of scaled dot products) or those of ``Variant``
     scores: tuple[str, ...]
     superseded: frozenset[str]  # masks for which a cheaper bound of the same source gives the same number
+    longest: int  # most tokens it is evaluated for
 
     @property
     def source(self) -> str:
@@ -124,6 +127,8 @@ class Entry:
 
     def at(self, layer: Any, **given: Any) -> list[Bound]:
         """The bounds that the function finds for a layer, with what it takes of the given arguments."""
+        if (given.get("n") or 0) > self.longest:
+            return []
         found = self.function(layer, **{name: given[name] for name in self.takes if given.get(name) is not None})
         return [] if found is None else [found] if isinstance(found, Bound) else list(found)
 
@@ -141,6 +146,7 @@ def bound(
     side: Side = "upper",
     scores: str = "dot",
     superseded: str = "",
+    longest: int = MOST_TOKENS,
 ) -> Callable[[Evaluation], Evaluation]:
     """Enter a function of a layer into the registry; lists are words separated by commas.
 
@@ -152,6 +158,7 @@ def bound(
         side: upper or lower.
         scores: ``dot``, or the kinds of ``Variant`` it is about, which have no feature but several heads.
         superseded: masks for which a cheaper bound of the same source gives the same number.
+        longest: most tokens it is evaluated for, where that takes work with every pair of them.
 
     Returns:
         A decorator that leaves the function as it is. It may return one bound, several, or None where it says nothing.
@@ -172,6 +179,7 @@ def bound(
             side=side,
             scores=_words(scores),
             superseded=frozenset(_words(superseded, MASKS)),
+            longest=longest,
         )
         return function
 

@@ -33,8 +33,10 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 NO_EIGENVALUE = "A has no {which} real eigenvalue: the general pair stands in"
 # Eigenvectors that are tried, those with the largest eigenvalues; group sizes tried one by one.
 _EIGENVECTORS, _EVERY_SIZE = 8, 128
-# Numbers in one batch of inputs: the solver keeps a few dozen vectors of this size.
-_LARGEST_BATCH = 1 << 20
+# Numbers in one batch of inputs: the solver keeps a few dozen vectors of this size. Numbers in an input that is shown.
+_LARGEST_BATCH, _LARGEST_INPUT = 1 << 20, 1 << 26
+# Rows that are added up one by one.
+_LONGEST_SUM = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,11 @@ class PlainHead:
         return cls(basis.mT @ A @ basis, torch.linalg.qr(V @ basis).R, causal, basis)
 
     def gain(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
-        """The lower bound for σ at m tokens at u and n−m at w."""
+        """The lower bound for σ at m tokens at u and n−m at w.
+
+        Under the causal mask the first tokens do not see the others, so what holds for fewer tokens holds for n.
+        """
+        n = min(n, _LONGEST_SUM) if self.causal else n
         return (causal_groups if self.causal else two_groups)(self.A, self.V, u, w, n, m)
 
     def limit(self, u: Tensor, w: Tensor, p: float = 2.0) -> float:
@@ -198,7 +204,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
     return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
 
 
-@bound("lower.measured", side="lower", needs="radius, n")
+@bound("lower.measured", side="lower", needs="radius, n", longest=1 << 14)
 def lower_measured(layer: Attention, radius: float, n: int) -> Bound | None:
     """The largest σ measured at two-group inputs of every head, any mask and score rule; None for a single token."""
     if n < 2:
@@ -427,5 +433,5 @@ class HeadPairs:
 def _bound(name: str, head: PlainHead, pair: Pair, R: float, n: int, reference: str, m: int | None = None) -> Bound:
     where = f"supremum over tokens of norm ≤ {R:g}, n = {n}, {'causal mask' if head.causal else 'unmasked'}"
     given = {"R": R, "n": n} if m is None else {"R": R, "n": n, "m": m}
-    X = head.tokens(*pair, n, 1 if m is None else min(m, n))
+    X = head.tokens(*pair, n, 1 if m is None else min(m, n)) if n * len(head.A) <= _LARGEST_INPUT else None
     return Bound(name, head.gain(*pair, n, m or 1), "set", where, reference, given, side="lower", tokens=X)

@@ -6,6 +6,7 @@ score rule that does not hold raises an error that lists the bounds that do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.bounds import certificates, pairs, sets, softmax_jacobian, variants  # noqa: F401  they define the bounds
-from lipscope.bounds.bound import ENTRIES, FEATURES, MASKS, Bound, Entry
+from lipscope.bounds.bound import ENTRIES, FEATURES, MASKS, MOST_TOKENS, Bound, Entry
 from lipscope.bounds.constants import additive_length
 from lipscope.rounding import interval
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
@@ -69,6 +70,7 @@ def evaluate(
         radius = float(torch.linalg.vector_norm(x.double(), dim=-1).max()) if radius is None else radius
         n = x.shape[0] if n is None else n
     given = {"x": x, "radius": radius, "n": n}
+    _refuse_size(layer, radius, n if x is None else None)
     if any(given[argument] is None for argument in entry.needs):
         raise ValueError(f"{name} needs {', '.join(entry.needs).replace('x', 'tokens x of shape (n, d)')}")
     found = {bound.name: bound for bound in entry.at(layer, **given)}
@@ -273,9 +275,22 @@ def table(
         n = additive_length(layer)
     if radius is None or n is None:
         raise ValueError("give tokens X, or a radius and a number of tokens n")
+    _refuse_size(layer, radius, n if X is None else None)
     bounds = sorted(applicable(layer, x=X, radius=radius, n=n), key=_order)
     sigma = None if X is None else _measure(layer, X, bounds)
     return BoundTable(tuple(bounds), sigma, radius, n)
+
+
+def _refuse_size(layer: Attention | Variant, radius: float | None, n: int | None) -> None:
+    """Refuse what no set of inputs has, and more tokens than can be looked at one by one where there is no closed form."""
+    if radius is not None and not 0 <= radius < math.inf:
+        raise ValueError(f"radius must be finite and not negative, got {radius!r}")
+    closed = isinstance(layer.mask, Full) or (isinstance(layer, Attention) and isinstance(layer.mask, Causal))
+    closed &= getattr(layer, "rotary", None) is None
+    most = MOST_TOKENS if closed else 1 << (14 if isinstance(layer, Variant) else 16)
+    if n is not None and not 1 <= n <= most:
+        why = "" if closed else ", whose mask or positions are looked at token by token"
+        raise ValueError(f"n must lie between 1 and {most} for this layer{why}; got {n}")
 
 
 def _checked(X: Tensor, layer: Attention | Variant) -> Tensor:

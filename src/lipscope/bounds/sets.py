@@ -105,7 +105,7 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
     return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask", norm=norm)
 
 
-@bound("refined.visibility", needs="radius, n", superseded="full, causal")
+@bound("refined.visibility", needs="radius, n", superseded="full, causal", longest=1 << 17)
 def refined_visibility(layer: Attention | Constants, radius: float, n: int, mask: MaskLike = None) -> Bound:
     """The bound ρ√κ + νβ with κ = max_j Σ_{i sees j} 1/(1 + (m_i−1)e^{−2h}), m_i the number of keys row i sees; any mask.
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from lipscope.models.model import Model
 
 
+# More than a model reads, and more than anybody measures.
+LONGEST, MOST_LENGTHS = 10**9, 10_000
+
+
 class Chunker:
     """Token ids of a text, and disjoint chunks of them; a tokenizer is what maps a string to ``{"input_ids": …}``."""
 
@@ -36,13 +40,14 @@ class Chunker:
         for n in lengths:
             if n <= extra:
                 raise ValueError(f"n = {n} leaves no room for text beside the {extra} special tokens of this model")
-        wanted = [n - extra for n in lengths for _ in range(inputs)]
-        spare = len(self.ids) - sum(wanted)
+        needed = inputs * sum(n - extra for n in lengths)
+        spare = len(self.ids) - needed
         if spare < 0:
             raise ValueError(
                 f"the text has {len(self.ids)} tokens, but {inputs} disjoint inputs of each length "
-                f"{', '.join(map(str, lengths))} take {sum(wanted)}: use a longer text, fewer inputs or shorter lengths"
+                f"{', '.join(map(str, lengths))} take {needed}: use a longer text, fewer inputs or shorter lengths"
             )
+        wanted = [n - extra for n in lengths for _ in range(inputs)]
         generator = random.Random(seed)
         order = list(range(len(wanted)))
         generator.shuffle(order)
@@ -204,7 +209,7 @@ def parse_lengths(text: str) -> list[int]:
     reversed_range = False
     try:
         if ":" not in text:
-            lengths = [int(part) for part in text.split(",")]
+            lengths: Sequence[int] = [int(part) for part in text.split(",")]
         else:
             first, last, step = text.split(":")
             low, high = int(first), int(last)
@@ -212,11 +217,22 @@ def parse_lengths(text: str) -> list[int]:
             if step == "log":
                 lengths = sorted({round(low * 2 ** (k / 2)) for k in range(64) if low * 2 ** (k / 2) < high} | {high})
             else:
-                lengths = list(range(low, high + 1, int(step)))
-    except ValueError:
+                lengths = range(low, high + 1, int(step))
+    except (ValueError, OverflowError):
         raise ValueError(f"lengths must look like 8,16,32 or 8:512:log or 8:64:8, got {text!r}") from None
     if reversed_range:
         raise ValueError(f"lengths must run from the least to the largest, as in {high}:{low}:{step}, got {text!r}")
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths must be positive, got {text!r}")
+    return check_lengths(lengths)
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """Lengths in ascending order; refuses none, too many, and what no input has, before a range is written out."""
+    try:
+        count = len(lengths)
+    except OverflowError:  # a range of more than 2^63 numbers
+        count = MOST_LENGTHS + 1
+    if count > MOST_LENGTHS:
+        raise ValueError(f"lengths must be at most {MOST_LENGTHS} numbers: take larger steps, or log as in 8:512:log")
+    if not count or min(lengths) < 1 or max(lengths) > LONGEST:
+        raise ValueError(f"lengths must be positive numbers of tokens, at most {LONGEST}, got {list(lengths)[:8]}")
     return sorted(set(lengths))

@@ -65,6 +65,8 @@ def _key(key: str) -> str:
 
 # Seeds are 64-bit numbers for torch and for TOML.
 _LARGEST = 2**63 - 1
+# Inputs, steps and views: more than anybody waits for.
+_MOST = 1_000_000
 # More than any machine has cores; torch would try to start them all.
 _MOST_THREADS = 4096
 
@@ -359,13 +361,13 @@ def _indices(name: str, value: Any) -> tuple[int, ...] | str:
 
 
 def _lengths(name: str, value: Any) -> tuple[int, ...]:
-    from lipscope.models.text import parse_lengths
+    from lipscope.models.text import check_lengths, parse_lengths
 
     if isinstance(value, str):
         return tuple(parse_lengths(value))
-    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int and v >= 1 for v in value):
+    if not isinstance(value, range) and not (isinstance(value, (list, tuple)) and all(type(v) is int for v in value)):
         raise ValueError(f"{name} must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
-    return tuple(sorted(set(value)))
+    return tuple(check_lengths(value))
 
 
 def _whole(least: int, most: int = _LARGEST) -> Callable[[str, Any], int]:
@@ -426,8 +428,10 @@ _COERCIONS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("texts", "scopes", "quantities"), _strings),
     **dict.fromkeys(("layers", "heads"), _indices),
     "lengths": _lengths,
-    **dict.fromkeys(("inputs", "batch_tokens", "max_steps"), _whole(1)),
-    **dict.fromkeys(("seed", "views"), _whole(0)),
+    **dict.fromkeys(("inputs", "max_steps"), _whole(1, _MOST)),
+    "batch_tokens": _whole(1),
+    "seed": _whole(0),
+    "views": _whole(0, _MOST),
     **dict.fromkeys(("rtol", "delta", "interval"), _number),
     "memory": _memory,
     "options": _options,

@@ -89,7 +89,7 @@ def scan(
         layers="all" if layers is None else tuple(map(int, layers)),
         heads="all" if isinstance(heads, bool) else tuple(map(int, heads)),
         scopes=(scope,),
-        lengths=lengths if isinstance(lengths, str) else tuple(map(int, lengths)),
+        lengths=lengths if isinstance(lengths, (str, range)) else tuple(map(int, lengths)),  # type: ignore[arg-type]
         inputs=inputs,
         kind="packed" if pack else "text",
         seed=seed,
