@@ -9,6 +9,7 @@ shortest decimal number that stands for the float (0.1, not its last bit), so a 
 from __future__ import annotations
 
 import math
+import re
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import SupportsFloat
 
@@ -160,3 +161,17 @@ def _shown(value: float, rounding: str, digits: int, decimals: int | None) -> st
         return plain.rstrip("0").rstrip(".") if "." in plain else plain
     factor = f"{near.scaleb(-power, _EXACT):f}".rstrip("0").rstrip(".")
     return f"{factor}e{power:+03d}"
+
+
+# What moves the cursor, hides text or turns the direction of writing, and halves of characters.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text that a terminal only shows, whatever names it holds: control characters become escapes; lines and tabs stay.
+
+    Example:
+        >>> printable("a" + chr(27) + "[31mb") == "a" + chr(92) + "x1b[31mb"
+        True
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -7,13 +7,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
 from lipscope.cli.source import DEFAULT_TEXT, find, read_ids, refuse
-from lipscope.cli.terminal import notice, print_table, progress_bar
+from lipscope.cli.terminal import echo, notice, print_table, progress_bar
 from lipscope.rounding import interval, round_down, round_up
+from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
     from lipscope.bounds.registry import BoundTable
@@ -149,7 +148,7 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
 
     rows = identified(study.to_rows(), **who)
     if out is not None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         from lipscope.studies.charts import growth_chart, history_chart
 
@@ -157,11 +156,11 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
         if last.ascent is not None:
             charts.append(history_chart(last.ascent, f"Ascent on σ of {title}, n = {last.n}"))
         write_study(out, rows, *charts)
-        save_file({f"n{w.n}": w.tokens.contiguous() for w in study.worst}, out / "worst.safetensors")
+        write_file(out / "worst.safetensors", save({f"n{w.n}": w.tokens.contiguous() for w in study.worst}))
         notice(f"rows, worst inputs and figures are in {out}")
     if as_json:
         fits = {name: vars(fit) for name, fit in study.fits.items()}
-        typer.echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2))
+        echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2), data=True)
         return
     names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
     cells = []
@@ -177,10 +176,10 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
     title = f"Worst inputs of {title}"
     print_table(names, cells, text=["worst input"], whole=["worst input"], title=title, caption=caption)
     for note in dict.fromkeys(c.note for w in study.worst for c in w.built if c.note):
-        typer.echo(note)
+        echo(note)
     for name in ("worst", "pair", "groups"):
         if name in study.fits:
-            typer.echo(f"{name}: {study.fits[name]}")
+            echo(f"{name}: {study.fits[name]}")
 
 
 def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
@@ -194,10 +193,10 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         from lipscope.studies.rows import identified, write_study
 
         write_study(out, identified(found.to_rows(), **who), tokens_chart(found, f"Substitutions in {title}"))
-        (out / "substitutions.json").write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_file(out / "substitutions.json", json.dumps(content, indent=2, ensure_ascii=False))
         notice(f"the result and figures are in {out}")
     if as_json:
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        echo(json.dumps(content, indent=2, ensure_ascii=False), data=True)
         return
     rows = [
         [str(row["round"]), str(row["position"]), repr(row["before"]), repr(row["after"]), f"{row['predicted']:+.4g}",
@@ -211,16 +210,16 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         f"{interval(after['lower'], after['upper'], 5)}; {len(found.tried)} candidates measured",
     )  # fmt: skip
     if not rows:
-        typer.echo("No candidate raised σ.")
-    typer.echo(f"before: {found.before_text}")
-    typer.echo(f"after:  {found.after_text}")
+        echo("No candidate raised σ.")
+    echo(f"before: {found.before_text}")
+    echo(f"after:  {found.after_text}")
     if found.retokenises is False:
-        typer.echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
+        echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
 
 
 def _print_bounds(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows.to_rows(), indent=2))
+        echo(json.dumps(rows.to_rows(), indent=2), data=True)
         return
     cells = []
     for bound in found.bounds:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from types import TracebackType
@@ -21,7 +22,7 @@ from lipscope.cli.show import corpora, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
 from lipscope.cli.sweep import export, sweep
-from lipscope.cli.terminal import told_warnings
+from lipscope.cli.terminal import echo, told_warnings
 
 app = typer.Typer(
     name="lipscope", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
@@ -68,7 +69,7 @@ class _OneClearLine:
         if error is None or self.debug or not isinstance(error, Exception) or isinstance(error, typer.Exit):
             return
         message = " ".join(str(error).split()) or type(error).__name__
-        typer.echo(f"lipscope: {message}", err=True)
+        echo(f"lipscope: {message}", err=True)
         raise typer.Exit(2)
 
 
@@ -86,7 +87,7 @@ for panel, commands in PANELS.items():
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"lipscope {__version__}")
+        echo(f"lipscope {__version__}")
         raise typer.Exit
 
 
@@ -106,13 +107,14 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
-        typer.echo("lipscope: interrupted", err=True)
+        echo("lipscope: interrupted", err=True)
         sys.exit(130)
     except Exception as error:
         # The parser's own complaints (an unknown option, a missing argument) know how to put themselves into words.
-        if not hasattr(error, "format_message"):
-            raise
+        if not hasattr(error, "format_message"):  # only with --debug
+            echo("".join(traceback.format_exception(error)), err=True)
+            sys.exit(1)
         if message := " ".join(error.format_message().split()):  # empty when the help was printed instead
-            typer.echo(f"lipscope: {message}", err=True)
+            echo(f"lipscope: {message}", err=True)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

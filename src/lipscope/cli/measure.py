@@ -13,8 +13,8 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, read_ids
-from lipscope.cli.terminal import announce, notice, print_table, progress_bar
-from lipscope.rounding import interval, round_down, round_up, span
+from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar
+from lipscope.rounding import interval, printable, round_down, round_up, span
 
 if TYPE_CHECKING:
     from lipscope.models.tokens import TokenView
@@ -93,9 +93,9 @@ def scan(
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
     if as_json:
-        typer.echo(result.to_json())
+        echo(result.to_json(), data=True)
     elif as_csv:
-        typer.echo(result.csv_text(), nl=False)
+        echo(result.csv_text(), data=True)
     else:
         _print_scan(result, text, top)
 
@@ -143,7 +143,7 @@ def measure(
         layer, X, scope=scope.value, solver=solver, certificate=certificate, dtype=precision, memory=memory
     )
     if as_json:
-        typer.echo(json.dumps(result.to_rows(), indent=2))
+        echo(json.dumps(result.to_rows(), indent=2), data=True)
     else:
         _print_result(result)
 
@@ -213,7 +213,7 @@ def _print_result(result: SpectralNorm) -> None:
     names = [*index, "lower", "estimate", "upper", "steps", "status"]
     print_table(names, cells, text=["status"], title=title, caption=_caption(result))
     if not all(row["converged"] for row in rows):
-        typer.echo(result.message)
+        echo(result.message)
 
 
 def _caption(result: SpectralNorm) -> str:
@@ -246,13 +246,11 @@ def _print_scan(result: Run, text: str, top: int) -> None:
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, title=title, caption=caption)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
-        typer.echo(
-            f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius."
-        )
+        echo(f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius.")
     if len(summaries) > top:
-        typer.echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
+        echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
-        typer.echo("Some estimates did not converge; their intervals are valid but wide.")
+        echo("Some estimates did not converge; their intervals are valid but wide.")
 
 
 def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
@@ -262,14 +260,14 @@ def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     console = Console()
     r = view.result
     where = f"layer {view.layer}" + ("" if view.head is None else f", head {view.head}")
-    console.print(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
+    echo(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
     line, peak = Text(), float(view.energy.max()) or 1.0
     for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
         cold = int(255 * (1 - share / peak))
-        line.append(f"{token}", style=f"black on rgb(255,{cold},{cold})")
+        line.append(printable(token), style=f"black on rgb(255,{cold},{cold})")
         line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
     console.print(line)
     console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")
     for i, j, value in view.strongest_pairs(pairs):
-        console.print(Text(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})"))
+        echo(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})")

@@ -9,7 +9,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import option
-from lipscope.cli.terminal import notice, print_table
+from lipscope.cli.terminal import echo, notice, print_table
 
 RunPath = Annotated[
     Path, typer.Argument(help="A store of `lipscope sweep`, or what `lipscope scan --out` wrote.", show_default=False)
@@ -36,7 +36,7 @@ def report(
 
         files = write_figures(data, figures)
         notice(f"{len(files)} figures are in {figures}")
-    typer.echo(f"The report is in {page.resolve()}")
+    echo(f"The report is in {page.resolve()}")
 
 
 def view(
@@ -51,8 +51,8 @@ def view(
     from lipscope.report.server import ReportServer
 
     with ReportServer(run, host=host, port=port) as server:
-        typer.echo(f"The report is at {server.url}")
-        typer.echo("It is read-only, and only those who know this address can see it. Ctrl-C ends it.")
+        echo(f"The report is at {server.url}")
+        echo("It is read-only, and only those who know this address can see it. Ctrl-C ends it.")
         if open_browser:
             import webbrowser
 
@@ -71,7 +71,7 @@ def models() -> None:
     names = ("name", "model", "download", "licence", "here")
     print_table(names, rows, text=names)
     _advise({e.name: e.missing for e in ZOO.values()})
-    typer.echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
+    echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
 
 
 def corpora() -> None:
@@ -82,7 +82,7 @@ def corpora() -> None:
     names = ("name", "text", "licence", "here")
     print_table(names, rows, text=names)
     _advise({c.name: None if c.available else c.advice for c in CORPORA.values()})
-    typer.echo("Any UTF-8 file, a table with a column 'text', or a directory of .txt, .md and .rst files, works too.")
+    echo("Any UTF-8 file, a table with a column 'text', or a directory of .txt, .md and .rst files, works too.")
 
 
 def _yes(available: bool) -> str:
@@ -93,4 +93,4 @@ def _advise(missing: dict[str, str | None]) -> None:
     """One line per absent thing, never folded, so that commands can be copied."""
     for name, advice in missing.items():
         if advice is not None:
-            typer.echo(f"To get {name}: {advice}")
+            echo(f"To get {name}: {advice}")

@@ -7,11 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
-from lipscope.cli.terminal import notice, print_table
+from lipscope.cli.terminal import echo, notice, print_table
 from lipscope.rounding import interval
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ def smooth(
         heads=indices("head", head),
     )
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=1))
+        echo(json.dumps(report.to_dict(), indent=1), data=True)
     else:
         _print(report, top)
     if out is not None:
@@ -76,9 +74,9 @@ def _print(report: Smoothing, top: int) -> None:
     print_table(names, rows, text=[], title=title, caption=caption)
     left = len(report.changed) - len(shown)
     if left:
-        typer.echo(f"… and {left} more; --top and --json show them")
-    typer.echo(f"{len(report.changed)} of {len(report.heads)} heads rescaled")
-    typer.echo(report.cost())
+        echo(f"… and {left} more; --top and --json show them")
+    echo(f"{len(report.changed)} of {len(report.heads)} heads rescaled")
+    echo(report.cost())
 
 
 def _row(change: HeadChange) -> list[str]:

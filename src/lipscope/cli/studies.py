@@ -15,8 +15,9 @@ from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
 from lipscope.cli.source import DEFAULT_TEXT, find
 from lipscope.cli.sweep import gentle_end, kept_in, task_bar
-from lipscope.cli.terminal import notice, print_table, progress_bar
+from lipscope.cli.terminal import echo, notice, print_table, progress_bar
 from lipscope.rounding import duration, interval, round_down, round_up
+from lipscope.runs.writing import csv_text, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,6 @@ def compare_attention(
     """
     from lipscope.attention.family import VARIANTS
     from lipscope.models.text import parse_lengths
-    from lipscope.runs.run import csv_text
     from lipscope.studies.variants import compare
 
     chosen = parse_lengths(lengths)
@@ -94,12 +94,12 @@ def compare_attention(
 
         rows = identified(study.to_rows(), **found.identity(text=text or DEFAULT_TEXT))
         write_study(out, rows, comparison_chart(study, f"{found.name}, mask {study.mask}"), endings=["png"])
-        (out / "comparison.json").write_text(content, encoding="utf-8")
+        write_file(out / "comparison.json", content)
         notice(f"rows and figure are in {out}")
     if as_json:
-        typer.echo(content)
+        echo(content, data=True)
     elif as_csv:
-        typer.echo(csv_text(study.summary()), nl=False)
+        echo(csv_text(study.summary()), data=True)
     else:
         _print_comparison(study, found.name)
 
@@ -179,10 +179,10 @@ def meanfield(
 
         rows = identified(study.to_rows(), **found.identity(head, text or DEFAULT_TEXT))
         write_study(out, rows, plateau_chart(study, f"{name}: tokens from {study.law}, mask {study.mask}"))
-        (out / "study.json").write_text(content, encoding="utf-8")
+        write_file(out / "study.json", content)
         notice(f"rows and figures are in {out}")
     if as_json:
-        typer.echo(content)
+        echo(content, data=True)
     else:
         _print_meanfield(study, name)
 
@@ -294,8 +294,8 @@ def _print_meanfield(study: PlateauStudy, name: str) -> None:
     )
     for fit in (study.plateau(), study.growth()):
         if fit is not None:
-            typer.echo(str(fit))
-    typer.echo(study.verdict())
+            echo(str(fit))
+    echo(study.verdict())
 
 
 def _engine(scheduler: str | None, workers: int | None) -> Engine:
@@ -321,12 +321,12 @@ def _print_paper(done: Reproduction) -> None:
             names, cells, text=["model", "inputs"], title="σ ~ n^α, 95 % intervals; the companion estimator is not σ"
         )
     s = done.summary
-    typer.echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
+    echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
     for failure in s.failures[:3]:
-        typer.echo(f"failed: {failure['model']}, layer {failure['layer']}, n = {failure['n']}: {failure['error']}")
+        echo(f"failed: {failure['model']}, layer {failure['layer']}, n = {failure['n']}: {failure['error']}")
     if done.textbook:
-        typer.echo(
+        echo(
             f"The textbook loop would need about {duration(done.textbook['seconds'])} for the {done.textbook['points']} "
             f"values of σ on real text (scaled up from {done.textbook['samples']} inputs measured now)."
         )
-    typer.echo(f"Read {done.directory / 'FINDINGS.md'} (or findings.html) and {done.directory / 'reproduction.md'}.")
+    echo(f"Read {done.directory / 'FINDINGS.md'} (or findings.html) and {done.directory / 'reproduction.md'}.")

@@ -15,7 +15,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
-from lipscope.cli.terminal import announce, notice, print_table, progress_bar, waiting
+from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def export(
 
     content, count = write_table(store, format.value, out, all_plans=all_plans)
     if content is not None:
-        typer.echo(content, nl=False)
+        echo(content, data=True)
     else:
         notice(f"{count} rows are in {out}")
 
@@ -268,7 +268,7 @@ def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: P
     title += f"{finished} {'is' if finished == 1 else 'are'} in {store} already"
     print_table(names, rows, text=names[:3], title=title)
     where = "in this process" if workers == 1 else f"on {workers} workers"
-    typer.echo(
+    echo(
         f"Left: {counted(left.tasks, 'task')}, {counted(left.rows, 'row')}; about {duration(left.seconds)} {where}, "
         f"about {left.bytes / 2**30:.1f} GiB of memory. The time is scaled up from a sample measured now, or from "
         "tasks in the store; cost model: lipscope.runs.estimate."
@@ -286,7 +286,7 @@ def _print_summary(summary: Summary, store: Path) -> None:
     for reason, failures in list(reasons.items())[:5]:
         first = failures[0]
         place = f"{first['model']}, layer {first['layer']}, scope {first['scope']}, n = {first['n']}"
-        typer.echo(f"{len(failures)} failed, the first at {place}: {reason}")
+        echo(f"{len(failures)} failed, the first at {place}: {reason}")
     if summary.failed:
-        typer.echo("Run again with --retry-failed to measure them again.")
-    typer.echo(f"lipscope export {store} --format parquet --out rows.parquet writes the table.")
+        echo("Run again with --retry-failed to measure them again.")
+    echo(f"lipscope export {store} --format parquet --out rows.parquet writes the table.")

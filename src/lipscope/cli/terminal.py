@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import typer
+
+from lipscope.rounding import printable
 
 if TYPE_CHECKING:
     from lipscope.measure.memory import MemoryPlan
@@ -40,6 +43,8 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    names, text, whole = (list(map(printable, words)) for words in (names, text, whole))
+    rows = [list(map(printable, row)) for row in rows]
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     cells = [max((len(row[column]) for row in rows), default=0) for column in range(len(names))]
@@ -61,16 +66,22 @@ def print_table(
         table.add_row(*(escape(cell) for cell in row))
     # Beside the table, not inside it: they may be wider than a narrow table.
     if title:
-        console.print(Text(title, style="italic"))
+        console.print(Text(printable(title), style="italic"))
     # Where even this is too wide, the terminal folds whole lines: the table would leave columns out.
     Console(width=max(console.width, needed)).print(table)
     if caption:
-        console.print(Text(caption, style="dim italic"))
+        console.print(Text(printable(caption), style="dim italic"))
+
+
+def echo(message: str, *, err: bool = False, data: bool = False) -> None:
+    """Print a line with nothing in it that a terminal would obey; ``data`` stay as they are unless a terminal is there."""
+    kept = data and not (sys.stderr if err else sys.stdout).isatty()
+    typer.echo(message if kept else printable(message), nl=not message.endswith("\n"), err=err, color=kept or None)
 
 
 def notice(message: str) -> None:
     """A line on standard error."""
-    typer.echo(message, err=True)
+    echo(message, err=True)
 
 
 @contextmanager
@@ -107,12 +118,13 @@ def progress_bar() -> Iterator[Callable[[float, float, str], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     left = TimeRemainingColumn(elapsed_when_finished=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"))
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"))
     console = Console(stderr=True)
     quiet = not console.is_terminal
     with Progress(*columns, left, console=console, transient=True, disable=quiet, speed_estimate_period=600) as bar:
         line = bar.add_task("starting", total=None)
-        yield lambda done, total, what: bar.update(line, completed=done, total=total, description=what)
+        yield lambda done, total, what: bar.update(line, completed=done, total=total, description=printable(what))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lipscope.report.html import needed, render_chart
 from lipscope.report.palette import VIRIDIS, palette
 from lipscope.report.run_charts import growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
 from lipscope.report.settings import ReportData
+from lipscope.runs.writing import write_file
 
 FORMATS = ("png", "pdf", "svg")
 _STYLE: dict[str, Any] = {
@@ -70,11 +72,11 @@ def draw(chart: Chart, *paths: str | os.PathLike[str]) -> list[Path]:
         ending = path.suffix.removeprefix(".")
         path.parent.mkdir(parents=True, exist_ok=True)
         if ending == "html":
-            path.write_text(render_chart(chart), encoding="utf-8")
+            write_file(path, render_chart(chart))
         elif ending in FORMATS:
             drawn = drawn or print_figure(chart)
             with needed("matplotlib").rc_context(_STYLE):
-                drawn.savefig(path, metadata=_NAMELESS[ending])
+                write_file(path, partial(drawn.savefig, format=ending, metadata=_NAMELESS[ending]))
         else:
             raise ValueError(f"a chart is drawn as .png, .pdf, .svg or .html, got {path.name!r}")
     return files

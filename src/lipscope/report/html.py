@@ -25,6 +25,7 @@ from lipscope.report.page import Page
 from lipscope.report.palette import palette
 from lipscope.report.settings import ReportData, report_data
 from lipscope.runs.run import Row, Run, Source, load_run
+from lipscope.runs.writing import write_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("plotly", "charts.js")
@@ -62,11 +63,7 @@ def save_page(data: ReportData, out: str | os.PathLike[str]) -> Path:
     for run in data.runs:
         if not run.rows:
             raise ValueError(f"the run {run.name} has no rows yet: `lipscope view` shows a sweep while it runs")
-    path = Path(out)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} for the report")
-    path.write_text(render_page(Page(data), data.runs), encoding="utf-8", errors="replace")
-    return path
+    return write_file(out, render_page(Page(data), data.runs))
 
 
 def render_page(page: Page, runs: Sequence[Run], *, live: bool = False) -> str:

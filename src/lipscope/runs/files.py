@@ -6,7 +6,6 @@ with which command and versions, and ``tokens.json`` the worst places token by t
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -16,12 +15,13 @@ from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lipscope.runs.rows import IDENTITY_COLUMNS
-from lipscope.runs.run import Run, csv_text
+from lipscope.runs.run import Row, Run
 from lipscope.runs.schema import KEY_COLUMNS, StoreWarning
 from lipscope.runs.store import Store
+from lipscope.runs.writing import csv_lines, csv_text, write_file
 
 FORMATS = ("parquet", "csv", "json")
 RUN_FORMAT = 1
@@ -59,12 +59,12 @@ def export(
         warnings.warn(f"the table is not complete: {done} of {asked} tasks of the plan are done", StoreWarning, stacklevel=2)
     if format == "parquet":
         assert out is not None
-        _replace(Path(out), lambda part: _write_parquet(rows, plan, environments, part))
+        write_file(out, lambda file: _write_parquet(rows, plan, environments, file))
         return None, len(rows)
     text = csv_text(rows) if format == "csv" else _json(rows)
     if out is None:
         return text, len(rows)
-    _replace(Path(out), lambda part: part.write_text(text, encoding="utf-8"))
+    write_file(out, text)
     return None, len(rows)
 
 
@@ -72,7 +72,7 @@ def write_run(run: Run, place: Path, *, command: str | None = None, environment:
     """Write a scan, the command line that makes it again, and versions and hardware into a directory, made when missing."""
     place.mkdir(parents=True, exist_ok=True)
     run.to_csv(place / "rows.csv")
-    (place / "rows.json").write_text(run.to_json(), encoding="utf-8")
+    write_file(place / "rows.json", run.to_json())
     told = {
         "format": RUN_FORMAT,
         "about": dict(run.about),
@@ -80,18 +80,15 @@ def write_run(run: Run, place: Path, *, command: str | None = None, environment:
         "environment": None if environment is None else dict(environment),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    (place / "run.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-    (place / "tokens.json").write_text(json.dumps(list(run.views)), encoding="utf-8")
+    write_file(place / "run.json", json.dumps(told, indent=1))
+    write_file(place / "tokens.json", json.dumps(list(run.views)))
     fits = place / "fits.csv"
     if len({row["n"] for row in run.rows}) < 3:
         # Of an earlier scan into the same directory.
         fits.unlink(missing_ok=True)
         return
-    with fits.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("layer", "head", *_FIT))
-        for (layer, head), fit in run.fit().items():
-            writer.writerow((layer, head, *(getattr(fit, name) for name in _FIT)))
+    found = ((*place, *(getattr(fit, name) for name in _FIT)) for place, fit in run.fit().items())
+    write_file(fits, csv_lines([("layer", "head", *_FIT), *found]))
 
 
 def _json(rows: list[dict[str, Any]]) -> str:
@@ -103,7 +100,7 @@ def _json(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _write_parquet(rows: list[dict[str, Any]], plan: str | None, environments: list[dict[str, Any]], path: Path) -> None:
+def _write_parquet(rows: list[Row], plan: str | None, environments: list[dict[str, Any]], file: IO[bytes]) -> None:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     columns = list(rows[0]) if rows else [*KEY_COLUMNS, *IDENTITY_COLUMNS, "key"]
     # Key columns have a type even where all of them are empty; the others get that of their values.
@@ -113,7 +110,7 @@ def _write_parquet(rows: list[dict[str, Any]], plan: str | None, environments: l
     arrays = {name: _array(arrow, [row[name] for row in rows], types.get(name)) for name in columns}
     table = arrow.table(arrays)
     about = {"lipscope.plan": plan or "", "lipscope.environments": json.dumps(environments)}
-    parquet.write_table(table.replace_schema_metadata(about), path)
+    parquet.write_table(table.replace_schema_metadata(about), file)
 
 
 def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
@@ -123,15 +120,3 @@ def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
     except (arrow.ArrowInvalid, arrow.ArrowTypeError):
         text = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
         return arrow.array(text, arrow.string())
-
-
-def _replace(path: Path, write: Any) -> None:
-    """Write beside the file and put it in place when it is whole."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} for the export")
-    part = path.with_name(f".{path.name}.part")
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -21,8 +21,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lipscope.rounding import printable
 from lipscope.runs.rows import connect, is_record, is_sound, seal
 from lipscope.runs.schema import KEY_COLUMNS, RECORD, SEALED, UNREADABLE, VERSION, is_damage, layout_version, migrate
+from lipscope.runs.writing import write_file
 
 # No record of ours is smaller, which bounds their number by the file's size.
 _SMALLEST_RECORD = 64
@@ -53,7 +55,7 @@ class Recovery:
             lines.append(f"Of {self.lost_unnamed} more planned tasks there is no trace: lost, or never measured.")
         lines += self.other
         lines.append(f"`lipscope sweep` measures what is missing again. The damaged file is kept as {self.damaged}.")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 _SHOWN = 8
@@ -210,7 +212,8 @@ def _replace(path: Path, fresh: Path, found: _Found, kept: list[str], problem: s
     for suffix in ("-wal", "-shm"):
         if Path(f"{path}{suffix}").exists():
             os.replace(f"{path}{suffix}", f"{damaged}{suffix}")
-    shutil.copy2(path, damaged)
+    write_file(damaged, path.read_bytes())
+    shutil.copymode(path, fresh)
     os.replace(fresh, path)
     lost = (found.tasks.keys() | found.rows.keys()) - set(kept)
     names = sorted(_name(found.tasks.get(key), found.rows.get(key, [])) for key in lost)

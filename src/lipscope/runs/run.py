@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope.rounding import interval
+from lipscope.rounding import interval, printable
+from lipscope.runs.writing import csv_text, read_cell, write_file
 
 if TYPE_CHECKING:
     from lipscope.runs.fit import GrowthFit
@@ -36,15 +37,6 @@ _OPTIONAL = (
     "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
     "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
 )  # fmt: skip
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """Rows with the same columns, as CSV."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["key"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class Run:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV."""
-        Path(path).write_text(self.csv_text(), encoding="utf-8")
+        write_file(path, self.csv_text())
 
     def to_json(self) -> str:
         """The rows as JSON."""
@@ -193,7 +185,7 @@ class Run:
             lines.append(
                 f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in {interval(s['lower'], s['upper'])}"
             )
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 Source = str | os.PathLike[str] | Run
@@ -296,10 +288,10 @@ def _from_store(path: Path, all_plans: bool) -> Run:
 
 def _from_files(path: Path, name: str) -> Run:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")
         if path.suffix == ".csv":
-            lines = csv.DictReader(text.splitlines())
-            rows = [{name: _value(name, cell) for name, cell in line.items()} for line in lines]
+            lines = csv.DictReader(io.StringIO(text, newline=""))
+            rows = [{read_cell(name): _value(name, cell) for name, cell in line.items()} for line in lines]
         else:
             rows = json.loads(text)
     except (ValueError, csv.Error) as error:
@@ -332,11 +324,11 @@ def _value(name: str, cell: str | None) -> Any:
     if name in _WHOLE_NUMBERS:
         return int(cell)
     if name in _WORDS:
-        return cell
+        return read_cell(cell)
     try:
         return float(cell)
     except ValueError:
-        return cell
+        return read_cell(cell)
 
 
 def _values(rows: Sequence[Row], name: str) -> tuple[Any, ...]:

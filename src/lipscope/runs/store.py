@@ -45,6 +45,7 @@ from lipscope.runs.schema import (
     layout_version,
     migrate,
 )
+from lipscope.runs.writing import open_log, refuse_special
 
 if TYPE_CHECKING:
     from lipscope.runs.tasks import Task
@@ -56,7 +57,7 @@ class StoreLock:
 
     def __init__(self, store: Path) -> None:
         self.path = Path(f"{store}.lock")
-        file = self.path.open("a+", encoding="utf-8")
+        file = open_log(self.path)
         if not _try_lock(file):
             file.seek(0)
             owner = _owner(file.read())
@@ -151,7 +152,7 @@ class Store:
             migrate(self.connection)
             return
         # One file has one lock, whatever links lead to it.
-        self.path = Path(path).resolve()
+        self.path = refuse_special(Path(path).resolve())
         if not write and not self.path.exists():
             raise FileNotFoundError(f"there is no store {str(path)!r}")
         if not self.path.parent.is_dir():

@@ -16,7 +16,7 @@ from torch import Tensor
 from lipscope.measure.columns import COLUMNS
 from lipscope.report import draw
 from lipscope.report.charts import Chart
-from lipscope.runs.run import csv_text
+from lipscope.runs.writing import csv_text, write_file
 from lipscope.spectral.result import SpectralNorm
 
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ def identified(
 def write_study(place: Path, rows: Sequence[Row], *charts: Chart, endings: Sequence[str] = ("png", "html")) -> None:
     """Write ``rows.json``, ``rows.csv`` and charts into a directory, which is made when it does not exist."""
     place.mkdir(parents=True, exist_ok=True)
-    (place / "rows.json").write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
-    (place / "rows.csv").write_text(csv_text(rows), encoding="utf-8", newline="")
+    write_file(place / "rows.json", json.dumps(list(rows), indent=1))
+    write_file(place / "rows.csv", csv_text(rows))
     for chart in charts:
         draw(chart, *(place / f"{chart.name}.{ending}" for ending in endings))

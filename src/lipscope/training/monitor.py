@@ -12,7 +12,6 @@ enter the start of the next solve, mixed with a random direction, which keeps th
 
 from __future__ import annotations
 
-import csv
 import logging
 import os
 import warnings
@@ -29,6 +28,7 @@ from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.refusals import backbone
+from lipscope.runs.writing import csv_lines, open_log, refuse_special
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm
@@ -362,16 +362,14 @@ class Monitor:
                 self.writer.add_scalar(tag, value, record.step)
         if self.csv is not None:
             new = not self.csv.exists()
-            with self.csv.open("a", newline="", encoding="utf-8") as file:
-                rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                if new:
-                    rows.writeheader()
-                rows.writerows(record.rows())
+            with open_log(self.csv) as file:
+                rows = [[row.get(name) for name in COLUMNS] for row in record.rows()]
+                file.write(csv_lines([COLUMNS, *rows] if new else rows))
 
 
 def _checked_csv(path: Path) -> Path:
     """Measurements are appended, so that a resumed training goes on in the same file; other files are left alone."""
-    if path.exists():
+    if refuse_special(path).exists():
         with path.open(encoding="utf-8") as file:
             header = file.readline().strip()
         if header != ",".join(COLUMNS):

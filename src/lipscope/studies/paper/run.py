@@ -5,7 +5,6 @@ Rows are kept in ``RUN.db`` in the output directory; a run that is stopped goes 
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lipscope.runs.store import Store
 from lipscope.runs.sweep import Progress, Summary, run_plan
 from lipscope.runs.tasks import expand
 from lipscope.runs.work import forget_models, loaded_model
+from lipscope.runs.writing import csv_lines, write_file
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
 from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_of
@@ -113,8 +113,7 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
         files += draw(chart, *(pictures / f"{chart.name}.{ending}" for ending in ("png", "pdf", "html")))
         drawn.append(chart.name)
     table = exponent_table(analysis.fit_table(rows))
-    with (directory / "exponents.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([table.header, *table.rows])
+    write_file(directory / "exponents.csv", csv_lines([table.header, *table.rows]))
     found = findings_page(rows, cast, about, drawn)
     reproduced = reproduction_page(rows, cast, settings, about)
     for name, text in (
@@ -122,8 +121,7 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
         ("findings.html", found.to_html(pictures)),
         ("reproduction.md", reproduced.to_markdown()),
     ):
-        (directory / name).write_text(text, encoding="utf-8")
-        files.append(directory / name)
+        files.append(write_file(directory / name, text))
     return [*files, directory / "exponents.csv"]
 
 
