@@ -126,3 +126,14 @@ def test_table_is_sorted_and_complete():
         table(lipscope.Attention(*W), X, radius=1e-3)
     with pytest.raises(ValueError, match="give tokens X"):
         table(lipscope.Attention(*W), radius=1.0)
+
+
+def test_groups_level_off_and_need_not_grow():
+    """Without a mask the gain depends on the shares alone, and the best whole m may be worse at one n than at the last."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    head = PlainHead(-0.5 * one, one)
+    for n, m, k in ((7, 2, 3), (9, 4, 10)):
+        assert head.gain(-one[0], one[0], k * n, k * m) == pytest.approx(head.gain(-one[0], one[0], n, m), rel=1e-12)
+    values = [lower_groups(head, 1.0, n).value for n in range(2, 200)]
+    assert min(after / before for before, after in itertools.pairwise(values)) == pytest.approx(0.9874, abs=1e-4)
+    assert max(values) <= 1.01 * min(values[20:])

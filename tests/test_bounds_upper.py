@@ -49,6 +49,22 @@ def test_ten_thousand_cases(block):
         check(problem(seed))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("mask", ["full", "causal", "window:2"])
+def test_what_the_grid_ticks_can_be_evaluated(heads, mask):
+    """Of a layer in general position every bound that is said to hold for it has a value."""
+    q, k, v = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(heads), dtype=torch.float64)
+    layer = lipscope.Attention(q, -q if heads == 1 else k, v, heads=heads, mask=mask)
+    X = torch.randn(5, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for name in registry.names(layer):
+        assert math.isfinite(registry.evaluate(name, layer, x=X).value), name
+    assert ("certificates.factored" in registry.names(layer)) == (heads > 1)
+    if heads == 1:
+        with pytest.raises(ValueError, match="several_heads among them"):
+            registry.evaluate("certificates.factored", layer, x=X)
+        assert "| only |" in next(line for line in registry.markdown().splitlines() if "certificates.factored" in line)
+
+
 def largest_in_max_norm(J, steps=30):
     """A lower estimate of the operator norm for max_i‖x_i‖: for each output token, the best direction of every input."""
     best = 0.0

@@ -198,13 +198,16 @@ def grid(note: str) -> str:
     """Which bound holds where."""
     return (
         f"# Which bound holds where\n\n{note} from the decorators `@bound` in `lipscope.bounds`. A combination that is not "
-        "ticked raises an error that lists those that are. Key and value biases and grouped queries are always allowed; "
-        "`other masks` are windows, prefixes, padding, packing, tensors and combinations.\n\n" + registry.markdown() + "\n\n"
+        "ticked raises an error that lists those that are; `only` stands where a layer must have the feature. Key and "
+        "value biases and grouped queries are always allowed; `other masks` are windows, prefixes, padding, packing, "
+        "tensors and combinations.\n\n" + registry.markdown() + "\n\n"
         "The last column says which kind of attention a bound is about: `dot` is `Attention`, the others are those of "
         "`lipscope.attention.variants`, whose layers have no biases; see [variants.md](variants.md). `yudin2025.published` "
         "and `newhouse2025.attention` are stated for scores without positions; with rotary embeddings `yudin2025.improved` "
         "and `block_inf.max_token` take their places. For rotary embeddings `castin2024.meanfield` bounds σ for every n "
-        "that the tables have positions for; it says nothing of measures, whose points have no positions.\n"
+        "that the tables have positions for; it says nothing of measures, whose points have no positions. What A itself "
+        "must have is not in the table: `lower.proposition34` needs a real eigenvalue, `large_radius.limit` a unique "
+        "largest score in every row and so A ≠ 0.\n"
     )
 
 

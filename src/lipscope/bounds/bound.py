@@ -114,6 +114,7 @@ class Entry:
     masks: frozenset[str]  # masks it holds for
     # What the layer may use besides plain dot-product scores; key and value biases are always allowed
     features: frozenset[str]
+    required: frozenset[str]  # those of them that the layer must have
     side: Side
     # The kinds of attention it is about: ``"dot"`` (softmax of scaled dot products) or those of ``Variant``
     scores: tuple[str, ...]
@@ -143,6 +144,7 @@ def bound(
     needs: str,
     masks: str = ", ".join(MASKS),
     without: str = "",
+    only: str = "",
     side: Side = "upper",
     scores: str = "dot",
     superseded: str = "",
@@ -155,6 +157,7 @@ def bound(
         needs: arguments of the function besides the layer that must be given: of ``x``, ``radius`` and ``n``.
         masks: masks it holds for, of ``full``, ``causal`` and ``other``.
         without: features that a layer must not have.
+        only: features that a layer must have.
         side: upper or lower.
         scores: ``dot``, or the kinds of ``Variant`` it is about, which have no feature but several heads.
         superseded: masks for which a cheaper bound of the same source gives the same number.
@@ -176,6 +179,7 @@ def bound(
             takes=tuple(argument for argument in ARGUMENTS if argument in parameters),
             masks=frozenset(_words(masks, MASKS)),
             features=frozenset(allowed).difference(_words(without, FEATURES)),
+            required=frozenset(_words(only, FEATURES)),
             side=side,
             scores=_words(scores),
             superseded=frozenset(_words(superseded, MASKS)),

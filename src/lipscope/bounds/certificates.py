@@ -128,7 +128,7 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     return certificate <= max(steps * pair, 1e9)
 
 
-@bound("certificates.factored", needs="x")
+@bound("certificates.factored", needs="x", only="several_heads")
 @bound("certificates.row_gram", needs="x", without="several_heads")
 @bound("certificates.block_norm", needs="x")
 @bound("certificates.row_column", needs="x")

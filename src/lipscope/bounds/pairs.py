@@ -6,7 +6,7 @@ One head without biases, A = τW_KᵀW_Q, V = W_OW_V. m tokens at u and n−m at
 
 E is the score by which a token at w prefers u to its own kind: the larger, the more tokens at w listen to few at u.
 ``lower.pair`` is m = 1 with the largest E; Proposition 3.4 of Castin et al. takes u and w along an eigenvector of A;
-``lower.groups`` maximises over m and so hardly ever decays as n grows; ``lower.meanfield`` is its limit for n → ∞;
+``lower.groups`` maximises over m and so levels off where m = 1 decays; ``lower.meanfield`` is what n → ∞ gives;
 ``lower.measured`` measures σ at such inputs, for any mask and score rule. All bound the supremum of σ over B_R^n from below,
 with the tokens that attain the value.
 """
@@ -177,7 +177,11 @@ def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> 
 
 @bound("lower.groups", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
 def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
-    """With m tokens at u and n−m at w: the best m and the best of the pairs above."""
+    """With m tokens at u and n−m at w: the best m and the best of the pairs above.
+
+    Unmasked the value depends on (n−m)/m alone, so that it levels off as n grows. As m is a whole number it may be a few
+    per cent less at one n than at the one before.
+    """
     head = PlainHead.of(layer)
     candidates = head.pairs(radius)
     sizes = sorted({1, *(int(n * 2 ** (-step / 4)) for step in range(1, 4 * max(1, n.bit_length()) + 1))} - {0})

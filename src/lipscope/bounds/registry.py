@@ -161,6 +161,7 @@ def require(name: str, layer: Attention | Variant) -> None:
     if entry.scores == ("dot",):
         allowed = ", ".join(feature for feature in FEATURES if feature in entry.features) or "none"
         rule = f"masks {', '.join(mask for mask in MASKS if mask in entry.masks)} with features among {allowed}"
+        rule += f", {', '.join(entry.required)} among them" if entry.required else ""
     else:
         rule = f"{' and '.join(entry.scores)} attention only"
     raise ValueError(
@@ -175,7 +176,7 @@ def markdown() -> str:
     lines.append("|" + "---|" * (7 + len(FEATURES)))
     for entry in ENTRIES.values():
         masks = ["✓" if mask in entry.masks else "–" for mask in MASKS]
-        allowed = ["✓" if feature in entry.features else "–" for feature in FEATURES]
+        allowed = ["only" if f in entry.required else "✓" if f in entry.features else "–" for f in FEATURES]
         cells = [f"`{entry.name}`", entry.side, ", ".join(entry.needs), *masks, *allowed, ", ".join(entry.scores)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -184,7 +185,7 @@ def markdown() -> str:
 def _holding(layer: Attention | Variant) -> list[Entry]:
     kind = layer.kind if isinstance(layer, Variant) else "dot"
     mask, used = mask_kind(layer), features(layer)
-    return [e for e in ENTRIES.values() if kind in e.scores and mask in e.masks and used <= e.features]
+    return [e for e in ENTRIES.values() if kind in e.scores and mask in e.masks and e.required <= used <= e.features]
 
 
 @dataclass(frozen=True, eq=False)

@@ -204,16 +204,14 @@ def certificate_at(
 ) -> Tensor:
     """Certified upper bounds at tokens X (B, n, d), one per item of the operator: (B,), or (B·H,) for scope ``"head"``.
 
-    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its exact norm at every token. The
+    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its local norm at every token. The
     matrices take at most ``memory`` bytes.
     """
     heads = 1 if scope == "head" else layer.heads
     height = None if memory is None else height_within(X.shape[1], heads, memory)
     if scope != "norm+attention" or norm is None:
         return certified_upper(layer, X, scope, height=height).flatten()
-    at = norm.linearise(X.double())
-    # The square of the local norm is known up to rounding relative to (‖g‖_∞/s)².
-    gains = torch.hypot(at.local_norm(), 1e-6 * at.g.abs().max() / at.s[..., 0])
+    gains = norm.linearise(X.double()).local_norm()
     return certified_upper(layer, norm(X.double()), gains=gains, height=height)
 
 
