@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow attack lint format types bench bench-more pages docs clean
+.PHONY: demo test test-slow attack check-theory lint format types bench bench-more pages docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,11 @@ test-slow: $(VENV)/.installed-dev $(VENV)/.installed-offline
 # About 15 minutes: kills, damage, nonsense, injections, load. ATTACK=--yes where make runs as root; ATTACK=--quick takes two.
 attack: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	$(BIN)/python checks/attack.py --write docs/reliability.md $(ATTACK)
+
+# About ten minutes on two idle cores: search for inputs at which a claim is false, and write docs/theory/check.md.
+# CHECK=--quick takes one minute and writes too; `python checks/theory.py --help` has the rest.
+check-theory: $(VENV)/.installed-dev
+	$(BIN)/python checks/theory.py --write docs/theory/check.md $(CHECK)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
