@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from chart_cases import assert_drawn_alike
 from lipscope.cli.main import app
-from lipscope.report import load_run, report_data, write_report
+from lipscope.report import write_report
 from lipscope.report.charts import Chart, Panel, Series
 from lipscope.report.compare import comparison_chart, comparisons
 from lipscope.report.draw_page import Looks, page_chart
@@ -25,7 +25,9 @@ from lipscope.report.draw_print import draw, print_figure
 from lipscope.report.html import compact_rows, inert_json
 from lipscope.report.palette import palette
 from lipscope.report.run_charts import growth, growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
+from lipscope.report.settings import report_data
 from lipscope.runs import run_plan
+from lipscope.runs.run import load_run
 from report_cases import HOSTILE, make_rows, make_view, write_run
 from sweep_cases import plan_of, save_models
 
@@ -241,7 +243,7 @@ def test_a_report_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 import lipscope.report
-from lipscope.report import draw, growth, load_run, report_data, write_figures, write_report
+from lipscope.report import draw, growth, write_figures, write_report
 from lipscope.report.server import ReportServer
 for source in {sources!r}:
     write_report(source, source + ".html", compare=source)

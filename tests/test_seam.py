@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lipscope.attention.scores import ScoreRule
 from lipscope.models import seam
+from lipscope.models.capture import replaying
 from lipscope.models.model import Model
 from lipscope.models.seam import attention_core
 from lipscope.models.selftest import SelfTestError
@@ -128,6 +130,24 @@ def test_misbehaving_layers_are_refused(kind: str, message: str) -> None:
     attention.o_proj = WrappedLinear(attention.o_proj, kind)
     with pytest.raises(SelfTestError, match=message):
         Model(model)
+
+
+def test_threads_take_turns_at_a_model() -> None:
+    """What one thread puts up for its replays, another does not take down."""
+    model, left, frozen = FAMILIES["gpt2"](), threading.Event(), list[bool]()
+
+    def second() -> None:
+        with replaying(model):
+            left.wait(5)
+            frozen.append(not any(p.requires_grad for p in model.parameters()))
+
+    thread = threading.Thread(target=second)
+    with replaying(model):
+        thread.start()
+        thread.join(0.1)
+    left.set()
+    thread.join(5)
+    assert frozen == [True]
 
 
 def test_training_mode_is_refused() -> None:

@@ -24,17 +24,13 @@ def report(
     all_plans: opt.AllPlans = False,
 ) -> None:
     """Write one HTML file that shows how smooth a model is, where it is not, and why; or compares two runs."""
-    from lipscope.report.html import save_page
-    from lipscope.report.settings import report_data
-    from lipscope.runs.run import load_run
+    from lipscope.report.html import write_report
 
-    paths = [run] if other is None else [run, other]
-    data = report_data([load_run(path, all_plans=all_plans) for path in paths])
-    page = save_page(data, out)
+    page = write_report(run, out, compare=other, all_plans=all_plans)
     if figures is not None:
         from lipscope.report.draw_print import write_figures
 
-        files = write_figures(data, figures)
+        files = write_figures(run, figures, compare=other, all_plans=all_plans)
         notice(f"{len(files)} figures are in {figures}")
     echo(f"The report is in {page.resolve()}")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from threading import RLock
 from typing import Any
 
 import torch
@@ -131,11 +132,18 @@ def replaying(model: nn.Module, documents: tuple[int, ...] | None = None, *, fro
     """Everything a replay needs: the seam, frozen parameters, kernels with second derivatives, true float64.
 
     Inside itself, for the same model and documents, it does nothing: several replays in a row put it up once. Without
-    ``frozen``, parameters stay in the graph.
+    ``frozen``, parameters stay in the graph. It changes the model and registries of transformers, so threads take turns.
     """
-    if _replaying and _replaying[-1][0] is model and _replaying[-1][1:] == (documents, frozen):
-        yield
-        return
+    with _TURN:
+        if _replaying and _replaying[-1][0] is model and _replaying[-1][1:] == (documents, frozen):
+            yield
+            return
+        with _put_up(model, documents, frozen):
+            yield
+
+
+@contextmanager
+def _put_up(model: nn.Module, documents: tuple[int, ...] | None, frozen: bool) -> Iterator[None]:
     parameters = [p for p in model.parameters() if p.requires_grad and frozen]
     for p in parameters:
         p.requires_grad_(False)
@@ -150,6 +158,7 @@ def replaying(model: nn.Module, documents: tuple[int, ...] | None = None, *, fro
 
 
 _replaying: list[tuple[nn.Module, tuple[int, ...] | None, bool]] = []
+_TURN = RLock()
 
 
 class ReachedError(Exception):

@@ -190,10 +190,10 @@ class Model:
         require_tokenizer(self)
 
     def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
-        """The listed layers, all by default; one for scope ``model``."""
+        """The listed layers, each once, all by default; one for scope ``model``."""
         if scope == "model":
             return [0]
-        return [self.layer(i).index for i in (range(len(self.layers)) if layers is None else layers)]
+        return list(dict.fromkeys(self.layer(i).index for i in (range(len(self.layers)) if layers is None else layers)))
 
     def describe(self) -> str:
         """One paragraph on the model and a line per layer."""

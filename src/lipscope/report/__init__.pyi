@@ -5,7 +5,3 @@ from .draw_print import draw as draw
 from .draw_print import write_figures as write_figures
 from .html import write_report as write_report
 from .run_charts import growth as growth
-from .settings import ReportData as ReportData
-from .settings import Run as Run
-from .settings import load_run as load_run
-from .settings import report_data as report_data

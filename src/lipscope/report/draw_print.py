@@ -15,7 +15,8 @@ from lipscope.report.compare import comparison_chart, comparisons
 from lipscope.report.html import needed, render_chart
 from lipscope.report.palette import VIRIDIS, palette
 from lipscope.report.run_charts import growth_chart, heat_chart, layers_chart, scatter_charts, scopes_chart
-from lipscope.report.settings import ReportData
+from lipscope.report.settings import read_data
+from lipscope.runs.run import Source
 from lipscope.runs.writing import write_file
 
 FORMATS = ("png", "pdf", "svg")
@@ -82,17 +83,21 @@ def draw(chart: Chart, *paths: str | os.PathLike[str]) -> list[Path]:
     return files
 
 
-def write_figures(data: ReportData, directory: str | os.PathLike[str]) -> list[Path]:
+def write_figures(
+    source: Source, directory: str | os.PathLike[str], *, compare: Source | None = None, all_plans: bool = False
+) -> list[Path]:
     """Write the figures of a report as PNG, PDF and SVG; needs ``lipscope[report]``.
 
     Args:
-        data: from ``report_data``.
+        source: as for ``write_report``, and so are ``compare`` and ``all_plans``.
         directory: where to; made when it does not exist. With several settings, each has its own directory in it.
+        compare: a second run.
+        all_plans: of a store, the rows of every plan it served.
 
     Returns:
         The files.
     """
-    place = Path(directory)
+    place, data = Path(directory), read_data(source, compare, all_plans)
     named: list[tuple[Path, Chart | None]] = []
     for number, setting in enumerate(data.settings):
         home = place if len(data.settings) == 1 else place / f"{number}-{_file_name(data.label(setting))}"

@@ -23,8 +23,8 @@ from lipscope.report.charts import Chart
 from lipscope.report.draw_page import Looks, page_chart
 from lipscope.report.page import Page
 from lipscope.report.palette import palette
-from lipscope.report.settings import ReportData, report_data
-from lipscope.runs.run import Row, Run, Source, load_run
+from lipscope.report.settings import read_data
+from lipscope.runs.run import Row, Run, Source
 from lipscope.runs.writing import write_file
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -54,12 +54,7 @@ def write_report(
         >>> "How smooth is m?" in page
         True
     """
-    sources = [source] if compare is None else [source, compare]
-    return save_page(report_data([load_run(one, all_plans=all_plans) for one in sources]), out)
-
-
-def save_page(data: ReportData, out: str | os.PathLike[str]) -> Path:
-    """Write the page of a report; refuses one without rows."""
+    data = read_data(source, compare, all_plans)
     for run in data.runs:
         if not run.rows:
             raise ValueError(f"the run {run.name} has no rows yet: `lipscope view` shows a sweep while it runs")

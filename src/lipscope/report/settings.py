@@ -16,9 +16,7 @@ from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Row, by_place, mean
-from lipscope.runs.run import Run as Run
-from lipscope.runs.run import load_run as load_run
+from lipscope.runs.run import Row, Run, Source, by_place, load_run, mean
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
@@ -192,6 +190,11 @@ def report_data(runs: Sequence[Run]) -> ReportData:
             named = dict(zip(_SETTING, key, strict=True))
             settings.append(Setting(number, run.name, **named, cells=_cells(rows)))
     return ReportData(tuple(runs), tuple(settings))
+
+
+def read_data(source: Source, compare: Source | None = None, all_plans: bool = False) -> ReportData:
+    """What a report of one run, or of two, is made of."""
+    return report_data([load_run(one, all_plans=all_plans) for one in (source, compare) if one is not None])
 
 
 _SETTING = ("model", "text", "scope", "dtype", "kind", "options")

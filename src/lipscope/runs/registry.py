@@ -81,11 +81,6 @@ class Quantity(Protocol):
         ...
 
 
-def register_kind(name: str, path: str) -> None:
-    """Give a kind a short name."""
-    KINDS[name] = _check_path(path)
-
-
 def register_quantity(name: str, path: str) -> None:
     """Give a quantity a short name."""
     QUANTITIES[name] = _check_path(path)

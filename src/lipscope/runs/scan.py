@@ -46,7 +46,7 @@ def scan(
     Args:
         model: anything ``load`` takes, or a loaded model.
         text: a corpus name, a file or directory, or a list of documents.
-        layers: layer indices, all by default.
+        layers: layer indices, all by default; one that is named twice is measured once.
         heads: True for every head on its own, or the head indices.
         lengths: numbers of tokens n, or a string such as ``"8:512:log"``.
         inputs: inputs per length, disjoint in the text.

@@ -1,13 +1,6 @@
-from .ascent import Ascent as Ascent
 from .ascent import maximise as maximise
 from .constructions import NAMES as NAMES
-from .constructions import Construction as Construction
 from .constructions import construct as construct
 from .constructions import grouped_sigma as grouped_sigma
-from .growth_in_n import Growth as Growth
-from .growth_in_n import WorstInput as WorstInput
-from .growth_in_n import attack as attack
 from .growth_in_n import growth as growth
-from .tokens import Substitution as Substitution
-from .tokens import TokenAttack as TokenAttack
 from .tokens import attack_tokens as attack_tokens
