@@ -57,11 +57,15 @@ def commit() -> str:
 
 def write(page: Path, cards: list[Card], seed: int) -> None:
     """Put the table between the marks of a page."""
-    begin, end = "<!-- begin checks/attack.py -->", "<!-- end checks/attack.py -->"
-    head, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, _, tail = rest.partition(end)
-    stamp = (
-        f"{datetime.now(UTC):%Y-%m-%d}, commit `{commit()}`, seed {seed}, {sum(c.seconds for c in cards) / 60:.0f} minutes."
-    )
-    lines = [stamp, "", "| attack | tried | failed | time | a failure would be | seen |", "|---|---|---|---|---|---|"]
-    page.write_text("\n".join([head + begin, *lines, *(card.line() for card in cards), end]) + tail, encoding="utf-8")
+    minutes = sum(card.seconds for card in cards) / 60
+    stamp = f"{datetime.now(UTC):%Y-%m-%d}, commit `{commit()}`, seed {seed}, {minutes:.0f} minutes."
+    head = ["| attack | tried | failed | time | a failure would be | seen |", "|---|---|---|---|---|---|"]
+    write_between(page, "checks/attack.py", [stamp, "", *head, *(card.line() for card in cards)])
+
+
+def write_between(page: Path, script: str, lines: list[str]) -> None:
+    """Put lines between the marks that a page has for a script."""
+    begin, end = f"<!-- begin {script} -->", f"<!-- end {script} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text("\n".join([before + begin, *lines, end]) + after, encoding="utf-8")

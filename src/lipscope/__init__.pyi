@@ -3,6 +3,7 @@ from . import masks as masks
 from . import report as report
 from . import runs as runs
 from . import studies as studies
+from . import testing as testing
 from . import training as training
 from .attention.family import variant as variant
 from .attention.layer import Attention as Attention
@@ -12,6 +13,7 @@ from .attention.rotary import Rotary as Rotary
 from .bounds.ball import certify as certify
 from .measure.influence import influence as influence
 from .measure.sigma import local_lipschitz as local_lipschitz
+from .models.isolation import check as check
 from .models.load import load as load
 from .models.model import Model as Model
 from .runs.run import Run as Run

@@ -16,6 +16,7 @@ import typer
 
 from lipscope import __version__
 from lipscope.cli.bounds import attack, bounds
+from lipscope.cli.check import check
 from lipscope.cli.measure import measure, scan, tokens
 from lipscope.cli.options import Debug
 from lipscope.cli.show import corpora, models, report, view
@@ -75,6 +76,7 @@ class _OneClearLine:
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Measure": (scan, measure, tokens, sweep),
+    "Check": (check,),
     "Bound": (bounds, attack, compare_attention, meanfield),
     "Show": (report, view, export),
     "Change": (smooth,),

@@ -23,6 +23,7 @@ from lipscope.models.inputs import (
     runner,
     token_inputs,
 )
+from lipscope.models.isolation import leaks_the_future
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
@@ -85,6 +86,8 @@ class Model:
         self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
+        if (claim := leaks_the_future(self.model, inputs)) is not None:
+            self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
         if check:
             run_self_tests(self.probe_recording)
 

@@ -1,0 +1,124 @@
+"""The two tables of docs/how-to/check.md: leaks injected and found, architectures without a false alarm.
+
+python checks/isolation.py [--write docs/how-to/check.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import lipscope
+from architectures import tiny_models
+from mutants import MUTANTS, Mutant
+from report_card import commit, write_between
+
+# Those that see what others must not, by design, and why.
+BY_DESIGN = {
+    "bert-generation": "an encoder unless is_decoder is set",
+    "convbert": "its convolutions run over padding",
+    "cpmant": "the tokens of a prompt see each other",
+    "mobilebert": "embeds a token with its neighbours, padding among them",
+    "nystromformer": "its landmarks are means that include padding",
+    "yoso": "hashes padding with the other tokens",
+    "recurrent_gemma": "its recurrence runs through padding on the left",
+    "rwkv": "its recurrence runs through padding on the left",
+}
+# Those whose configuration claims what the code does not do.
+NOT_DONE = {"moshi": "sliding_window is in the configuration, and no mask applies it"}
+
+
+def try_mutant(mutant: Mutant) -> tuple[bool, bool, str]:
+    """Whether a leak was caught, whether in the right module, and a row of the table."""
+    model, place = mutant.build()
+    options = dict(mutant.options)
+    model.set_attn_implementation(options.pop("attn", "eager"))  # type: ignore[operator]
+    found = lipscope.check(model, n=18, **options)
+    leak = next((verdict.leak for verdict in found.verdicts if verdict.claim == mutant.claim), None)
+    if leak is None:
+        return False, False, f"| {mutant.what} | {mutant.family} | {mutant.claim} | **missed** | | |"
+    located = (leak.module or "").split(" ")[0] == place
+    where = f"`{place}`" if located else f"{leak.module} instead of {place}"
+    return (
+        True,
+        located,
+        f"| {mutant.what} | {mutant.family} | {mutant.claim} | {leak.instrument} | {leak.size:.0e} | {where} |",
+    )
+
+
+def look_for_false_alarms(implementation: str, dtype: torch.dtype, n: int = 16) -> tuple[Counter[str], list[str], list[str]]:
+    """Counts, the architectures that passed, and what was said of the others."""
+    counts, passed, said = Counter[str](), list[str](), list[str]()
+    for kind, model, _ in tiny_models(implementation=implementation, dtype=dtype):
+        if model is None:
+            counts["not made"] += 1
+            continue
+        try:
+            found = lipscope.check(model, n=n)
+        except Exception as error:
+            counts["did not run"] += 1
+            said.append(f"{kind} did not run ({type(error).__name__})")
+            continue
+        broken = [verdict for verdict in found.verdicts if verdict.held is False]
+        if not broken:
+            counts["passed"] += 1
+            passed.append(kind)
+        elif kind in BY_DESIGN or kind in NOT_DONE:
+            counts["by design" if kind in BY_DESIGN else "not done"] += 1
+        else:
+            counts["alarms"] += 1
+            said += [f"{kind}: {verdict.claim} broken, {verdict.leak.where}" for verdict in broken if verdict.leak]
+    return counts, passed, said
+
+
+def main() -> int:
+    """Make both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path)
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    tried = [try_mutant(mutant) for mutant in MUTANTS]
+    caught, located = (sum(row[i] for row in tried) for i in (0, 1))
+    families = len({mutant.family for mutant in MUTANTS})
+    lines = [f"Commit `{commit()}`, transformers {transformers.__version__}.", ""]
+    lines += [f"**{len(MUTANTS)} leaks in {families} families: {caught} caught, {located} located.**", ""]
+    lines += [
+        "| leak | family | claim | seen by | size | found in |",
+        "|---|---|---|---|---|---|",
+        *(row[2] for row in tried),
+        "",
+    ]
+    alarms = 0
+    rows, names, remarks = [], set[str](), list[str]()
+    for implementation in ("eager", "sdpa"):
+        for dtype in (torch.float32, torch.bfloat16):
+            counts, passed, said = look_for_false_alarms(implementation, dtype)
+            alarms += counts["alarms"]
+            cells = (counts[name] for name in ("passed", "by design", "not done", "alarms", "did not run", "not made"))
+            rows.append(f"| {implementation}, {str(dtype)[6:]} | " + " | ".join(map(str, cells)) + " |")
+            names |= {*passed}
+            remarks += [f"- {implementation}, {str(dtype)[6:]}: {line}" for line in said]
+            print(rows[-1], flush=True)
+    head = "| path | passed | see it by design | claim what they do not do | alarms | did not run | not made tiny |"
+    lines += [head, "|---|---|---|---|---|---|---|", *rows, ""]
+    for title, listed in (("By design", BY_DESIGN), ("Claimed and not done", NOT_DONE)):
+        lines += [f"{title}: {'; '.join(f'{kind} ({why})' for kind, why in listed.items())}.", ""]
+    lines += [*remarks, ""]
+    lines += [f"Passed in at least one path: {', '.join(sorted(names))}."]
+    if asked.write:
+        write_between(asked.write, "checks/isolation.py", lines)
+    print(f"{caught} of {len(MUTANTS)} caught, {located} located, {alarms} alarms")
+    return 0 if caught == located == len(MUTANTS) and not alarms else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Leaks injected one by one into tiny models, each with the claim that it breaks and the module that it sits in.
+
+A mutant is a function that changes a model in place and returns the name of the module that leaks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from report_card import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+from model_families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A leak: what it is, in which family, what breaks, and how it is made."""
+
+    what: str
+    family: str
+    claim: str
+    inject: Callable[[Any], str]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> tuple[nn.Module, str]:
+        """The model with the leak, and the module that has it."""
+        model: Any = FAMILIES[self.family]()
+        model.float()
+        return model, self.inject(model)
+
+
+def blocks(model: Any) -> nn.ModuleList:
+    """The layers of a decoder or encoder."""
+    for path in ("layers", "h", "encoder.layer", "decoder.layers", "encoder.block"):
+        part = model
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if isinstance(part, nn.ModuleList):
+            return part
+    raise LookupError(type(model).__name__)
+
+
+def attention(block: Any) -> nn.Module:
+    """The attention module of a block."""
+    for name in ("self_attn", "attn", "attention"):
+        if isinstance(found := getattr(block, name, None), nn.Module):
+            return getattr(found, "self", found)
+    raise LookupError(type(block).__name__)
+
+
+def mlp(block: Any) -> nn.Module:
+    """The part of a block that works token by token."""
+    for name in ("mlp", "fc2", "intermediate", "ffn"):
+        if isinstance(found := getattr(block, name, None), nn.Module):
+            return found
+    raise LookupError(type(block).__name__)
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """The dotted name of a module."""
+    return next(name for name, part in model.named_modules() if part is module)
+
+
+def after(choose: Callable[[Any], nn.Module], change: Callable[[Tensor], Tensor], layer: int = 1) -> Callable[[Any], str]:
+    """Change the output of a module of one layer."""
+
+    def inject(model: Any) -> str:
+        module = choose(blocks(model)[layer])
+        forward = module.forward
+
+        def leaking(*args: Any, **kwargs: Any) -> Any:
+            found = forward(*args, **kwargs)
+            return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+
+        module.forward = leaking  # type: ignore[method-assign]
+        return name_of(model, module)
+
+    return inject
+
+
+def masked(change: Callable[[Tensor], Tensor | None], layer: int = 1, only: str | None = None) -> Callable[[Any], str]:
+    """Change the mask that the attention of one layer receives; ``only`` under one attention implementation."""
+
+    def inject(model: Any) -> str:
+        module: Any = attention(blocks(model)[layer])
+        forward = module.forward
+
+        def leaking(*args: Any, **kwargs: Any) -> Any:
+            if only is None or model.config._attn_implementation == only:
+                given = inspect.signature(forward).bind(*args, **kwargs).arguments
+                args, kwargs = (), {**{k: v for k, v in given.items() if k != "kwargs"}, **given.get("kwargs", {})}
+                tokens = next(a for a in kwargs.values() if isinstance(a, Tensor) and a.ndim == 3)
+                mask = kwargs.get("attention_mask")
+                n = tokens.shape[1]
+                if mask is None:
+                    mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+                seen = mask if mask.dtype == torch.bool else mask == 0
+                kwargs["attention_mask"] = torch.where(change(seen), 0.0, torch.finfo(tokens.dtype).min).to(tokens.dtype)
+            return forward(*args, **kwargs)
+
+        module.forward = leaking
+        return name_of(model, module)
+
+    return inject
+
+
+def everything(seen: Tensor) -> Tensor:
+    """No mask at all."""
+    return torch.ones_like(seen)
+
+
+def one_more(seen: Tensor) -> Tensor:
+    """One token of the future."""
+    return seen | nn.functional.pad(seen, (1, 0), value=True)[..., :-1].roll(0) | seen.roll(-1, -2)
+
+
+def one_back(seen: Tensor) -> Tensor:
+    """A window that is one token too wide."""
+    n = seen.shape[-1]
+    rows = torch.arange(n)
+    first = seen.float().argmax(-1, keepdim=True)
+    return seen | ((rows >= first - 1) & (rows <= rows[:, None]))
+
+
+def causal_only(seen: Tensor) -> Tensor:
+    """Documents and padding forgotten."""
+    n = seen.shape[-1]
+    return torch.ones(n, n, dtype=torch.bool).tril().expand(seen.shape)
+
+
+def blind_to_padding(seen: Tensor) -> Tensor:
+    """Everything that some row sees, seen by all."""
+    return torch.ones_like(seen)
+
+
+def ahead(size: float) -> Callable[[Tensor], Tensor]:
+    """The next token, times a number."""
+    return lambda x: x + size * x.roll(-1, 1)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Statistics over the tokens."""
+    return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)
+
+
+def pooled(x: Tensor) -> Tensor:
+    """The mean of the sequence."""
+    return x + 0.1 * x.mean(1, keepdim=True)
+
+
+def across_batch(x: Tensor) -> Tensor:
+    """Statistics over the batch."""
+    return x - 0.5 * x.mean(0, keepdim=True)
+
+
+def capacity(x: Tensor) -> Tensor:
+    """A router that keeps the strongest half of the tokens: no derivative, but a token competes with later ones."""
+    score = x.detach().norm(dim=-1)
+    kept = score >= score.median(1, keepdim=True).values
+    return x * kept[..., None]
+
+
+def convolved(x: Tensor) -> Tensor:
+    """A convolution that looks both ways."""
+    return (x.roll(1, 1) + x + x.roll(-1, 1)) / 3
+
+
+def whole(block: Any) -> nn.Module:
+    """The block itself."""
+    found: nn.Module = block
+    return found
+
+
+def positions(shift: int | None) -> Callable[[Any], str]:
+    """Positions that are forgotten (None), or off by so many where there is a cache."""
+
+    def inject(model: Any) -> str:
+        forward = model.forward
+
+        def leaking(*args: Any, **kwargs: Any) -> Any:
+            past = kwargs.get("past_key_values")
+            if shift is None:
+                kwargs.pop("position_ids", None)
+                n = kwargs["input_ids"].shape[1]
+                kwargs["attention_mask"] = packed_mask(kwargs, n, model)
+                kwargs["position_ids"] = torch.arange(n)[None]
+            elif past is not None:
+                kwargs["position_ids"] = torch.tensor([[past.get_seq_length() + shift]])
+            return forward(*args, **kwargs)
+
+        # The signature says what a model takes.
+        leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+        model.forward = leaking
+        return next(name for name, _ in model.named_modules() if name.endswith(("wpe", "rotary_emb")))
+
+    return inject
+
+
+DOCUMENTS = [5, 9, 4]
+
+
+def packed_mask(kwargs: dict[str, Any], n: int, model: Any) -> Tensor | None:
+    """The documents kept apart by a mask, without positions that say so."""
+    if n != sum(DOCUMENTS):
+        return None
+    owner = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    seen = (owner[:, None] == owner) & torch.ones(n, n, dtype=torch.bool).tril()
+    dtype = next(model.parameters()).dtype
+    return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
+
+
+_D = {"documents": DOCUMENTS}
+MUTANTS = [
+    *(
+        Mutant("mask dropped in one layer", f, "causal", masked(everything))
+        for f in ("gpt2", "llama", "qwen3", "opt", "phi")
+    ),
+    Mutant("mask dropped in the first layer", "gpt_neox", "causal", masked(everything, 0)),
+    *(Mutant("mask off by one", f, "causal", masked(one_more)) for f in ("gpt2", "llama", "olmo2", "gemma3")),
+    *(Mutant("window off by one", f, "window 3", masked(one_back, 0)) for f in ("mistral", "gemma3")),
+    *(Mutant("convolution that looks both ways", f, "causal", after(mlp, convolved)) for f in ("llama", "gpt2")),
+    *(Mutant("normalised over the tokens", f, "causal", after(mlp, centred)) for f in ("qwen3", "gpt_neox")),
+    *(Mutant("mean over the sequence added", f, "causal", after(whole, pooled)) for f in ("mistral", "phi")),
+    *(Mutant("next token on the residual stream", f, "causal", after(whole, ahead(0.1), 0)) for f in ("llama", "opt")),
+    *(Mutant("leak of relative size 1e-6", f, "causal", after(mlp, ahead(3e-6))) for f in ("llama", "gpt2", "olmo2")),
+    *(Mutant("router with a capacity", f, "causal", after(mlp, capacity)) for f in ("llama", "gpt2")),
+    Mutant("mask dropped under sdpa only", "llama", "causal", masked(everything, only="sdpa"), {"attn": "sdpa"}),
+    Mutant("documents not kept apart in one layer", "llama", "documents", masked(causal_only), _D),
+    Mutant("documents not kept apart in one layer", "qwen3", "documents", masked(causal_only), _D),
+    Mutant("positions not restarted in packed documents", "gpt2", "documents", positions(None), _D),
+    *(Mutant("left padding seen in one layer", f, "padding left", masked(causal_only)) for f in ("gpt2", "llama")),
+    *(Mutant("right padding seen in one layer", f, "padding right", masked(blind_to_padding)) for f in ("bert", "roberta")),
+    *(Mutant("statistics over the batch", f, "batch", after(mlp, across_batch)) for f in ("bert", "llama", "gpt2")),
+    Mutant("position off by one with the cache", "llama", "cache", positions(1), {"cache": True}),
+    Mutant("position off by one with the cache", "gpt2", "cache", positions(1), {"cache": True}),
+]

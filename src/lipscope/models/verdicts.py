@@ -1,0 +1,92 @@
+"""What ``check`` says: one verdict per claim, and of a broken one the leak and the module that lets it through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Leak:
+    """An output that depends on a token it must not see."""
+
+    instrument: str  # derivative, substitution, or comparison with the same tokens alone or without a cache
+    size: float  # relative to the derivative in tokens that may be seen, or to the largest output
+    output: tuple[int, int]  # which sequence, which position
+    token: tuple[int, int] | None  # the one it depends on; None where many were replaced at once
+    module: str | None = None  # the first module that lets it through, by name and class
+    layer: int | None = None  # its layer, as the model counts
+    picture: str = ""  # what that module's outputs depend on, and the mask that it received
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        place = f"output {self.output[1]}"
+        if self.token is not None:
+            same = self.token[0] == self.output[0]
+            place += f" sees token {self.token[1]}" + ("" if same else f" of sequence {self.token[0]}")
+        module = "" if self.module is None else f" in {self.module}"
+        return place + module
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one claim."""
+
+    claim: str  # causal, window 4, documents, padding left, batch, cache
+    why: str  # who claims it
+    boundaries: int  # how many boundaries were tested
+    leak: Leak | None  # the largest leak, or None
+    skipped: str = ""  # why it could not be tested, or nothing
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the claim was seen to hold; None where it could not be tested."""
+        return None if self.skipped else self.leak is None
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """The verdicts on a model.
+
+    Attributes:
+        name: the model.
+        n: number of tokens of a sequence.
+        verdicts: one per claim.
+        forward_passes: how many passes it took, each of one or two sequences.
+        backward_passes: and how many backward ones.
+    """
+
+    name: str
+    n: int
+    verdicts: tuple[Verdict, ...]
+    forward_passes: int
+    backward_passes: int
+
+    @property
+    def held(self) -> bool | None:
+        """Whether every claim that could be tested held; None when none could."""
+        found = [verdict.held for verdict in self.verdicts if verdict.held is not None]
+        return all(found) if found else None
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One flat dictionary per claim."""
+        rows = []
+        for verdict in self.verdicts:
+            leak = {"instrument": None, "size": None, "output": None, "token": None, "module": None, "layer": None}
+            leak |= {} if verdict.leak is None else {name: getattr(verdict.leak, name) for name in leak}
+            about = {"claim": verdict.claim, "why": verdict.why, "held": verdict.held, "boundaries": verdict.boundaries}
+            rows.append({"model": self.name, "n": self.n, **about, **leak, "skipped": verdict.skipped or None})
+        return rows
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, n = {self.n}: {self.forward_passes} forward and {self.backward_passes} backward passes"]
+        for verdict in self.verdicts:
+            word = {True: "held", False: "BROKEN", None: "not tested"}[verdict.held]
+            lines.append(f"  {verdict.claim}: {word} ({verdict.why})")
+            if verdict.skipped:
+                lines.append(f"    {verdict.skipped}")
+            if (leak := verdict.leak) is not None:
+                lines.append(f"    {leak.where}: {leak.size:.1e} of the scale, seen by {leak.instrument}")
+                lines += [f"    {line}" for line in leak.picture.splitlines()]
+        return "\n".join(lines)
