@@ -8,12 +8,13 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from lipscope.report.server import ReportServer, SweepProgress, read_progress
+from lipscope.report.server import MOST_CONNECTIONS, ReportServer, SweepProgress, read_progress
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import run_plan
 from lipscope.runs.tasks import expand
@@ -88,6 +89,21 @@ def test_it_answers_nobody_else(scan: Path) -> None:
         for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", "127.0.0.1:1"):
             assert ask(server, f"/{secret}/", host=host)[0] == 403
         assert ask(server, f"/{secret}/progress.json", host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_idle_connections_keep_nobody_out(scan: Path) -> None:
+    before = threading.active_count()
+    with serving(scan) as server, ExitStack() as held:
+        address = ("127.0.0.1", server.server_port)
+        idle = [held.enter_context(socket.create_connection(address, timeout=10)) for _ in range(300)]
+        for number, connection in enumerate(idle):
+            # Some say nothing, some begin a request, some have had an answer and keep the connection.
+            if number % 3:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"\r\n" * (number % 3 - 1))
+        with ThreadPoolExecutor(8) as clients:
+            asked = [clients.submit(ask, server, f"/{server.secret}/progress.json") for _ in range(200)]
+            assert [future.result()[0] for future in asked] == [200] * 200
+        assert threading.active_count() - before <= MOST_CONNECTIONS + 2
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])

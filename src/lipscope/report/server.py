@@ -17,7 +17,7 @@ import socket
 import sqlite3
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -117,22 +117,54 @@ def _driver_lives(store: Path) -> bool:
 # A page of many rows takes seconds to make; a running sweep must not be slowed down by its spectators.
 LEAST_PAUSE = 3.0
 LOOPBACK = "127.0.0.1"
+# Connections at once, a thread for each; for one more, the one that has been silent for longest has to go.
+MOST_CONNECTIONS = 64
 
 
 class ReportServer(ThreadingHTTPServer):
     """Serves the report of one store, or of the files of a scan; port 0 is any that is free."""
 
     daemon_threads = True
+    request_queue_size = 256
 
     def __init__(self, path: str | os.PathLike[str], *, host: str = LOOPBACK, port: int = 0) -> None:
         self.path = Path(path)
         self.secret = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
+        self._room = threading.Semaphore(MOST_CONNECTIONS)
+        self._silent: dict[Any, None] = {}  # connections without a request to answer, the oldest first
         self._made: tuple[str, float, Page, tuple[Run, ...]] | None = None
         self._is_store = is_store(self.path)
         self.progress()  # refuse what cannot be shown before anyone looks
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection its thread, as soon as there is room."""
+        wait = 0.0
+        while not self._room.acquire(timeout=wait):
+            wait = 0.5
+            for oldest in list(self._silent)[:1]:
+                self.note(oldest, silent=False)
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        self.note(request, silent=True)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self.note(request, silent=False)
+        super().shutdown_request(request)
+        self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a peer that is gone is no error, and others are answered."""
+
+    def note(self, request: Any, *, silent: bool) -> None:
+        """Note whether a connection waits for its next request, or has one to be answered."""
+        self._silent.pop(request, None)
+        if silent:
+            self._silent[request] = None
 
     @property
     def url(self) -> str:
@@ -204,6 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=False)
 
     def _answer(self, *, body: bool) -> None:
+        self.server.note(self.connection, silent=False)
         if not self.server.knows(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "unknown host", body)
             return
@@ -234,6 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(content)
+        self.server.note(self.connection, silent=True)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the secret is in every line."""

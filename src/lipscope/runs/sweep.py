@@ -125,7 +125,8 @@ def run_plan(
             views = view_jobs(expansion, ledger)
             looks = [task for job in views for task in job.tasks]
             ledger.add_tasks(run, looks)
-            for _ in _steps(engine, [job for job in views if job.tasks[0].key not in done | failed], ledger, run, step):
+            views = [job for job in views if job.tasks[0].key not in done | failed]
+            for _ in _steps(engine, views, ledger, run, step) if views else ():
                 if progress is not None:
                     progress(replace(step, task=None))
         ledger.finish_run(run)
