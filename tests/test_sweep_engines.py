@@ -125,7 +125,7 @@ def test_local_workers_from_the_command_line(plan: Plan, tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHONPATH", f"{SOURCE}{os.pathsep}{TESTS}")
     small = plan_of(Path(plan.blocks[0].texts[0]).parent, lengths=[6], layers=[0], scopes=["attention"])
     (tmp_path / "plan.toml").write_text(small.text, encoding="utf-8")
-    arguments = ["sweep", str(tmp_path / "plan.toml"), "--store", str(tmp_path / "run.db")]
+    arguments = ["sweep", str(tmp_path / "plan.toml"), "--store", str(tmp_path / "run.db"), "--trust-module", "sweep_cases"]
     result = CliRunner().invoke(app, [*arguments, "--workers", "1"])
     assert result.exit_code == 0, result.output
     here = run_plan(small, tmp_path / "here.db")
