@@ -8,8 +8,9 @@ import lipscope
 import reference
 from lipscope.attention.operators import AttentionOperator
 from lipscope.measure.gradient import SigmaGradient
+from lipscope.spectral.basis import random_direction
 from lipscope.spectral.operator import DenseOperator
-from lipscope.studies.worst_case import construct, maximise
+from lipscope.studies.worst_case import construct, growth, maximise
 from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
 from lipscope.studies.worst_case.domain import ball, image
 
@@ -192,3 +193,35 @@ def test_float32_search_is_measured_in_float64():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         maximise(cases.layer(), **arguments)
+
+
+def adapted_to(seed, n, d):
+    """Uniform averaging, whose Jacobian is the same everywhere, with values chosen after the start vector of a seed.
+
+    σ = ‖W_V‖ = 1.5 in a direction that is at right angles to what the mean of that vector's tokens shows of it.
+    """
+    mean = random_direction(n * d, seed, torch.zeros(0, dtype=torch.float64)).reshape(n, d).sum(0)
+    drawn = cases.random(d, d, seed=3)
+    hidden = drawn[:, :1] - mean[:, None] * (mean @ drawn[:, :1]) / (mean @ mean)
+    basis = torch.linalg.qr(torch.cat([hidden, mean[:, None] + 0.2 * drawn[:, 1:2], drawn[:, 2:]], 1)).Q
+    gains = torch.tensor([1.5, 1.0, *torch.linspace(0.2, 0.01, d - 2).tolist()], dtype=torch.float64)
+    W = torch.eye(d, dtype=torch.float64)
+    return lipscope.Attention(0 * W, W, (basis * gains) @ basis.mT)
+
+
+def test_what_a_search_found_is_measured_with_a_start_vector_it_has_not_seen():
+    n = d = 16
+    layer = adapted_to(0, n, d)
+    deceived = lipscope.local_lipschitz(layer, cases.random(n, d, seed=1), solver=lipscope.GolubKahan(), certificate=False)
+    assert deceived.upper < 1.01
+    found, again = (maximise(layer, n, radius=1.0, restarts=4, steps=2) for _ in range(2))
+    assert float(found.ends.max()) < 1.01  # the search itself saw nothing
+    for one in (found, again):
+        assert one.sigma.lower <= 1.5 <= one.sigma.upper
+    assert found.start_seed != again.start_seed
+    repeated = lipscope.local_lipschitz(layer, found.tokens, solver=lipscope.Auto(seed=found.start_seed), certificate=True)
+    assert (repeated.lower, repeated.upper) == (found.sigma.lower, found.sigma.upper)
+    (worst,) = (row for row in growth(layer, [n], radius=1.0, method="ascend", restarts=4, steps=2).to_rows()
+                if row["source"] == "ascent")  # fmt: skip
+    assert worst["start_seed"] > 0
+    assert worst["lower"] <= 1.5 <= worst["upper"]

@@ -100,6 +100,11 @@ def test_at_most_k_tokens_and_beam_is_no_worse_than_greedy(models):
     assert reports[-1][:2] == (2, 2)
     assert greedy.retokenises is None
     assert {"round", "position", "before", "after", "predicted", "sigma"} == greedy.steps()[0].keys()
+    # The worst text is measured with a start vector of its own, from which the interval can be had again.
+    assert [row["start_seed"] for row in greedy.to_rows()] == [0, greedy.start_seed]
+    assert greedy.start_seed != beam.start_seed
+    repeated = handle.record(input_ids=greedy.after_ids)[1].sigma(solver=lipscope.Auto(seed=greedy.start_seed))
+    assert float(repeated.upper[0]) == float(greedy.after.upper[0])
 
 
 def test_special_tokens_are_neither_replaced_nor_put_in(models):

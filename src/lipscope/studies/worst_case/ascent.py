@@ -11,12 +11,16 @@ bound of σ, so σ at the end is at least what it was at the start, also where s
 a subgradient. After k Golub–Kahan steps from v the largest Ritz value θ obeys ‖Jv‖ ≤ θ ≤ σ.
 
 A search begins at every construction, at the inputs the user hands over, at jittered copies of these, and at noise.
+
+The upper end of an interval needs a start vector that the Jacobian does not depend on (docs/theory/solver.md). An input that
+was found by measuring may depend on every start vector of the search, so its σ is measured with a fresh one (``unseen``).
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +38,7 @@ from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.ritz import RitzPairs
-from lipscope.spectral.solvers import Auto, Solver
+from lipscope.spectral.solvers import Auto, Power, Solver
 from lipscope.studies.worst_case.constructions import Construction, check_length, construct
 from lipscope.studies.worst_case.domain import Domain, domain_of
 
@@ -64,6 +68,8 @@ class Ascent:
         domain: the set in words.
         inputs: the end of every restart, (restarts, n, d).
         stopped: ``"converged"`` when every restart stood still before its steps were used up, else ``"steps"``.
+        start_seed: seed of the start vector that measured ``sigma``, drawn after the search; with it as the ``seed`` of the
+            solver the tokens give the same interval again.
     """
 
     tokens: Tensor
@@ -76,6 +82,7 @@ class Ascent:
     domain: str
     inputs: Tensor
     stopped: str
+    start_seed: int
 
     def restarts(self) -> list[dict[str, Any]]:
         """One plain dictionary per restart: where it began, σ there and at its end."""
@@ -127,7 +134,7 @@ def maximise(
         built: constructions to start from, when they are known already; all of them are built otherwise.
         tolerance: a restart stops when σ has grown by less than this, relatively, over ``patience`` steps.
         patience: see ``tolerance``.
-        solver: how the final values are measured; ``Auto()`` by default.
+        solver: how the final values are measured; ``Auto()`` by default. The winner is measured with another seed.
         dtype: dtype of the search, float64 or float32; values are measured in float64.
         progress: called with (steps done, steps, what).
 
@@ -164,10 +171,11 @@ def maximise(
     candidates = torch.cat([domain.tokens(begin), domain.tokens(search.z.double())])
     measured = local_lipschitz(precise, candidates, solver=solver or Auto(), certificate=False).estimate
     first, last = measured[: len(begin)], measured[len(begin) :]
-    winner = int(measured.argmax())
+    winner, start_seed = int(measured.argmax()), unseen()
+    final = replace(solver or Auto(), seed=start_seed) if isinstance(solver, GolubKahan | Power | None) else solver
     return Ascent(
         tokens=candidates[winner],
-        sigma=local_lipschitz(precise, candidates[winner], solver=solver, certificate=isinstance(attention, Attention)),
+        sigma=local_lipschitz(precise, candidates[winner], solver=final, certificate=isinstance(attention, Attention)),
         history=torch.stack(search.history),
         labels=labels,
         starts=first,
@@ -177,7 +185,13 @@ def maximise(
         domain=str(domain),
         inputs=domain.tokens(search.z.double()),
         stopped="converged" if taken < steps or not search.active.numel() else "steps",
+        start_seed=start_seed,
     )
+
+
+def unseen() -> int:
+    """The seed of a start vector that no search has seen: from the operating system, which repeats nothing."""
+    return secrets.randbits(32)
 
 
 class _Search:

@@ -118,15 +118,15 @@ class Growth:
         """One row per length and source, with the columns of a scan: σ as an interval, the prediction, the least bound."""
         rows = []
         for w in self.worst:
-            entries = [(c.name, c.tokens, c.sigma, c.predicted, c.note) for c in w.built]
+            entries = [(c.name, c.tokens, c.sigma, c.predicted, c.note, 0) for c in w.built]
             if w.ascent is not None:
                 origin = f"from {w.ascent.labels[w.ascent.best]}"
-                entries.append(("ascent", w.ascent.tokens, w.ascent.sigma, None, origin))
+                entries.append(("ascent", w.ascent.tokens, w.ascent.sigma, None, origin, w.ascent.start_seed))
             # Set bounds hold on the whole set, as those of a scan do for every input of the model.
             known = {"radius_norm": self.radius, "refined_global": _least(w.bounds, "refined")}
             known |= {"castin2024_global": _least(w.bounds, "castin2024")}
-            for name, tokens, sigma, predicted, note in entries:
-                row = sigma_row(sigma, kind=name, tokens=tokens, source=name, predicted=predicted)
+            for name, tokens, sigma, predicted, note, seed in entries:
+                row = sigma_row(sigma, kind=name, tokens=tokens, source=name, predicted=predicted, start_seed=seed)
                 own = {"bound": min(w.bounds.values()), "worst": name == w.source, "set": self.domain, "note": note}
                 rows.append(row | known | own)
         return rows

@@ -24,7 +24,7 @@ from lipscope.models.model import Model
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.rows import Row, study_row
-from lipscope.studies.worst_case.ascent import Progress
+from lipscope.studies.worst_case.ascent import Progress, unseen
 from lipscope.studies.worst_case.model_gradient import embedding_gradient, embedding_table
 
 _BATCH = 32
@@ -77,6 +77,7 @@ class TokenAttack:
         after_ids: those of the worst text, which reading it anew need not give back.
         retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
         tried: every measured candidate.
+        start_seed: seed of the start vector that measured ``after``, drawn after the search; that of ``before`` is 0.
     """
 
     before: SpectralNorm
@@ -88,6 +89,7 @@ class TokenAttack:
     after_ids: Tensor
     retokenises: bool | None
     tried: tuple[Trial, ...]
+    start_seed: int
 
     def steps(self) -> list[dict[str, Any]]:
         """One plain dictionary per substitution."""
@@ -95,8 +97,9 @@ class TokenAttack:
 
     def to_rows(self) -> list[Row]:
         """Two rows with the columns of a scan: σ of the text as given, and of the worst text."""
-        texts = (("text as given", self.before, self.before_text), ("worst text", self.after, self.after_text))
-        return [study_row(sigma.to_rows()[0], kind=kind, words=words) for kind, sigma, words in texts]
+        before = ("text as given", self.before, self.before_text, 0)
+        texts = (before, ("worst text", self.after, self.after_text, self.start_seed))
+        return [study_row(sigma.to_rows()[0], kind=kind, words=words, start_seed=s) for kind, sigma, words, s in texts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +179,22 @@ def attack_tokens(
             progress(number + 1, k, f"σ = {best.sigma:.4g}")
         if not paths:
             break
-    after = before if best.ids.equal(start[0]) else _measure(handle, best.ids[None], layer, head, Auto())
+    # A text that was chosen by measuring is measured with a start vector that did not choose it.
+    same = best.ids.equal(start[0])
+    seed = 0 if same else unseen()
+    after = before if same else _measure(handle, best.ids[None], layer, head, Auto(seed=seed))
     old, new = words.write(start[0]), words.write(best.ids)
     return TokenAttack(
-        before, after, best.made, old, new, start[0].cpu(), best.ids.cpu(), words.reads_back(new, best.ids), tuple(tried)
+        before,
+        after,
+        best.made,
+        old,
+        new,
+        start[0].cpu(),
+        best.ids.cpu(),
+        words.reads_back(new, best.ids),
+        tuple(tried),
+        seed,
     )
 
 
