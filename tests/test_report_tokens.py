@@ -179,3 +179,60 @@ def test_a_report_reads_a_store_and_measures_nothing(tmp_path: Path, monkeypatch
     assert "sweep_cases:with_bytes" in (load_run(tmp_path / "run.db").provenance.plan or "")
     assert "No token views were measured" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert called == []
+
+
+def _byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Any:
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("â", "Ģ"), ("ð", "Ł"), ("ä", "¸"), ("Ġ", "w")]
+    names = [*letters, *("".join(pair) for pair in pairs)]
+    return _byte_level({name: i for i, name in enumerate(names)}, pairs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a wé", ["a", " w", "é…", "…é"]),
+        ("“", ["“…", "…“"]),
+        ("😀", ["😀…", "…😀…", "…😀"]),
+        ("中", ["中…", "…中"]),
+        ("م\n", ["م…", "…م", "\\n"]),
+        ("e\u0301", ["e", "\u0301…", "…\u0301"]),
+    ],
+)
+def test_bytes_are_shown_as_the_characters_that_they_spell(byte_level: Any, text: str, expected: list[str]) -> None:
+    from lipscope.models.tokens import readable_tokens
+
+    assert readable_tokens(byte_level, byte_level(text)["input_ids"]) == expected
+
+
+def test_bytes_that_spell_nothing_and_special_tokens_are_shown_as_they_are(byte_level: Any) -> None:
+    from lipscope.models.tokens import readable_tokens
+
+    half = byte_level("😀")["input_ids"][:1]
+    end = byte_level.convert_tokens_to_ids("<|end|>")
+    assert readable_tokens(byte_level, [*half, end]) == ["⟨F0⟩⟨9F⟩", "<|end|>"]
+
+
+def test_pieces_and_bytes_of_sentencepiece() -> None:
+    from lipscope.models.tokens import readable_tokens
+
+    class Pieces:
+        all_special_tokens = ("<s>",)
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [["<s>", "▁Alice", "<0xE4>", "<0xB8>", "<0xAD>"][i] for i in ids]
+
+    assert readable_tokens(Pieces(), range(5)) == ["<s>", " Alice", "中…", "…中…", "…中"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +79,77 @@ def token_view(
         copies = handle.record({name: value.repeat_interleave(_COPIES, dim=0) for name, value in inputs.items()})
         operator = copies[layer].operator(scope, analytic=False)
         matrix = _influence_by_columns(operator if head is None else HeadsOperator.of(operator, [head], at.heads))
-    names = handle.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
-    # Byte-level tokenizers write a leading space as Ġ and a line break as Ċ.
-    readable = [name.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\\n") for name in names]
+    readable = readable_tokens(handle.tokenizer, inputs["input_ids"][0].tolist())
     return TokenView(readable, result.token_energy, matrix, result, at.index, head)
+
+
+def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What tokens mean: bytes as the characters that they spell, a line break as a backslash and n.
+
+    A character that several tokens share is shown in each of them, with … on the side where the rest is; bytes that spell no
+    character are shown as numbers, ⟨E2⟩.
+    """
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    special = {*getattr(tokenizer, "all_special_tokens", ())}
+    alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else {}
+    shown = [""] * len(names)
+    spelled = bytearray()
+    owners: list[int] = []  # the token that each byte belongs to
+
+    def say() -> None:
+        for character, places in _characters(bytes(spelled)):
+            first, last = owners[places.start], owners[places.stop - 1]
+            for token in range(first, last + 1):
+                shown[token] += ("…" if token > first else "") + character + ("…" if token < last else "")
+        spelled.clear()
+        owners.clear()
+
+    for i, name in enumerate(names):
+        found = None if name is None or name in special else _bytes_of(name, alphabet)
+        if found is None:
+            say()
+            shown[i] = str(name)
+        else:
+            spelled += found
+            owners += [i] * len(found)
+    say()
+    return shown
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether a tokenizer writes bytes as letters, as GPT-2's does: then it has the ones for a space and a line break."""
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return "Ġ" in known and "Ċ" in known
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letter of every byte in byte-level vocabularies: printable ones stand for themselves, the others follow U+0100."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _bytes_of(name: str, alphabet: dict[str, int]) -> bytes | None:
+    """The bytes that a token stands for; None when it is not made of any."""
+    if alphabet:
+        return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else None
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):  # SentencePiece's way to write a byte
+        return bytes.fromhex(name[3:5])
+    return name.replace("▁", " ").encode("utf-8", "surrogatepass")
+
+
+def _characters(spelled: bytes) -> Iterator[tuple[str, range]]:
+    """The characters of bytes, with where each stands; what is no UTF-8 comes byte by byte, as numbers."""
+    start = 0
+    while start < len(spelled):
+        for width in range(1, 5):
+            with suppress(UnicodeDecodeError):
+                yield spelled[start : start + width].decode().replace("\n", "\\n"), range(start, start + width)
+                break
+        else:
+            width = 1
+            yield f"⟨{spelled[start]:02X}⟩", range(start, start + 1)
+        start += width
 
 
 def _influence_by_columns(operator: Operator) -> Tensor:
