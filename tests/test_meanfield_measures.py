@@ -110,6 +110,18 @@ def positioned(seed, theta_seed):
     return Measure(torch.cat(points), torch.cat(weights), torch.cat(positions))
 
 
+@pytest.mark.parametrize("p", [1, 1.3, 2, 2.5, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_conditional_distance_is_one_linear_programme(p, seed):
+    """Mass may only move between atoms at one position: all positions together, handed to SciPy."""
+    mu, nu = positioned(seed, seed + 7), positioned(seed + 50, seed + 7)
+    i, j = (mu.positions[:, None] == nu.positions[None]).nonzero().T
+    rows, columns = (np.eye(size)[:, index] for size, index in ((mu.size, i), (nu.size, j)))
+    cost = (mu.points[i] - nu.points[j]).norm(dim=-1).numpy() ** p
+    found = linprog(cost, A_eq=np.vstack([rows, columns]), b_eq=np.concatenate([mu.weights, nu.weights]), method="highs")
+    assert wasserstein(mu, nu, p) == pytest.approx(found.fun ** (1 / p), rel=1e-7)
+
+
 @settings(max_examples=60, deadline=None)
 @given(theta=st.integers(0, 500), seeds=st.tuples(clouds, clouds, clouds), p=st.sampled_from([1.0, 1.7, 2.0, 3.0]))
 def test_conditional_distance_is_a_metric(theta, seeds, p):

@@ -13,6 +13,7 @@ from lipscope.bounds.pairs import PlainHead, lower_meanfield
 from lipscope.masks import as_mask
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant
 from lipscope.studies.mean_field.attention import mean_field_operator
+from lipscope.studies.mean_field.pairs import ascend, pair_ratio, set_bound
 from lipscope.studies.worst_case import maximise
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -176,3 +177,70 @@ def test_the_share_of_the_keys_stays_below_its_hoelder_bound():
                 (-norm).backward()
                 optimiser.step()
     assert 0.5 < worst <= 2 ** (5 / 3)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.3, 2.0, 3.5, 20.0])
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_ratios_of_every_distance_stay_below_the_bound(p, mask):
+    """Random weighted pairs, some of them ascended, on small heads."""
+    largest = 0.0
+    for seed in range(8):
+        G = generator(seed)
+        d, n = 1 + seed % 3, 2 + seed % 4
+        F = MeanFieldAttention(plain_layer((0.05, 1.0)[seed % 2] * normal(G, d, d), normal(G, d, d), mask))
+        X, step = normal(G, n, d) / 2, normal(G, n, d) * 10.0 ** (-1 - seed % 3)
+        weights = torch.rand(n, generator=G, dtype=torch.float64) ** 3 + 1e-2
+        places = None if mask is None else torch.arange(1, n + 1, dtype=torch.float64) / n
+        mu = Measure(X, weights / weights.sum(), places)
+        nu = mu.push(X + step)
+        R = max(mu.radius, nu.radius)
+        bound = set_bound(F, R, p)
+        assert math.isinf(bound) == (mask is not None and p == 1)
+        found = ascend(F, mu, nu, R, p, steps=15) if seed % 3 == 0 else pair_ratio(F, mu, nu, p)
+        assert found.ratio <= bound * (1 + 1e-9)
+        largest = max(largest, found.ratio / bound)
+    assert largest > 0.2 or math.isinf(bound)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_diracs_attain_the_lower_bound_in_every_distance(p, seed):
+    G = generator(seed)
+    d = 1 + seed
+    A, V = normal(G, d, d), normal(G, d, d)
+    F = MeanFieldAttention(plain_layer(A, V))
+    u, w = pairs.best_pair(A, 0.8)
+    E, S = float((u - w) @ A @ w), torch.outer(V @ (u - w), A @ w)
+    ratios, promises = [], []
+    for q in (0.3, 0.6, 0.8, 0.999):
+        light = 1 / (1 + math.exp(E) * q / (1 - q))
+        mu = Measure(torch.stack([u, w]), [light, 1 - light])
+        direction = torch.linalg.svd(V + q * S).Vh[0]
+        nu = mu.push(mu.points - 1e-6 * torch.stack([direction, 0 * direction]))
+        ratios.append(pair_ratio(F, mu, nu, p).ratio)
+        promises.append(
+            math.exp(E / p) * q ** (1 / p) * (1 - q) ** (1 - 1 / p) * float(torch.linalg.matrix_norm(V + q * S, 2))
+        )
+        assert ratios[-1] >= promises[-1] * (1 - 1e-4)
+    assert max(ratios) <= set_bound(F, 0.8, p)
+    assert max(promises) * (1 - 1e-3) <= PlainHead(A, V).limit(u, w, p)
+
+
+@pytest.mark.parametrize("a", [1e-3, 0.1, 0.5, 1.0, 3.0, 10.0, 40.0])
+def test_every_distance_is_matched_within_four(a):
+    """Symmetric A with γ_min = −‖A‖ and V = I; for W_1 up to the last term."""
+    norms, full, causal = Constants.of_norms(1.0, a), PlainHead(-a * ONE, ONE), PlainHead(-a * ONE, ONE, causal=True)
+    for p in (1.0, 1.2, 1.6, 2.0, 2.7, 5.0, 50.0, math.inf):
+        upper, lower = sets.refined_unmasked(norms, 1.0, p=p).value, lower_meanfield(full, 1.0, p=p).value
+        assert 1 - 1e-12 <= upper / lower <= (2 if p == 2 else 4)
+        if p > 1:
+            upper, lower = sets.refined_masked(norms, 1.0, p=p).value, lower_meanfield(causal, 1.0, p=p).value
+            assert 1 - 1e-12 <= upper / lower <= 5
+    upper, lower = sets.refined_unmasked(norms, 1.0, p=1).value, lower_meanfield(full, 1.0, p=1).value
+    assert lower == pytest.approx((1 + 2 * a) * math.exp(2 * a), rel=1e-12)
+    assert upper == pytest.approx(lower + a, rel=1e-12)
+    assert math.isinf(lower_meanfield(causal, 1.0, p=1).value)
+    everywhere = sets.refined_masked(norms, 1.0, p=math.inf).value
+    assert everywhere == pytest.approx(sets.block_inf_max_token(norms, 1.0).value)
+    with pytest.raises(ValueError, match="p must be at least 1"):
+        sets.refined_unmasked(norms, 1.0, p=0.5)

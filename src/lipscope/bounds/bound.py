@@ -11,6 +11,7 @@ A layer has *features*, a bound allows a set of them; ``lipscope.bounds.registry
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -195,6 +196,11 @@ def norm_name(p: float) -> str:
     if not p >= 1:
         raise ValueError(f"p must be at least 1, got {p:g}")
     return "Frobenius" if p == 2 else f"(Σ_i‖x_i‖^{p:g})^(1/{p:g})"
+
+
+def conjugate(p: float) -> float:
+    """The p' with 1/p + 1/p' = 1, Hardy's constant: 2 for p = 2, infinite for p = 1."""
+    return math.inf if p == 1 else 1 / (1 - 1 / p)
 
 
 def _words(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:

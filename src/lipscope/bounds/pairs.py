@@ -24,7 +24,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
 from lipscope.attention.operators import AttentionOperator
-from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, norm_name
+from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name
 from lipscope.bounds.weights import triangle
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.solvers import spectral_norm
@@ -85,7 +85,7 @@ class PlainHead:
         value = math.exp(min(E / p, 700.0)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
         if not self.causal:
             return value
-        value *= math.inf if p == 1 else p / (p - 1)
+        value *= conjugate(p)
         if p != 2:
             return value
         gram, cross = V.mT @ V, V.mT @ S
@@ -202,7 +202,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
     (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p.
     """
     head = PlainHead.of(layer)
-    one = float(torch.linalg.matrix_norm(head.V, 2)) * (1 if not head.causal else math.inf if p == 1 else p / (p - 1))
+    one = float(torch.linalg.matrix_norm(head.V, 2)) * (conjugate(p) if head.causal else 1.0)
     value = max(one, *(head.limit(*pair, p) for pair in head.pairs(radius)))
     where = f"tokens of norm ≤ {radius:g}, supremum over n, {'causal mask' if head.causal else 'unmasked'}"
     return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))

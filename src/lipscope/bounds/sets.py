@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask, MaskLike, as_mask
-from lipscope.bounds.bound import CASTIN, OURS, Bound, bound, norm_name
+from lipscope.bounds.bound import CASTIN, OURS, Bound, bound, conjugate, norm_name
 from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.weights import layer_weights, over_heads, spectral, triangle
 
@@ -218,10 +218,8 @@ def causal_gain(c: HeadConstants, radius: float, top: float, p: float = 2.0) -> 
     p = 2. Rearrangement and Hardy's inequality give ‖P‖_p ≤ p'·top^{1/p}, Hölder's with q = p' + 1 the second factor.
     """
     spread = c.nu(radius) * c.alpha(radius)
-    if p == 1:
-        return times(c.value + spread, math.inf)
-    conjugate = 1 / (1 - 1 / p)
-    return times(conjugate * (c.value + min(2.0, (2 * conjugate) ** (1 / (2 * p - 1))) * spread), root(top, p))
+    hardy = conjugate(p)
+    return times(c.value + min(2.0, (2 * hardy) ** (1 / (2 * p - 1))) * spread, hardy * root(top, p))
 
 
 def causal_column_sum(n: float, h: float) -> float:

@@ -1,9 +1,9 @@
-"""How far apart attention can drive two measures: W_2(F(μ), F(ν)) / W_2(μ, ν), measured and maximised over pairs.
+"""How far apart attention can drive two measures: W_p(F(μ), F(ν)) / W_p(μ, ν), measured and maximised over pairs.
 
 Every pair gives a lower bound for the Lipschitz constant of F on measures in the ball B_R. The search ascends the gradient
 of the ratio with both transport plans held fixed: the exact gradient wherever the plans are unique (envelope theorem). The
 two measures need not have the same number of atoms: inserting, deleting or duplicating a token is a perturbation of the
-measure like any other. Under the causal mask the distance is d_2, infinite unless both have the same law of positions; a
+measure like any other. Under the causal mask the distance is d_p, infinite unless both have the same law of positions; a
 token may still fall apart there, into atoms that share its position.
 
 Whatever the search proposes is measured anew by exact transport before it is reported.
@@ -38,8 +38,8 @@ class PairRatio:
     """One pair of measures and what attention does to their distance."""
 
     ratio: float  # output / input
-    input: float  # W_2(μ, ν), or d_2 under the causal mask
-    output: float  # W_2(F(μ), F(ν)), or d_2
+    input: float  # W_p(μ, ν), or d_p under the causal mask
+    output: float  # W_p(F(μ), F(ν)), or d_p
     mu: Measure
     nu: Measure
     # How ν came from μ at the start: ``move``, ``insert``, ``delete``, ``duplicate``, ``split`` or ``given``.
@@ -60,17 +60,18 @@ class EmpiricalConstant:
     pairs: tuple[PairRatio, ...]  # the best pair of every start, largest ratio first
     upper: float  # ``refined`` bound of the Lipschitz constant on measures in B_R, for every number of atoms
     radius: float  # R
+    p: float = 2.0  # of W_p, or d_p
 
     def __str__(self) -> str:
-        kind = "W_2" if self.best.mu.positions is None else "d_2"
+        kind = f"{'W' if self.best.mu.positions is None else 'd'}_{self.p:g}"
         return (
             f"{kind} constant on measures in the ball of radius {self.radius:g}: at least {round_down(self.best.ratio, 6)} "
             f"({self.best.change}: {self.best.mu.size} and {self.best.nu.size} atoms), at most {round_up(self.upper, 6)}"
         )
 
 
-def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **about: Any) -> PairRatio:
-    """W_2(F(μ), F(ν)) / W_2(μ, ν) by exact transport (d_2 under the causal mask).
+def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, p: float = 2.0, **about: Any) -> PairRatio:
+    """W_p(F(μ), F(ν)) / W_p(μ, ν) by exact transport (d_p under the causal mask).
 
     ``about`` are ``change`` and ``history`` of the result. Refuses measures that are equal, closer than the rounding of
     their weights resolves, or infinitely far apart.
@@ -83,7 +84,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **about:
         >>> pair_ratio(F, Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]])).ratio     # means ½ and 1
         0.7071067811865475
     """
-    before, smallest = wasserstein(mu, nu), resolution(mu, nu)
+    before, smallest = wasserstein(mu, nu, p), resolution(mu, nu, p)
     if before == 0:
         raise ValueError("mu and nu are the same measure, so their ratio is 0/0")
     if before <= smallest:
@@ -92,16 +93,16 @@ def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, **about:
             "the ratio would be noise; give both the same weights, or measures farther apart"
         )
     if math.isinf(before):
-        raise ValueError("mu and nu have different laws of positions, so d_2 is infinite; give both the same positions")
-    after = wasserstein(attention(mu), attention(nu))
+        raise ValueError("mu and nu have different laws of positions, so d_p is infinite; give both the same positions")
+    after = wasserstein(attention(mu), attention(nu), p)
     return PairRatio(after / before, before, after, mu, nu, **about)
 
 
-def set_bound(attention: MeanFieldAttention, radius: float) -> float:
-    """The ``refined`` bound for every number of atoms: of the W_2 constant, or of the d_2 constant of a causal layer."""
+def set_bound(attention: MeanFieldAttention, radius: float, p: float = 2.0) -> float:
+    """The ``refined`` bound for every number of atoms: of the W_p constant, or of the d_p constant of a causal layer."""
     if not 0 < radius < math.inf:
         raise ValueError(f"radius must be positive and finite, got {radius}")
-    return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius).value
+    return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius, p=p).value
 
 
 def empirical_constant(
@@ -113,9 +114,10 @@ def empirical_constant(
     steps: int = 100,
     seed: int = 0,
     starts: tuple[Measure, ...] = (),
+    p: float = 2.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> EmpiricalConstant:
-    """The largest W_2 ratio that gradient ascent finds over pairs of measures in B_R.
+    """The largest W_p ratio that gradient ascent finds over pairs of measures in B_R.
 
     It starts from the worst known inputs (two Diracs, groups of tokens) and from random clouds. For every start μ and every
     kind of change between μ and ν the points of both ascend the ratio. One ``move`` is a small step in the worst direction
@@ -129,6 +131,7 @@ def empirical_constant(
         steps: gradient steps per start.
         seed: seed of the clouds and of the changes.
         starts: measures to start from as well, for example the two Diracs of ``lipscope.bounds.pairs.lower_meanfield``.
+        p: of W_p, or of d_p under the causal mask. The starts are those that are bad for p = 2.
         progress: called with (done, total, what).
 
     Returns:
@@ -148,7 +151,7 @@ def empirical_constant(
     for name, value in (("n", n), ("restarts", restarts), ("steps", steps)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    upper = set_bound(attention, radius)
+    upper = set_bound(attention, radius, p)
     for start in starts:
         attention.check(start)
         if start.radius > radius * (1 + 1e-12):
@@ -156,18 +159,25 @@ def empirical_constant(
     clouds = [*starts, *starting_measures(attention, n, radius, restarts, seed)]
     proposed = [pair for k, mu in enumerate(clouds) for pair in starting_pairs(attention, mu, radius, seed + k)]
     # Changing an atom that hardly weighs anything may be less than the rounding of the weights.
-    pairs = [(mu, nu, change) for mu, nu, change in proposed if wasserstein(mu, nu) > resolution(mu, nu)]
+    pairs = [(mu, nu, change) for mu, nu, change in proposed if wasserstein(mu, nu, p) > resolution(mu, nu, p)]
     found = []
     for done, (mu, nu, change) in enumerate(pairs):
         if progress is not None:
             progress(done, len(pairs), change)
-        found.append(ascend(attention, mu, nu, radius, steps=steps, change=change))
+        found.append(ascend(attention, mu, nu, radius, p, steps=steps, change=change))
     found.sort(key=lambda pair: -pair.ratio)
-    return EmpiricalConstant(found[0], tuple(found), upper, radius)
+    return EmpiricalConstant(found[0], tuple(found), upper, radius, p)
 
 
 def ascend(
-    attention: MeanFieldAttention, mu: Measure, nu: Measure, radius: float, *, steps: int = 100, change: str = "given"
+    attention: MeanFieldAttention,
+    mu: Measure,
+    nu: Measure,
+    radius: float,
+    p: float = 2.0,
+    *,
+    steps: int = 100,
+    change: str = "given",
 ) -> PairRatio:
     """Move the points of μ and ν inside B_R so that their ratio grows; weights and positions stay.
 
@@ -185,15 +195,15 @@ def ascend(
     for _ in range(steps):
         Y = X + Z if together else Z
         out_X, out_Y = gamma_mu(X), gamma_nu(Y)
-        before = optimal_plan(mu.push(X), nu.push(Y)).cost(X, Y)
-        after = optimal_plan(mu.push(out_X), nu.push(out_Y)).cost(out_X, out_Y)
-        if before.item() <= (_CLOSEST * radius) ** 2 or after.item() == 0:
+        before = optimal_plan(mu.push(X), nu.push(Y), p).cost(X, Y, p)
+        after = optimal_plan(mu.push(out_X), nu.push(out_Y), p).cost(out_X, out_Y, p)
+        if before.item() <= (_CLOSEST * radius) ** p or after.item() == 0:
             break
-        history.append(math.sqrt(after.item() / before.item()))
+        history.append((after.item() / before.item()) ** (1 / p))
         if history[-1] > best:
             best, best_points = history[-1], (X.detach().clone(), Y.detach().clone())
         optimiser.zero_grad()
-        # The logarithm of the squared ratio, so that steps do not depend on the scale of anything.
+        # The logarithm of a power of the ratio, so that steps do not depend on the scale of anything.
         torch.log(before / after).backward()
         optimiser.step()
         with torch.no_grad():
@@ -202,7 +212,7 @@ def ascend(
             Z.copy_(Y - X if together else Y)
     about = {"change": change, "history": tuple(history)}
     # X + (Y − X) may round to a hair outside the ball.
-    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), **about)
+    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), p, **about)
 
 
 def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:
