@@ -17,10 +17,10 @@ import torch
 
 import lipscope
 from lipscope.attention.operators import AttentionOperator
+from lipscope.bounds.domain import ball
 from lipscope.studies.worst_case import ascent, maximise
 from lipscope.studies.worst_case.ascent import gather_starts, warm_pair
 from lipscope.studies.worst_case.constructions import construct
-from lipscope.studies.worst_case.domain import ball
 
 WIDTH, HEADS, TOKENS, RESTARTS, STEPS, RADIUS = 64, 4, 64, 16, 200, 8.0
 

@@ -7,12 +7,12 @@ import cases
 import lipscope
 import reference
 from lipscope.attention.operators import AttentionOperator
+from lipscope.bounds.domain import ball, image
 from lipscope.measure.gradient import SigmaGradient
 from lipscope.spectral.basis import random_direction
 from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, growth, maximise
 from lipscope.studies.worst_case.ascent import cold_pair, warm_pair
-from lipscope.studies.worst_case.domain import ball, image
 
 LAYER_NORM = lipscope.LayerNorm(cases.random(6, seed=9).abs() + 0.1, 0.3 * cases.random(6, seed=8))
 

@@ -11,10 +11,10 @@ import cases
 import lipscope
 import reference
 from lipscope.bounds import pairs
+from lipscope.bounds.domain import ball, image
 from lipscope.bounds.pairs import matrices
 from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
 from lipscope.studies.worst_case.constructions import group_gain
-from lipscope.studies.worst_case.domain import ball, image
 
 ROTATION = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
 IDENTITY = torch.eye(2, dtype=torch.float64)

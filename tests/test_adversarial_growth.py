@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 import cases
 import lipscope
+from lipscope.bounds.domain import image as image_of
 from lipscope.cli.main import app
 from lipscope.models.load import ZOO, ByteTokenizer, Entry, Loaded
 from lipscope.studies.worst_case import construct, growth
-from lipscope.studies.worst_case.domain import image as image_of
 from model_families import FAMILIES
 
 runner = CliRunner()

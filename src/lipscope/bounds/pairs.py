@@ -14,9 +14,9 @@ with the tokens that attain the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
 from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name
+from lipscope.bounds.domain import Domain
+from lipscope.bounds.exponent import HeadOnSet, Pair, best_pair
 from lipscope.bounds.weights import triangle
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.solvers import spectral_norm
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
 NO_EIGENVALUE = "A has no {which} real eigenvalue: the general pair stands in"
 # Eigenvectors that are tried, those with the largest eigenvalues; group sizes tried one by one.
 _EIGENVECTORS, _EVERY_SIZE = 8, 128
@@ -191,7 +192,7 @@ def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
 
 
 @bound("lower.meanfield", side="lower", needs="radius", masks="full, causal", without=PLAIN)
-def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2.0) -> Bound:
+def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2.0, domain: Domain | None = None) -> Bound:
     """Two Diracs as n → ∞, a light one at u and a heavy one at w: for any A, with S = V(u−w)(Aw)ᵀ and E = (u−w)ᵀAw.
 
         unmasked   e^{E/p} max_{0≤q≤1} q^{1/p}(1−q)^{1−1/p}‖V + qS‖, and ‖V‖ for one Dirac
@@ -199,12 +200,18 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
 
     Along an eigenvector, Ae = −γe and u = −w = −Re: ‖Ve‖e^{γR²} max_q √(q(1−q))(1 + 2γR²q), and causal
     ‖Ve‖e^{γR²}√(1 + 2γR² + (4/3)γ²R⁴). The supremum over n and B_R^n of σ, for p ≠ 2 of the norm of J for
-    (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p.
+    (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p. With ``domain`` the tokens are of
+    that set instead, and the pair is one with large E there.
     """
     head = PlainHead.of(layer)
     one = float(torch.linalg.matrix_norm(head.V, 2)) * (conjugate(p) if head.causal else 1.0)
-    value = max(one, *(head.limit(*pair, p) for pair in head.pairs(radius)))
-    where = f"tokens of norm ≤ {radius:g}, supremum over n, {'causal mask' if head.causal else 'unmasked'}"
+    if domain is None:
+        pairs, where = head.pairs(radius), f"tokens of norm ≤ {radius:g}"
+    else:
+        assert isinstance(layer, Attention)
+        pairs, where = [head.coordinates(*HeadOnSet(layer.to(torch.float64), 0, domain).best())], str(domain)
+    value = max(one, *(head.limit(*pair, p) for pair in pairs))
+    where += f", supremum over n, {'causal mask' if head.causal else 'unmasked'}"
     return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
 
 
@@ -235,55 +242,6 @@ def _two_group_inputs(layer: Attention, head: int, radius: float, n: int) -> lis
         best = max((plain.gain(*pair, n, m), m) for m in sizes)[1]
         found += [plain.tokens(*pair, n, m) for m in {1, best}]
     return found
-
-
-def best_pair(A: Tensor, radius: float, steps: int = 200, *, shift: Tensor | None = None) -> Pair:
-    """Tokens u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts.
-
-    With ``shift`` c, the keys' side of a query bias, Aw + c stands for Aw.
-    """
-    c = A.new_zeros(A.shape[0]) if shift is None else shift
-    basis = _span(A, c)
-    if basis is not None:
-        # E sees w through Aw, Aᵀw and c only.
-        u, w = best_pair(basis.mT @ A @ basis, radius, steps, shift=basis.mT @ c)
-        return basis @ u, basis @ w
-    d = A.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    starts = [torch.linalg.svd(A).Vh, -torch.eye(d, dtype=A.dtype), torch.linalg.eigh((A + A.mT) / 2).eigenvectors.mT]
-    starts.append(torch.randn(8, d, generator=generator, dtype=A.dtype))
-    W = torch.cat(starts)
-    W = radius * W / torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(1e-300)
-    size = float(torch.linalg.matrix_norm(A, 2))
-    step = 0.5 / max(size, 1e-300)
-
-    def energy(W: Tensor) -> Tensor:
-        images = W @ A.mT + c
-        energies: Tensor = radius * torch.linalg.vector_norm(images, dim=-1) - (W * images).sum(-1)
-        return energies
-
-    best = W.clone()
-    for _ in range(steps):
-        images = W @ A.mT + c
-        unit = images / torch.linalg.vector_norm(images, dim=-1, keepdim=True).clamp_min(1e-300)
-        W = W + step * (radius * unit @ A - images - W @ A)
-        norms = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
-        W = W * torch.clamp(radius / norms.clamp_min(1e-300), max=1.0)
-        best = torch.where((energy(W) > energy(best))[:, None], W, best)
-    w = best[energy(best).argmax()]
-    image = A @ w + c
-    norm = float(torch.linalg.vector_norm(image))
-    return (radius * image / norm if norm > 0 else w), w
-
-
-def _span(A: Tensor, c: Tensor) -> Tensor | None:
-    """An orthonormal basis (d, r) of the rows and columns of A and of c; None when that is not much less than everything."""
-    left, values, right = torch.linalg.svd(A)
-    rank = int((values > 1e-13 * values[0]).sum())
-    if 2 * rank + 1 > 0.75 * A.shape[0]:
-        return None
-    basis: Tensor = torch.linalg.qr(torch.cat([left[:, :rank], right[:rank].mT, c[:, None]], dim=1)).Q
-    return basis
 
 
 def proposition34_case(eigenvalues: Sequence[float]) -> Literal["max", "min"]:
@@ -347,26 +305,19 @@ class Candidate:
     note: str = ""
 
 
-class HeadPairs:
-    """The pairs of one head of a float64 layer, biases included, in a set of tokens x = Dz + β, ‖z‖ ≤ ρ.
+class HeadPairs(HeadOnSet):
+    """The pairs of one head of a float64 layer, biases included, in a set of tokens.
 
-    With a query bias Aw + c stands for Aw, c = τW_Kᵀb_Q; key and value biases cancel. In coordinates z this is the same
-    problem with A → DᵀAD, c → Dᵀ(Aβ + c), and only the span of the head's queries and keys matters.
+    With a query bias Aw + c stands for Aw, c = τW_Kᵀb_Q; key and value biases cancel.
     """
 
-    def __init__(self, layer: Attention, head: int, affine: Pair, size: float, place: Callable[[Tensor], Tensor]) -> None:
-        """Describe a head in the set with ``affine`` = (D, β) and ``size`` = ρ; ``place`` maps z to the nearest token."""
-        single = layer.head(head)
-        self.head, self.size, self._place = head, size, place
+    def __init__(self, layer: Attention, head: int, domain: Domain) -> None:
+        """Describe a head on a set."""
+        super().__init__(layer, head, domain)
+        self.head, single = head, layer.head(head)
         Q, K, V = single.tau * single.q.detach(), single.k.detach(), single.v.detach()
         bias = Q.new_zeros(Q.shape[0]) if single.q_bias is None else single.tau * single.q_bias.detach()
-        D, beta = affine
-        # The search: A and c in coordinates of the set, restricted to the span of queries and keys.
-        QD, KD = Q @ D, K @ D
-        self._basis = torch.linalg.qr(torch.cat([QD, KD]).mT).Q
-        self.A = (KD @ self._basis).mT @ (QD @ self._basis)
-        self.shift = (KD @ self._basis).mT @ (Q @ beta + bias)
-        # The gain: one more coordinate, always 1, turns Aw + c into a product, so that the plain formulas apply.
+        # One more coordinate, always 1, turns Aw + c into a product, so that the plain formulas apply.
         if layer.out is not None:
             width = layer.value_width
             V = triangle(layer.out.detach()[:, head * width : (head + 1) * width]) @ V
@@ -380,7 +331,7 @@ class HeadPairs:
 
     def all(self, names: Sequence[str], n: int) -> Iterator[Candidate]:
         """The candidates for each of ``names``; several for ``groups``, of which the best is to be measured."""
-        general = self._tokens(*best_pair(self.A, self.size, shift=self.shift))
+        general = self.best()
         high, low = self._eigenvector_pairs(n)
         special = {"proposition34.max": (high, "positive"), "proposition34.min": (low, "negative"),
                    "meanfield": (low, "negative"), "pair": (general, "")}  # fmt: skip
@@ -423,15 +374,10 @@ class HeadPairs:
 
         high = low = None
         if real and (best := max(real, key=lambda found: found[0]))[0] > 0:
-            high = better([self._tokens(sign * rho * best[1], sign * rho * best[1] / 2) for sign in (1, -1)])
+            high = better([self.place(sign * rho * best[1], sign * rho * best[1] / 2) for sign in (1, -1)])
         if real and (best := min(real, key=lambda found: found[0]))[0] < 0:
-            low = better([self._tokens(-sign * rho * best[1], sign * rho * best[1]) for sign in (1, -1)])
+            low = better([self.place(-sign * rho * best[1], sign * rho * best[1]) for sign in (1, -1)])
         return high, low
-
-    def _tokens(self, u: Tensor, w: Tensor) -> Pair:
-        """Coordinates in the span → tokens of the set."""
-        found = self._place(torch.stack([u, w]) @ self._basis.mT)
-        return found[0], found[1]
 
 
 def _bound(name: str, head: PlainHead, pair: Pair, R: float, n: int, reference: str, m: int | None = None) -> Bound:

@@ -18,7 +18,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
-from lipscope.bounds import certificates, pairs, sets, softmax_jacobian, variants  # noqa: F401  they define the bounds
+from lipscope.bounds import certificates, exponent, pairs, sets, softmax_jacobian, variants  # noqa: F401  they define the bounds
 from lipscope.bounds.bound import ENTRIES, FEATURES, MASKS, MOST_TOKENS, Bound, Entry
 from lipscope.bounds.constants import additive_length
 from lipscope.rounding import interval

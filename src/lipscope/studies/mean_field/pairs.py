@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.bounds.pairs import best_pair, lower_measured, matrices, real_eigenvectors
+from lipscope.bounds.exponent import best_pair
+from lipscope.bounds.pairs import lower_measured, matrices, real_eigenvectors
 from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.rounding import round_down, round_up
 from lipscope.spectral.solvers import Auto

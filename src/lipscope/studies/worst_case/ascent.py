@@ -30,6 +30,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
+from lipscope.bounds.domain import Domain, domain_of
 from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.rounding import interval
@@ -40,7 +41,6 @@ from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.ritz import RitzPairs
 from lipscope.spectral.solvers import Auto, Power, Solver
 from lipscope.studies.worst_case.constructions import Construction, check_length, construct
-from lipscope.studies.worst_case.domain import Domain, domain_of
 
 Given: TypeAlias = Tensor | Mapping[str, Tensor] | None
 Progress: TypeAlias = Callable[[int, int, str], None]

@@ -40,6 +40,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
+from lipscope.bounds.domain import Domain, domain_of
 from lipscope.bounds.pairs import Candidate, HeadPairs, PlainHead, tokens
 from lipscope.bounds.registry import names as bound_names
 from lipscope.measure.sigma import local_lipschitz
@@ -47,7 +48,6 @@ from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.rows import Row, sigma_row
-from lipscope.studies.worst_case.domain import Domain, domain_of
 
 
 def grouped_layer(layer: Attention, counts: Tensor) -> Attention:
@@ -246,8 +246,7 @@ def construct(
     heads = range(attention.heads) if head is None else [head]
     check_length(attention, n)
     precise = attention.to(torch.float64)
-    affine = domain.affine(precise.q)
-    pairs = [HeadPairs(precise, h, affine, domain.size, lambda z: domain.tokens(domain.project(z))) for h in heads]
+    pairs = [HeadPairs(precise, h, domain) for h in heads]
     found = [candidate for each in pairs for candidate in each.all(names, n)]
     X = torch.stack([tokens(c.u, c.w, n, c.m) for c in found])
     # Symmetric inputs repeat singular values: one round for all of them ranks, a second one measures the chosen.

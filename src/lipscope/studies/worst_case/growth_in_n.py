@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
+from lipscope.bounds.domain import domain_of
 from lipscope.bounds.registry import set_bounds
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.models.corpora import read_text
@@ -36,7 +37,6 @@ from lipscope.spectral.result import SpectralNorm
 from lipscope.studies.rows import Row, sigma_row
 from lipscope.studies.worst_case.ascent import Ascent, Progress, maximise
 from lipscope.studies.worst_case.constructions import Construction, construct
-from lipscope.studies.worst_case.domain import domain_of
 
 Method: TypeAlias = Literal["construct", "ascend"]
 

@@ -9,7 +9,7 @@ Both are affine images x = D z + β of a ball ‖z‖ ≤ ρ (for LayerNorm with
 The search runs on z: ``tokens`` gives X from z, ``coordinates`` the z of the nearest admissible tokens, ``project`` the
 nearest admissible z, ``pull_back`` is Dᵀ, and ``affine`` gives D and β. No token of the set is longer than ``radius``, which
 is the R of set bounds. With ε > 0 the inside of the ellipsoid is reached by tokens of small variance, its surface in the
-limit of large ones; with ε = 0 only the surface ‖z‖ = √d is reached.
+limit of large ones; with ε = 0 only the surface ‖z‖ = √d is reached. The sphere of radius R is ``sphere(R, d)``.
 """
 
 from __future__ import annotations
@@ -62,6 +62,21 @@ class Domain:
         somewhere[..., 0], somewhere[..., -1] = 1, -1
         return self.size * torch.where(norms > 0, z / torch.where(norms > 0, norms, 1.0), somewhere / math.sqrt(2))
 
+    @property
+    def fixed(self) -> bool:
+        """Whether only the surface ‖z‖ = ρ is reached: a normalisation with ε = 0."""
+        return self.norm is not None and self.norm.eps == 0
+
+    def free_directions(self, like: Tensor) -> Tensor:
+        """An orthonormal basis (d, ·) of the z: everything, or what has mean zero."""
+        d = like.shape[-1]
+        identity = torch.eye(d, dtype=like.dtype, device=like.device)
+        if self.norm is None or not self.norm.centred or d == 1:
+            return identity
+        # A reflection that takes the first unit vector to the mean leaves the others orthogonal to it.
+        mirror = torch.full((d,), 1 / math.sqrt(d), dtype=like.dtype, device=like.device) - identity[0]
+        return (identity - 2 * torch.outer(mirror, mirror) / mirror.square().sum())[:, 1:]
+
     def pull_back(self, gradient: Tensor) -> Tensor:
         """C(g∘gradient)."""
         if self.norm is None:
@@ -92,6 +107,11 @@ def ball(radius: float) -> Domain:
     if radius > LARGEST_RADIUS:
         raise ValueError(f"radius must be at most {LARGEST_RADIUS:g}, or float64 overflows, got {radius:g}")
     return Domain(radius, radius)
+
+
+def sphere(radius: float, width: int) -> Domain:
+    """Tokens (…, width) of norm exactly R: what RMSNorm with ε = 0 and equal gains puts out."""
+    return image(RMSNorm(torch.full((width,), ball(radius).radius / math.sqrt(width), dtype=torch.float64), eps=0.0))
 
 
 def image(norm: Normalisation) -> Domain:

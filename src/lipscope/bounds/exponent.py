@@ -1,0 +1,227 @@
+"""The exponent of attention for n → ∞: by how much a token of a set can prefer another one to itself.
+
+    E = max (y − x)ᵀ(Ax + c) over tokens x, y of the set          c = τW_Kᵀb_Q
+
+Up to a polynomial, the largest σ over all n is e^{E/2}, with and without the causal mask; proofs in docs/theory. From above,
+within a cell of tokens whose scores differ by at most s, a row shares its attention with its own cell, so that the column
+sums of P are at most N(s)e^{E+s} if N(s) cells cover the set. From below: two groups of tokens at a pair that attains E.
+
+A set is x = Dz + β with ‖z‖ ≤ ρ, or = ρ (``Domain``); in coordinates z a head has A → DᵀAD and c → Dᵀ(Aβ + c). For a head
+that does not see some direction of a sphere it is no smaller than its ball: tokens differ there as much as they need to.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.layer import Attention
+from lipscope.attention.masks import Causal
+from lipscope.bounds.bound import OURS, Bound, bound
+from lipscope.bounds.constants import Constants, HeadConstants
+from lipscope.bounds.domain import Domain, ball
+from lipscope.bounds.sets import causal_column_sum, causal_gain, exp, times
+from lipscope.bounds.weights import over_heads, spectral
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+# Gaussian kernels: cells of width 0.79 in every coordinate give e^{0.79²/2}(2 + √(2π)/0.79) = 7.068 per dimension.
+_KERNEL = 7.07
+
+
+@bound("covering.exponent", needs="radius", masks="full, causal", without="additive, softcap, rotary")
+def covering_exponent(layer: Attention, radius: float, n: int | None = None, *, domain: Domain | None = None) -> Bound:
+    """The bounds ``refined.unmasked`` and ``refined.masked`` with min(e^{2h}, N(s)e^{E+s}) for e^{2h}: any A, any n.
+
+    Sharp in the exponent for every A, where those are for repulsive heads only; the polynomial N makes it the larger one at
+    small R. Tokens in B_R, or in ``domain``: then it bounds σ there, and is a Lipschitz constant if the set is convex.
+    """
+    where = ball(radius) if domain is None else domain
+    length, R = math.inf if n is None else n, where.radius
+    precise, causal = layer.to(torch.float64), isinstance(layer.mask, Causal)
+    heads = [HeadOnSet(precise, h, where) for h in range(layer.heads)]
+    tops = [exp(head.log_column()) for head in heads]
+
+    def value(c: HeadConstants, top: float) -> float:
+        h = c.half_range(R)
+        top = min(top, exp(2 * h))
+        if causal:
+            column = times(c.mean_and_keys(R), math.sqrt(causal_column_sum(length, h)))
+            return min(column, causal_gain(c, R, top)) + c.queries(R)
+        column = top if n is None else min(top, n / (1 + (n - 1) * exp(-2 * h)))
+        return times(c.mean_and_keys(R), math.sqrt(column)) + c.queries(R)
+
+    constants = Constants.of(layer)
+    total = over_heads(map(value, constants.plain, tops), constants.out, map(value, constants.image, tops))
+    given = {"R": R, "E": max(head.largest() for head in heads)} | ({} if n is None else {"n": n})
+    words = f"{where}, {'any n' if n is None else f'n = {n}'}, {'causal mask' if causal else 'unmasked'}"
+    return Bound("covering.exponent", total, "set", words, OURS, given)
+
+
+class HeadOnSet:
+    """The scores of one head of a float64 layer on a set of tokens, in coordinates z of what the head sees.
+
+    Attributes:
+        A: DᵀAD (r, r).
+        shift: Dᵀ(Aβ + c).
+        size: ρ.
+        surface: whether ‖z‖ = ρ in these coordinates; else ‖z‖ ≤ ρ.
+    """
+
+    def __init__(self, layer: Attention, head: int, domain: Domain) -> None:
+        """Describe a head on a set."""
+        single = layer.head(head)
+        Q, K = single.tau * single.q.detach(), single.k.detach()
+        bias = Q.new_zeros(Q.shape[0]) if single.q_bias is None else single.tau * single.q_bias.detach()
+        D, beta = domain.affine(Q)
+        QD, KD = Q @ D, K @ D
+        free = domain.free_directions(Q)
+        self.surface = domain.fixed and 2 * len(Q) >= free.shape[1]
+        self._basis = free if 2 * len(Q) >= free.shape[1] else torch.linalg.qr(torch.cat([QD, KD]).mT).Q
+        self.A = (KD @ self._basis).mT @ (QD @ self._basis)
+        self.shift = (KD @ self._basis).mT @ (Q @ beta + bias)
+        self.size, self.domain = domain.size, domain
+
+    def largest(self, steps: int = 32) -> float:
+        """An upper bound for E: for every λ > 0, ρ‖g‖ ≤ λ‖g‖²/2 + ρ²/(2λ), and a quadratic on a ball has an exact dual.
+
+        The best λ gives E itself where c = 0, on a ball always and on a sphere in three or more dimensions.
+        """
+        c, rho = self.shift, self.size
+        symmetric, gram, pulled = (self.A + self.A.mT) / 2, self.A.mT @ self.A, self.A.mT @ self.shift
+        offset = float(torch.linalg.vector_norm(c))
+        scale = spectral(self.A) + offset / rho
+        if scale == 0:
+            return 0.0
+        # Multipliers of the constraint: any above the largest eigenvalue is valid, none below 0 on a ball.
+        levels = torch.cat([torch.zeros(1), 10 ** torch.linspace(-9, 3, 241)]).to(c) * scale
+
+        def dual(log_weight: float) -> float:
+            weight = math.exp(log_weight) / scale
+            Q = weight / 2 * gram - symmetric
+            rounding = 1e-13 * len(c) * (weight / 2 * scale + 1) * scale
+            if offset == 0:
+                top = float(torch.linalg.eigvalsh(Q)[-1]) + rounding
+                return rho**2 * ((top if self.surface else max(top, 0.0)) + 1 / (2 * weight))
+            values, vectors = torch.linalg.eigh(Q)
+            linear = (vectors.mT @ (weight * pulled - c)).square()
+            top = float(values[-1]) + rounding
+            multipliers = (top if self.surface else max(top, 0.0)) + levels[1:]
+            best = float((multipliers * rho**2 + (linear / (multipliers[:, None] - values)).sum(-1) / 4).min())
+            return best + weight / 2 * offset**2 + rho**2 / (2 * weight)
+
+        # Convex in the weight, so that a golden section finds the least; every value is a bound.
+        low, high, ratio = -0.1, math.log(1e3), (math.sqrt(5) - 1) / 2
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        at_left, at_right = dual(left), dual(right)
+        best = min(at_left, at_right)
+        for _ in range(steps):
+            if at_left < at_right:
+                high, right, at_right = right, left, at_left
+                left = high - ratio * (high - low)
+                at_left = dual(left)
+            else:
+                low, left, at_left = left, right, at_right
+                right = low + ratio * (high - low)
+                at_right = dual(right)
+            best = min(best, at_left, at_right)
+        return max(best, 0.0)
+
+    def log_column(self) -> float:
+        """The logarithm of a bound for the column sums of P, every n: E + min_s(s + log N(s)).
+
+        Scores of a row change by at most ‖Mᵀ(z − z')‖, M = ρA, or √2[ρA, c] with c. The ellipsoid Mᵀz has half-axes
+        t_1 ≥ t_2 ≥ … Beyond the first k it is 2t_{k+1} wide; these are covered by ⌈2t_1/r⌉ cells of diameter r for k = 1,
+        else by min((1 + 4t_1/r)^k, Π_i √(2 + 32t_i²/r²)). On a sphere A = γI, γ ≥ 0, makes a Gaussian kernel, with at most
+        7.07^d; any other A and c at most e^{2ρ²‖A − γI‖ + 2ρ‖c‖} times that.
+        """
+        M, offset = self.size * self.A, float(torch.linalg.vector_norm(self.shift))
+        if offset > 0:
+            M = math.sqrt(2) * torch.cat([M, self.shift[:, None]], dim=1)
+        axes = self.size * torch.linalg.svdvals(M) * (1 + 1e-12)
+        longest = float(axes[0])
+        if longest == 0:
+            return 0.0
+        tails = torch.cat([axes, axes.new_zeros(1)])
+        counts = torch.arange(len(tails), dtype=axes.dtype, device=axes.device)
+        cells = 2 * longest
+        for step in range(61):
+            s = 2 * longest * min(1.0, 0.02 / longest) ** (step / 60)
+            r = (s * s - 4 * tails.square()).clamp_min(0).sqrt()
+            even = counts * torch.log1p(4 * longest / r)
+            even[1] = torch.ceil(2 * longest / r[1]).log()
+            each = (torch.log(2 + 32 * (axes / r[:, None]).square()) / 2).tril(-1).sum(-1)
+            cells = min(cells, s + float(torch.minimum(even, each)[r > 0].min()))
+        found = self.largest() + cells
+        if self.surface:
+            d, gamma = len(self.A), max(0.0, float(self.A.trace()) / len(self.A))
+            rest = spectral(self.A - gamma * torch.eye(d, dtype=self.A.dtype, device=self.A.device))
+            found = min(found, d * math.log(_KERNEL) + 2 * self.size**2 * rest + 2 * self.size * offset)
+        return found
+
+    def best(self) -> Pair:
+        """Tokens u, w of the set with large E = (u − w)ᵀ(Aw + c)."""
+        return self.place(*best_pair(self.A, self.size, shift=self.shift, surface=self.surface))
+
+    def place(self, u: Tensor, w: Tensor) -> Pair:
+        """Coordinates of the head → tokens of the set; what is missing of ‖z‖ = ρ goes where the head does not look."""
+        z = torch.stack([u, w]) @ self._basis.mT
+        if self.domain.fixed and not self.surface:
+            free = self.domain.free_directions(z)
+            unseen = free - self._basis @ (self._basis.mT @ free)
+            direction = unseen[:, torch.linalg.vector_norm(unseen, dim=0).argmax()]
+            missing = (self.size**2 - z.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
+            z = z + missing * direction / torch.linalg.vector_norm(direction)
+        tokens = self.domain.tokens(self.domain.project(z))
+        return tokens[0], tokens[1]
+
+
+def best_pair(A: Tensor, radius: float, steps: int = 200, *, shift: Tensor | None = None, surface: bool = False) -> Pair:
+    """Tokens u, w in B_R with large E = R‖Aw‖ − wᵀAw, u = R·Aw/‖Aw‖: projected gradient ascent from several starts.
+
+    With ``shift`` c, the keys' side of a query bias, Aw + c stands for Aw; with ``surface`` both have norm R.
+    """
+    c = A.new_zeros(A.shape[0]) if shift is None else shift
+    basis = _span(A, c)
+    if basis is not None and not surface:
+        # E sees w through Aw, Aᵀw and c only.
+        u, w = best_pair(basis.mT @ A @ basis, radius, steps, shift=basis.mT @ c)
+        return basis @ u, basis @ w
+    d = A.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.linalg.svd(A).Vh, -torch.eye(d, dtype=A.dtype), torch.linalg.eigh((A + A.mT) / 2).eigenvectors.mT]
+    starts.append(torch.randn(8, d, generator=generator, dtype=A.dtype))
+    W = torch.cat(starts)
+    W = radius * W / torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(1e-300)
+    size = float(torch.linalg.matrix_norm(A, 2))
+    step = 0.5 / max(size, 1e-300)
+
+    def energy(W: Tensor) -> Tensor:
+        images = W @ A.mT + c
+        energies: Tensor = radius * torch.linalg.vector_norm(images, dim=-1) - (W * images).sum(-1)
+        return energies
+
+    best = W.clone()
+    for _ in range(steps):
+        images = W @ A.mT + c
+        unit = images / torch.linalg.vector_norm(images, dim=-1, keepdim=True).clamp_min(1e-300)
+        W = W + step * (radius * unit @ A - images - W @ A)
+        norms = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
+        W = W * torch.clamp(radius / norms.clamp_min(1e-300), max=math.inf if surface else 1.0)
+        best = torch.where((energy(W) > energy(best))[:, None], W, best)
+    w = best[energy(best).argmax()]
+    image = A @ w + c
+    norm = float(torch.linalg.vector_norm(image))
+    return (radius * image / norm if norm > 0 else w), w
+
+
+def _span(A: Tensor, c: Tensor) -> Tensor | None:
+    """An orthonormal basis (d, r) of the rows and columns of A and of c; None when that is not much less than everything."""
+    left, values, right = torch.linalg.svd(A)
+    rank = int((values > 1e-13 * values[0]).sum())
+    if 2 * rank + 1 > 0.75 * A.shape[0]:
+        return None
+    basis: Tensor = torch.linalg.qr(torch.cat([left[:, :rank], right[:rank].mT, c[:, None]], dim=1)).Q
+    return basis

@@ -1,0 +1,183 @@
+"""The exponent E of a head on a set of tokens, and the bounds for every n that it sets."""
+
+import math
+
+import pytest
+import torch
+
+import lipscope
+from lipscope.attention.norms import LayerNorm, RMSNorm
+from lipscope.bounds import registry, sets
+from lipscope.bounds.domain import ball, image, sphere
+from lipscope.bounds.exponent import HeadOnSet, covering_exponent
+from lipscope.bounds.pairs import lower_meanfield
+from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant
+
+ATTRACTIVE = torch.eye(2, dtype=torch.float64)
+SKEW = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+
+
+def normal(G, *shape):
+    return torch.randn(*shape, generator=G, dtype=torch.float64)
+
+
+def plain_layer(A, V=None, **options):
+    identity = torch.eye(len(A), dtype=torch.float64)
+    return lipscope.Attention(A, identity, identity if V is None else V, scale=1.0, **options)
+
+
+def domains(G, d):
+    """A ball, a sphere, and ellipsoids that a LayerNorm and an RMSNorm put out, with and without ε."""
+    gains, offsets = normal(G, d).abs() / math.sqrt(d) + 0.1, normal(G, d) / 4
+    return [
+        ball(1.3),
+        sphere(1.3, d),
+        image(RMSNorm(gains, eps=0.0)),
+        image(RMSNorm(gains)),
+        image(LayerNorm(gains, offsets, eps=0.0)),
+        image(LayerNorm(gains, None)),
+    ]
+
+
+def random_layer(G, d, kind):
+    A = normal(G, d, d)
+    A = {"any": A, "attractive": A @ A.T / d, "repulsive": -A @ A.T / d, "skew": A - A.T, "low rank": A[:, :1] @ A[:1]}[kind]
+    return plain_layer(A, normal(G, d, d), q_bias=normal(G, d) / 3 if kind == "any" else None)
+
+
+def preference(layer, X):
+    """(y − x)ᵀ(Ax + c) for all pairs of tokens: scores minus the own one."""
+    q, k, _ = layer.project(X[None])
+    scores = q[0, 0] @ k[0, 0].mT
+    return scores - scores.diagonal()[:, None]
+
+
+@pytest.mark.parametrize("kind", ["any", "attractive", "repulsive", "skew", "low rank"])
+@pytest.mark.parametrize("d", [2, 3, 5])
+def test_no_pair_of_tokens_prefers_more_than_the_exponent(d, kind):
+    G = torch.Generator().manual_seed(d)
+    layer = random_layer(G, d, kind)
+    for domain in domains(G, d):
+        head = HeadOnSet(layer, 0, domain)
+        upper = head.largest()
+        u, w = head.best()
+        for token in (u, w):
+            assert torch.allclose(domain.tokens(domain.coordinates(token)), token, atol=1e-9)
+        attained = float(preference(layer, torch.stack([w, u]))[0, 1])
+        X = domain.tokens(domain.project(3 * normal(G, 400, d)))
+        assert float(preference(layer, X).max()) <= upper + 1e-15
+        assert attained <= upper * (1 + 1e-12) + 1e-15
+        if kind != "any" and (domain.norm is None or domain.norm.bias is None) and not (domain.fixed and d == 2):
+            assert attained >= upper * (1 - 1e-3) - 1e-9, (kind, domain)
+
+
+def test_exponents_in_closed_form():
+    R = 1.7
+    for A, expected in ((2.0 * ATTRACTIVE, R**2 / 2), (-ATTRACTIVE, 2 * R**2), (SKEW, R**2)):
+        assert HeadOnSet(plain_layer(A), 0, ball(R)).largest() == pytest.approx(expected, rel=1e-5)
+    for low, high in ((0.2, 1.0), (0.0, 1.0), (-0.3, 1.0), (0.9, 1.0)):
+        A = torch.diag(torch.tensor([low, (low + high) / 2, high], dtype=torch.float64))
+        expected = R**2 * (high - low) ** 2 / (4 * (high + low))
+        assert HeadOnSet(plain_layer(A), 0, sphere(R, 3)).largest() == pytest.approx(expected, rel=1e-4)
+    assert HeadOnSet(plain_layer(2.0 * ATTRACTIVE), 0, sphere(R, 2)).largest() <= 1e-4
+    # A head that does not see everything: the sphere is no better than the ball.
+    seen = lipscope.Attention(torch.eye(4, dtype=torch.float64)[:1], torch.eye(4, dtype=torch.float64)[:1], scale=1.0,
+                              v=torch.eye(4, dtype=torch.float64))  # fmt: skip
+    assert HeadOnSet(seen, 0, sphere(R, 4)).largest() == pytest.approx(R**2 / 4, rel=1e-5)
+    u, w = HeadOnSet(seen, 0, sphere(R, 4)).best()
+    assert float(u.norm()) == pytest.approx(R)
+    assert float(w.norm()) == pytest.approx(R)
+    assert float(preference(seen, torch.stack([w, u]))[0, 1]) == pytest.approx(R**2 / 4, rel=1e-6)
+
+
+def column_sum(layer, X, log_weights, causal):
+    """log max_j Σ_i w_iP_ij/w_j; under the causal mask the logarithm of ‖P‖₂²/4 for equal weights."""
+    q, k, _ = layer.project(X[None])
+    scores = q[0, 0] @ k[0, 0].mT
+    if causal:
+        hidden = ~torch.ones(len(X), len(X), dtype=torch.bool).tril()
+        P = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+        return 2 * torch.log(torch.linalg.matrix_norm(P, 2) / 2)
+    logs = torch.log_softmax(scores + log_weights, -1)
+    return torch.logsumexp(logs + log_weights[:, None], 0).sub(log_weights).max()
+
+
+@pytest.mark.parametrize("kind", ["any", "attractive", "repulsive", "skew", "low rank"])
+def test_no_column_sum_exceeds_the_covering(kind):
+    """Random clouds with weights over many orders of magnitude, then ascent over tokens and weights."""
+    G, closest = torch.Generator().manual_seed(7), -math.inf
+    for trial in range(6):
+        d = 1 + trial % 3
+        layer = random_layer(G, max(d, 2) if kind == "low rank" else d, kind)
+        for domain in domains(G, layer.width)[trial % 2 :: 2]:
+            bound = HeadOnSet(layer, 0, domain).log_column()
+            for causal in (False, True):
+                Z, logs = normal(G, 10, layer.width).mul(2).requires_grad_(), normal(G, 10).mul(3).requires_grad_()
+                optimiser = torch.optim.Adam([Z, logs], lr=0.2)
+                for _ in range(12):
+                    found = column_sum(layer, domain.tokens(domain.project(Z)), logs - torch.logsumexp(logs, 0), causal)
+                    assert found.item() <= bound + 1e-9
+                    closest = max(closest, found.item() - bound)
+                    optimiser.zero_grad()
+                    (-found).backward()
+                    optimiser.step()
+    assert closest > -12
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize("kind", ["any", "attractive", "skew", "low rank"])
+def test_sigma_of_weighted_clouds_stays_below(kind, mask):
+    G = torch.Generator().manual_seed(3)
+    for trial in range(6):
+        d = 2 + trial % 2
+        layer = random_layer(G, d, kind)
+        layer = lipscope.Attention(layer.q, layer.k, layer.v, scale=1.0, q_bias=layer.q_bias, mask=mask)
+        domain = domains(G, d)[trial]
+        n = 6
+        X = domain.tokens(domain.project(3 * normal(G, n, d)))
+        weights = torch.softmax(4 * normal(G, n), 0)
+        mu = Measure(X, weights, None if mask is None else torch.arange(1, n + 1) / n)
+        sigma = local_constant(MeanFieldAttention(layer), mu).estimate
+        assert sigma <= covering_exponent(layer, 1.0, domain=domain).value * (1 + 1e-9)
+        many = lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate
+        assert many <= covering_exponent(layer, 1.0, n, domain=domain).value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("A", [ATTRACTIVE, -ATTRACTIVE, SKEW, torch.diag(torch.tensor([1.0, 0.0])).double()], ids=str)
+def test_the_exponent_is_sharp_for_every_kind_of_head(A):
+    """Two Diracs attain the lower bound; between it and the upper one is a polynomial in R, not an exponential."""
+    for mask in (None, "causal"):
+        layer = plain_layer(A, mask=mask)
+        gaps = []
+        for R in (2.0, 6.0, 18.0):
+            upper, lower = covering_exponent(layer, R).value, lower_meanfield(layer, R).value
+            assert lower <= upper <= (sets.refined_masked if mask else sets.refined_unmasked)(layer, R).value * (1 + 1e-12)
+            E = HeadOnSet(layer, 0, ball(R)).largest()
+            assert math.log(lower) >= E / 2 + math.log(0.5 * (1 + E / 2)) - 1e-4
+            gaps.append(math.log(upper / lower))
+        # The gap grows as a multiple of log R, while E/2 grew 81-fold.
+        assert gaps[-1] - gaps[0] <= 6 * math.log(9)
+    u, w = HeadOnSet(plain_layer(A), 0, ball(2.0)).best()
+    E = float((u - w) @ A @ w)
+    light = 1 / (1 + math.exp(E))
+    sigma = local_constant(MeanFieldAttention(plain_layer(A)), Measure(torch.stack([u, w]), [light, 1 - light])).lower
+    assert sigma >= 0.5 * (1 + E / 2) * math.exp(E / 2) * (1 - 1e-9)
+    assert {"lower.meanfield", "covering.exponent"} <= {
+        b.name for b in registry.table(plain_layer(A), radius=2.0, n=50).bounds
+    }
+
+
+def test_on_the_sphere_an_isotropic_attractive_head_grows_as_the_square_of_the_radius():
+    """A = γI and ‖x‖ = R: the column sums are at most 7.07^d whatever R, and σ linear in a = γR²; clouds do not break it."""
+    G = torch.Generator().manual_seed(0)
+    for d in (2, 3):
+        layer = plain_layer(torch.eye(d, dtype=torch.float64))
+        for R in (3.0, 30.0, 300.0):
+            value = covering_exponent(layer, R, domain=sphere(R, d)).value
+            assert value <= (7.07 ** (d / 2) * math.hypot(1, R**2) + R**2) * (1 + 1e-9)
+            X = normal(G, 200, d)
+            mu = Measure(R * X / X.norm(dim=-1, keepdim=True), torch.softmax(4 * normal(G, 200), 0))
+            assert local_constant(MeanFieldAttention(layer), mu).estimate <= value
+        assert covering_exponent(layer, 30.0).value > 1e40  # the ball
+        repulsive = plain_layer(-torch.eye(d, dtype=torch.float64))
+        assert lower_meanfield(repulsive, 5.0, domain=sphere(5.0, d)).value > math.exp(25.0)
