@@ -86,7 +86,7 @@ def test_long_causal_inputs_reach_the_square_root_of_n(n):
     assert column == pytest.approx(math.sqrt(n))
     assert column <= sets.refined_masked(Constants((range_80,), (range_80,)), 1.0, n).value <= column * (1 + 1e-9)
     one = torch.ones(1, 1, dtype=torch.float64)
-    worst = pairs.PlainHead(-30 * one, one, causal=True).gain(-one[0], one[0], n)
+    worst = pairs.causal_groups(-30 * one, one, -one[0], one[0], n)
     assert worst >= 0.9 * math.sqrt(n)
     assert worst <= sets.refined_masked(Constants.of_norms(1.0, 30.0), 1.0, n).value
 
