@@ -218,7 +218,9 @@ def test_what_a_search_found_is_measured_with_a_start_vector_it_has_not_seen():
     assert float(found.ends.max()) < 1.01  # the search itself saw nothing
     for one in (found, again):
         assert one.sigma.lower <= 1.5 <= one.sigma.upper
-    assert found.start_seed != again.start_seed
+    assert (
+        found.start_seed == again.start_seed != maximise(adapted_to(1, n, d), n, radius=1.0, restarts=4, steps=2).start_seed
+    )
     repeated = lipscope.local_lipschitz(layer, found.tokens, solver=lipscope.Auto(seed=found.start_seed), certificate=True)
     assert (repeated.lower, repeated.upper) == (found.sigma.lower, found.sigma.upper)
     (worst,) = (row for row in growth(layer, [n], radius=1.0, method="ascend", restarts=4, steps=2).to_rows()

@@ -13,12 +13,12 @@ a subgradient. After k Golub–Kahan steps from v the largest Ritz value θ obey
 A search begins at every construction, at the inputs the user hands over, at jittered copies of these, and at noise.
 
 The upper end of an interval needs a start vector that the Jacobian does not depend on (docs/theory/solver.md). An input that
-was found by measuring may depend on every start vector of the search, so its σ is measured with a fresh one (``unseen``).
+was found by measuring may depend on every start vector of the search, so its σ is measured with another one (``unseen``).
 """
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -68,8 +68,8 @@ class Ascent:
         domain: the set in words.
         inputs: the end of every restart, (restarts, n, d).
         stopped: ``"converged"`` when every restart stood still before its steps were used up, else ``"steps"``.
-        start_seed: seed of the start vector that measured ``sigma``, drawn after the search; with it as the ``seed`` of the
-            solver the tokens give the same interval again.
+        start_seed: seed of the start vector that measured ``sigma``, see ``unseen``; with it as the ``seed`` of the solver
+            the tokens give the same interval again.
     """
 
     tokens: Tensor
@@ -171,7 +171,8 @@ def maximise(
     candidates = torch.cat([domain.tokens(begin), domain.tokens(search.z.double())])
     measured = local_lipschitz(precise, candidates, solver=solver or Auto(), certificate=False).estimate
     first, last = measured[: len(begin)], measured[len(begin) :]
-    winner, start_seed = int(measured.argmax()), unseen()
+    winner = int(measured.argmax())
+    start_seed = unseen(candidates[winner], *(W for W in (plain.q, plain.k, plain.v, plain.out) if W is not None))
     final = replace(solver or Auto(), seed=start_seed) if isinstance(solver, GolubKahan | Power | None) else solver
     return Ascent(
         tokens=candidates[winner],
@@ -189,9 +190,16 @@ def maximise(
     )
 
 
-def unseen() -> int:
-    """The seed of a start vector that no search has seen: from the operating system, which repeats nothing."""
-    return secrets.randbits(32)
+def unseen(*measured: Tensor) -> int:
+    """The seed of a start vector that no search has seen: a digest of all that is measured with it.
+
+    A search asks for no digests, and whoever looked for an input that suits its own would need about 1/δ tries. The same
+    input has the same seed, so that runs can be repeated bit for bit.
+    """
+    digest = hashlib.sha256()
+    for tensor in measured:
+        digest.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:4], "big")
 
 
 class _Search:

@@ -77,7 +77,7 @@ class TokenAttack:
         after_ids: those of the worst text, which reading it anew need not give back.
         retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
         tried: every measured candidate.
-        start_seed: seed of the start vector that measured ``after``, drawn after the search; that of ``before`` is 0.
+        start_seed: seed of the start vector that measured ``after``, unknown to the search; that of ``before`` is 0.
     """
 
     before: SpectralNorm
@@ -181,7 +181,7 @@ def attack_tokens(
             break
     # A text that was chosen by measuring is measured with a start vector that did not choose it.
     same = best.ids.equal(start[0])
-    seed = 0 if same else unseen()
+    seed = 0 if same else unseen(best.ids, torch.tensor([trial.sigma for trial in tried], dtype=torch.float64))
     after = before if same else _measure(handle, best.ids[None], layer, head, Auto(seed=seed))
     old, new = words.write(start[0]), words.write(best.ids)
     return TokenAttack(
