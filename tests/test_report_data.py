@@ -331,3 +331,14 @@ def test_rows_of_a_scan_written_as_csv_come_back_as_they_were() -> None:
     read = list(csv.DictReader(io.StringIO(Run(tuple(rows)).csv_text())))
     assert float(read[0]["estimate"]) == rows[0]["estimate"]
     assert json.loads(Run(tuple(rows)).to_json()) == rows
+
+
+def test_a_fit_that_tells_nothing_says_so() -> None:
+    from lipscope.runs.fit import TOO_FEW, fit_growth
+
+    wide = fit_growth([8, 16, 32], [1.0, 9.0, 1.1])
+    assert wide.alpha_high - wide.alpha_low > 1
+    assert str(wide).startswith(TOO_FEW)
+    assert "prefers" not in str(wide)
+    narrow = fit_growth([8, 16, 32, 64], [2.0, 2.8, 4.0, 5.6])
+    assert "AIC prefers" in str(narrow)

@@ -17,6 +17,7 @@ from lipscope.report.charts import Chart, Panel, Series
 from lipscope.report.settings import Cell, Point, ReportData, Setting
 from lipscope.report.summary import exponent, exponents, places
 from lipscope.rounding import enclosure, number
+from lipscope.runs.fit import TOO_FEW
 
 _SHOWN = 12
 # What makes two measurements the same but for the run, in the order in which a partner should share it.
@@ -129,7 +130,9 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
     found.append(f"The least smooth place: {'; '.join(ends)}.")
     fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
     if all(fit is not None for _, fit in fits):
-        said = [f"{exponent(fit.alpha)} ({exponents(fit)}) in {name}" for name, fit in fits if fit]
+        said = [
+            f"{exponent(fit.alpha) if fit.is_decided else TOO_FEW} ({exponents(fit)}) in {name}" for name, fit in fits if fit
+        ]
         found.append(f"Growth exponent there: {'; '.join(said)}.")
     different = [
         f"{name}: {_value(first, name)} and {_value(second, name)}"

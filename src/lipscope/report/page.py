@@ -15,6 +15,7 @@ from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, sca
 from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting
 from lipscope.report.summary import cards, exponent, exponents, listed, sentences, tells
 from lipscope.rounding import above, below, enclosure, number
+from lipscope.runs.fit import TOO_FEW
 from lipscope.runs.run import Row, Run
 
 _RANKED = 20
@@ -176,7 +177,8 @@ def cell_facts(cell: Cell) -> list[list[str]]:
     inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
     facts = [["σ of all inputs", f"in {enclosure(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
     if fit is not None:
-        growth = f"n^{exponent(fit.alpha)}, {fit.level:.0%}: {exponents(fit)}"
+        growth = f"n^{exponent(fit.alpha)}" if fit.is_decided else TOO_FEW
+        growth += f", {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     median = "" if point.inputs == 1 else " (median)"
     for label, bound in zip(_BOUND_FACTS, BOUNDS, strict=True):

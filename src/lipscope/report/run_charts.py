@@ -83,7 +83,7 @@ def _measured(cell: Cell, band: str, line: str, colour: str = "blue", *, listed:
 
 def _fits(cell: Cell) -> list[Series]:
     fit, grid = cell.fit, _grid(cell)
-    if fit is None:
+    if fit is None or not fit.is_decided:
         return []
     power = [fit.c * x**fit.alpha for x in grid]
     limit = [fit.limit * x / (x + fit.half_length) for x in grid]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
 from lipscope.rounding import enclosure, number, span
-from lipscope.runs.fit import GrowthFit
+from lipscope.runs.fit import TOO_FEW, GrowthFit
 from lipscope.runs.run import Run
 
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
@@ -101,6 +101,8 @@ def growth_sentence(cell: Cell) -> str:
             count = len(cell.points)
             return f"No growth with the length is fitted: that takes {FEWEST_LENGTHS} lengths, and there are {count}."
         return "No growth with the length is fitted: some σ is 0."
+    if not fit.is_decided:
+        return f"In {cell.where}, there are {TOO_FEW}: the {fit.level:.0%} interval of the exponent is {exponents(fit)}."
     text = (
         f"In {cell.where}, σ goes like n^{exponent(fit.alpha)} from n = {cell.points[0].n} to {cell.last.n} "
         f"({fit.level:.0%} interval of the exponent: {exponents(fit)}): "
@@ -133,7 +135,7 @@ def against_guides(fit: GrowthFit) -> str:
 def tells(fit: GrowthFit) -> bool:
     """Whether the points tell the two curves apart: enough of them, and a difference of AIC that means something."""
     apart = abs(fit.aic_power - fit.aic_saturating) >= _AIC_TELLS
-    return fit.points >= _FEWEST_POINTS and apart and not _both_exact(fit)
+    return fit.points >= _FEWEST_POINTS and apart and fit.is_decided and not _both_exact(fit)
 
 
 def _both_exact(fit: GrowthFit) -> bool:
@@ -199,7 +201,7 @@ def cards(setting: Setting) -> list[Card]:
         Card(title, number(point.median), f"at n = {point.n}, in {enclosure(point.lower, point.upper)}"),
         Card("Where", place, f"{cell.where}, of {places(setting)}"),
     ]
-    if cell.fit is not None:
+    if cell.fit is not None and cell.fit.is_decided:
         detail = f"{cell.fit.level:.0%}: {exponents(cell.fit)}; √n is 0.5"
         found.append(Card("Growth exponent α", exponent(cell.fit.alpha), detail))
     else:

@@ -35,6 +35,9 @@ from lipscope.rounding import interval
 Floats = NDArray[np.float64]
 
 
+TOO_FEW = "too few lengths to tell how σ grows"
+
+
 @dataclass(frozen=True)
 class GrowthFit:
     """σ ≈ c·n^α over the measured lengths, and the saturating alternative."""
@@ -55,8 +58,15 @@ class GrowthFit:
         """``"power law"`` or ``"saturating"``, whichever has the smaller AIC."""
         return "power law" if self.aic_power <= self.aic_saturating else "saturating"
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval of the exponent is narrow enough to say anything: no wider than 1."""
+        return self.alpha_high - self.alpha_low <= 1
+
     def __str__(self) -> str:
         ends = interval(self.alpha_low, self.alpha_high, decimals=3)
+        if not self.is_decided:
+            return f"{TOO_FEW}: σ ≈ c·n^α with α in {ends} at {self.level:.0%}, {self.points} points"
         return (
             f"σ ≈ {self.c:.3g}·n^{self.alpha:.3f} (α in {ends} at {self.level:.0%}), "
             f"{self.points} points, AIC prefers {self.better}"
