@@ -78,14 +78,17 @@ def core_gradient(core: Linearisation, softcap: float | None, g: Tensor, dq: Ten
     T = W * dS
     t = T.sum(-1, keepdim=True)
     gP = g @ v.mT
-    about = gP - (g * core.o).sum(-1, keepdim=True)
+    inner_o = (g * core.o).sum(-1, keepdim=True)
+    about = gP - inner_o
     gS = W * about
     moved = dS * about
     inner = None if softcap is None else q @ k.mT / softcap
     slope = None if inner is None else tanh_slope(inner)
     C = g @ dv.mT + (moved if slope is None else moved * slope)
     PC = P * C.addcmul_(t, gP, value=-1)
-    gRaw = PC.addcmul_(P, PC.sum(-1, keepdim=True), value=-1)
+    # Values may be given as v − c; a sink of share π then counts with −c, and π⟨g, c⟩ is what o lacks.
+    lacking = (P * gP).sum(-1, keepdim=True) - inner_o
+    gRaw = PC.addcmul_(P, PC.sum(-1, keepdim=True).addcmul_(t, lacking), value=-1)
     if inner is not None and slope is not None and softcap is not None:
         gRaw = slope * (gRaw - P * moved * (2 / softcap) * torch.tanh(inner))
     gq = gRaw @ k + gS @ dk
