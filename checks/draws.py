@@ -19,7 +19,7 @@ from lipscope.attention.variants import CosineAttention, L2Attention, QKNormAtte
 from oracle import Array, Problem, ascend, inside
 
 VARIANTS = ("l2", "cosine", "qk-norm", "sigmoid", "sinkhorn")
-ASCENDED = 4  # inputs of every layer that have climbed
+INPUTS, ASCENDED = 32, 8  # inputs of every layer, and how many of them have climbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,7 @@ def draw(seed: int, number: int, steps: int = 8) -> Draw:
         k = q.copy() if shape < 0.15 else -q.copy() if shape < 0.35 else q[:, ::-1].copy()
     radius = 10 ** rng.uniform(-0.5, 0.6)
     sharp = float(rng.choice([0.0, *10 ** rng.uniform(-1.5, 1.2, size=14), 10 ** rng.uniform(2, 4)]))
+    sharp = min(sharp, 2.0) if kind == "sinkhorn" else sharp  # so that Sinkhorn's iteration converges
     q *= sharp / max(1e-9, radius**2 * float(np.linalg.norm(k[0].T @ q[0], 2)))
     mask, seen, term = ("full", np.ones((1, n, n), dtype=bool), None) if kind == "sinkhorn" else visible(rng, n, heads)
     if kind != "dot" and term is not None:
@@ -107,7 +108,7 @@ def draw(seed: int, number: int, steps: int = 8) -> Draw:
     for name, of in (("b_q", q), ("b_k", k), ("b_v", v)):
         if name in used:
             spread = radius * size * np.abs(of).mean() * float(rng.choice([0.3, 1, 10, 100 if name == "b_v" else 1]))
-            fields[name] = rounded(spread * rng.normal(size=of.shape[:2]))
+            fields[name] = rounded(min(spread, 1e36) * rng.normal(size=of.shape[:2]))
     if "cap" in used:
         fields["softcap"] = float(rounded(rng.uniform(0.1, 4)))
     if "sinks" in used:
@@ -143,20 +144,20 @@ def draw(seed: int, number: int, steps: int = 8) -> Draw:
 
 
 def inputs(rng: np.random.Generator, p: Problem, n: int, d: int, radius: float, steps: int) -> tuple[Array, float]:
-    """Sixteen inputs in a ball, and its radius: spread, on the sphere, in clusters, in two groups, equal, and ascended."""
-    normal = rng.normal(size=(16, n, d))
+    """So many inputs in a ball, and its radius: spread, on the sphere, in clusters, equal, in two groups, and ascended."""
+    normal = rng.normal(size=(INPUTS, n, d))
     X = normal / np.sqrt(d)
-    X[3:6] /= np.linalg.norm(X[3:6], axis=-1, keepdims=True)
-    X[6:8] = X[6:8, np.arange(n) % 2] + 1e-3 * normal[6:8]
-    X[8] = X[8, :1]
+    X[8:16] /= np.linalg.norm(X[8:16], axis=-1, keepdims=True)
+    X[16:20] = X[16:20, np.arange(n) % 2] + 1e-3 * normal[16:20]
+    X[20] = X[20, :1]
     A = p.k[0].T @ p.q[0]
     u = np.linalg.eigh(A / (np.abs(A).max() or 1.0) + (A / (np.abs(A).max() or 1.0)).T)[1][:, 0]
     few = int(rng.integers(1, n + 1))
-    for at, second in ((9, -u), (10, u / 2), (11, normal[11, 0] / np.linalg.norm(normal[11, 0]))):
+    for at, second in ((21, -u), (22, u / 2), (23, normal[23, 0] / np.linalg.norm(normal[23, 0]))):
         X[at] = np.where(np.arange(n)[:, None] < few, u, second)
     X = inside(radius * X, radius)
-    starts = [0, 3, 6 + int(rng.integers(2)), 9 + int(rng.integers(3))]
-    X[12:] = ascend(p, X[starts], radius, steps) if steps else X[starts]
+    starts = [0, 1, 8, 9, 16, 21, 22, 23]
+    X[-ASCENDED:] = ascend(p, X[starts], radius, steps) if steps else X[starts]
     X = rounded(X)
     return X, float(np.linalg.norm(X, axis=-1).max()) * (1 + 1e-14)
 

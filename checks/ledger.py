@@ -14,6 +14,8 @@ from oracle import Array, Problem, attained, jacobians, sigmas, true_sigma
 
 # σ by autograd in float64 is off by about this much, relatively.
 NOISE = 2e-15
+# Less than this float64 does not hold to all digits: it counts as zero.
+VANISHING = 1e-300
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Truth:
             return self.sigma[b] if not value >= self.sigma[b] * (1 - 1e-9) else None
         row.judged += 1
         gain = attained(self.p, self.X[b], np.linalg.svd(self.J[b])[2][0], self.digits, self.head)
-        return gain if not value >= gain * (1 - tolerance) else None
+        return gain if not value >= gain * (1 - tolerance) and gain > VANISHING else None
 
     def upper(self, ledger: Ledger, name: str, value: float, b: int, where: str, tolerance: float, cases: int = 1) -> None:
         """An upper bound for σ at input b."""
@@ -126,7 +128,7 @@ class Truth:
                 row.judged += 1
                 exact = self.exact(i)
                 outside = max(mpmath.mpf(low[at]) - exact, exact - mpmath.mpf(high[at])) / (exact or 1)
-                fine = outside <= 0
+                fine = outside <= 0 or exact < VANISHING >= high[at] >= 0
             else:
                 exact, outside = sigma[at], -depth[at]
                 fine = outside <= 1e-9

@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from draws import INPUTS
 from ends import BATCH, DELTA, STRATA, check_ends, judge_ends, limits
 from hostile import check_hostile
 from layers import check_layer
@@ -40,7 +41,6 @@ ROOT = Path(__file__).parent.parent
 CHECKS: dict[str, Callable[[int, int], Ledger]] = {
     "layers": check_layer, "rounding": check_hostile, "transport": check_transport, "ends": check_ends,
 }  # fmt: skip
-INPUTS = 16  # of one layer
 MARKS = re.compile(r"(<!-- begin checks/theory.py -->\n).*?(<!-- end checks/theory.py -->)", re.DOTALL)
 
 

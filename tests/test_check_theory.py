@@ -60,7 +60,7 @@ def test_a_layer_passes_and_a_wrong_bound_is_found() -> None:
         return [Bound("wrong.upper", 1e-30, "set", "nothing", "nobody"), low]
 
     ledger = layers.check_layer(0, NUMBER, wrong, steps=1)
-    assert ledger["inputs"].cases == 16
+    assert ledger["inputs"].cases == 32
     found = [violation for row in ledger.values() for violation in row.violations]
     assert len(ledger["wrong.upper"].violations) == 1
     assert len(ledger["wrong.lower"].violations) > 1
