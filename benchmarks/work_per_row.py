@@ -28,7 +28,7 @@ COUNTED = {
     "of these up to the attention core": ("core_call", ""),
     "layers validated": ("validate", "validation.py"),
 }
-TURNS, REPEATS = 3, 5
+TURNS, REPEATS = 7, 5
 
 
 def counting(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
