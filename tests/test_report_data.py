@@ -182,7 +182,9 @@ def test_the_summary_says_what_the_rows_say() -> None:
     assert f"n^{worst.fit.alpha:.2f}" in text
     assert "certificate at the same inputs is 2.50 times" in text
     rows = make_rows(converged=False)
-    assert "96 of 96 estimates did not converge" in " ".join(sentences(data_of(rows).settings[0], data.runs[0]))
+    assert "96 of 96 estimates were not shown to have converged" in " ".join(
+        sentences(data_of(rows).settings[0], data.runs[0])
+    )
 
 
 def test_a_bound_is_divided_by_sigma_of_its_own_input() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cases
 import lipscope
 from lipscope.spectral.operator import DenseOperator
+from lipscope.spectral.result import Status
 from test_solvers import spectrum
 
 LITTLE = 1 << 12  # bytes: bases of a few vectors
@@ -26,7 +27,9 @@ def check_triplets(A: torch.Tensor, solver: lipscope.GolubKahan, accuracy: float
     off = 10 * accuracy * exact[0]
     torch.testing.assert_close(A @ out.right.T, out.left.T * values, rtol=0, atol=off)
     torch.testing.assert_close(A.T @ out.left.T, out.right.T * values, rtol=0, atol=off)
-    assert out.converged
+    # Where a copy of the last value is left over, nothing but the residual tells how far off the values are.
+    all_shown = np.linalg.svd(A.numpy(), compute_uv=False)[k] < (1 - solver.rtol) * exact[-1]
+    assert out.converged or (not all_shown and out.status is Status.ESTIMATED)
     assert out.lower <= exact[0] <= out.upper
 
 

@@ -250,7 +250,7 @@ def _print_scan(result: Run, text: str, top: int) -> None:
     if len(summaries) > top:
         echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
-        echo("Some estimates did not converge; their intervals are valid but wide.")
+        echo("Some estimates were not shown to have converged; their intervals are valid but wide.")
 
 
 def _print_tokens(view: TokenView, name: str, pairs: int) -> None:

@@ -178,7 +178,9 @@ def warnings(setting: Setting, run: Run) -> list[str]:
     found = [f"Note on the model: {note}." for note in setting.notes]
     wide = sum(row["converged"] is False for row in setting.rows)
     if wide:
-        found.append(f"{wide} of {len(setting.rows)} estimates did not converge; their intervals are valid but wide.")
+        found.append(
+            f"{wide} of {len(setting.rows)} estimates were not shown to have converged; their intervals are valid but wide."
+        )
     if run.tasks is not None:
         asked, done, failed = run.tasks
         if done + failed < asked:

@@ -7,6 +7,7 @@ assumed to be for any fixed unit vector w.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -204,3 +205,18 @@ def overlap_quantile(size: int, delta: float) -> float:
     if size == 1:
         return 1.0
     return math.sqrt(float(betaincinv(0.5, (size - 1) / 2, delta)))
+
+
+@cache
+def log_overlap(size: int, delta: float, starts: int) -> float:
+    """The logarithm of a g below which the product of so many overlaps falls with probability at most their part of delta.
+
+    The parts are 0.9 for one start and 0.1/((R − 1)·R) for R of them: one altogether, whenever one stops to start afresh.
+    With F the law of one overlap, −log ∏ F(overlaps) follows the Gamma(R) law, and ∏ F(g_r) ≤ F((∏ g_r)^{1/R})^R since
+    log F is concave in log g from three dimensions on; with fewer of them overlaps are larger.
+    """
+    from scipy.special import gammainccinv
+
+    part = 0.9 if starts == 1 else 0.1 / ((starts - 1) * starts)
+    each = math.exp(-float(gammainccinv(starts, delta * part)) / starts)
+    return starts * math.log(overlap_quantile(size if starts == 1 else max(size, 3), each))

@@ -9,8 +9,10 @@ singular vector⟩|. Except with probability δ, γ ≥ g(δ), and then σ² is 
 failure event does not depend on k, so the bound holds at a stopping time chosen by looking at the iterates.
 
 **Exhaustion.** When β_k vanishes to rounding, the Krylov space is invariant and says nothing more. The iteration goes on
-from a fresh random vector orthogonal to it: the rest of the space gets its own recurrence and its own bound, with half of
-the failure probability left, and σ is at most the larger of that bound and the values already found.
+from a fresh random vector orthogonal to it. A value beyond those found must have been missed by every start: polynomials
+multiply, and so do the chances of overlaps, so that a few starts show what one could not because of rounding.
+
+**Convergence.** The same bound with a chance of ``OVERSIGHT`` says when no larger value is further away than ``rtol``.
 
 **Warm starts.** A direction w that does not depend on the random one r is mixed with it, v₁ ∝ w + r. From three dimensions
 on ⟨r, z⟩ has an even density that falls away from 0, so an interval around 0 holds at least as much of it as one shifted
@@ -39,7 +41,7 @@ from torch import Tensor
 from lipscope.spectral.basis import (
     Basis,
     capacities,
-    overlap_quantile,
+    log_overlap,
     random_unit_vector,
     right_within,
     scaled_norm,
@@ -48,6 +50,7 @@ from lipscope.spectral.basis import (
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, Status
 from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
+from lipscope.spectral.scale import refuse_extreme_scales
 
 if TYPE_CHECKING:
     from lipscope.spectral.golub_kahan import GolubKahan
@@ -96,8 +99,8 @@ class Bidiagonalisation:
         # The step at which the recurrence of each item was last restarted, and how often it was.
         self.fresh = torch.zeros(operator.batch, dtype=torch.int64, device=operator.device)
         self.restarts = torch.zeros_like(self.fresh)
-        # The bounds of recurrences that have ended.
-        self.known = torch.full_like(self.alpha[:, 0], torch.inf)
+        # The bounds when a recurrence last ended, with the chances delta and OVERSIGHT to fail.
+        self.known = self.alpha.new_full((operator.batch, 2), torch.inf)
         self.output = SolverOutput.empty(operator, config.k, config.vectors, "golub_kahan", config.delta)
         # Items whose basis was cut, and their top vectors over the part that was kept.
         self.unfinished: list[tuple[Tensor, Tensor]] = []
@@ -123,13 +126,16 @@ class Bidiagonalisation:
         norm = norm.masked_fill(nothing, 1.0)
         return torch.where(nothing[:, None], random, unit_rows(mixed, norm)), 1 / norm
 
-    def solve(self) -> SolverOutput:
-        """Leading singular values of every item."""
+    def solve(self, *, first: bool = False) -> SolverOutput:
+        """Leading singular values of every item; on a ``first`` look at these maps their scale may turn out extreme."""
         for step in range(1, self.steps + 1):
             self._extend(step)
-            # Every other step: small SVDs of many items cost as much as the products.
-            due = step in (self.steps, self.operator.shape[0] + 1) or (step >= self.config.k and step % 2 == 0)
-            if due or (self.one_sided and bool(self.restarts.any())):
+            if first and step == 1:
+                refuse_extreme_scales(self.operator, self.alpha[:, 0])
+            # Small SVDs of many items cost as much as the products, and those of many steps more.
+            often = max(1 if step >= 12 else 2, step // 32)
+            due = step in (self.steps, self.operator.shape[0] + 1) or step % often == 0
+            if step >= self.config.k and (due or bool((self.fresh == step).any())):
                 self._retire_converged(step)
                 if self.active.numel() == 0:
                     break
@@ -145,12 +151,9 @@ class Bidiagonalisation:
         v = unit_rows(v, norm)
         exhausted = norm == 0
         if bool(exhausted.any()):
-            everyone = torch.arange(exhausted.numel(), device=exhausted.device)
-            self.known = torch.where(exhausted, torch.minimum(self.known, self._current(everyone, step)), self.known)
             v = torch.where(exhausted[:, None], self._fresh_direction(step), v)
             self.fresh = torch.where(exhausted, step, self.fresh)
             self.restarts = self.restarts + exhausted.long()
-            self.mixing = self.mixing.masked_fill(exhausted, 1.0)
         self.before = self.V.last
         self.V.append(v)
 
@@ -206,19 +209,23 @@ class Bidiagonalisation:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
         ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k, one_sided=self.one_sided)
-        done = ritz.relative_error(self.operator.rounding_error) <= self.config.rtol
-        candidates = done.nonzero()[:, 0]
-        if self.config.interval is not None and candidates.numel():
-            widest = (1 + self.config.interval) * ritz.values[candidates, 0]
-            done[candidates] = self._upper(ritz, candidates, step) <= widest
-        done |= self._exhaustive(step)
-        if self.one_sided and bool((fresh := self.restarts > 0).any()):
-            # From an exhausted space no interval narrower than the rounding of the products can be had.
-            narrow = (1 + 4 * self.operator.rounding_error) * ritz.values[:, 0]
-            done |= fresh & (self._upper(ritz, torch.arange(len(fresh), device=fresh.device), step) <= narrow)
+        rounding, asked = self.operator.rounding_error, self.config.interval
+        settled = ritz.relative_error(rounding) <= self.config.rtol
+        shown, ended = self._exhaustive(step), self.fresh == step
+        bounds = torch.full_like(self.known, torch.inf)
+        rows = (settled | ended | (step == self.steps)).nonzero()[:, 0]
+        if rows.numel():
+            bounds[rows] = self._upper(ritz, rows, step)
+            self.known = torch.where(ended[:, None], bounds, self.known)
+            # Nothing narrower than the rounding of the products can be had.
+            widths = [max(width, 4 * rounding) for width in (asked or torch.inf, self.config.rtol)]
+            shown |= settled & (bounds <= (1 + bounds.new_tensor(widths)) * ritz.values[:, :1]).all(1)
+        # Without a guard the estimate alone decides; many starts that find nothing new tell all that rounding lets be told.
+        stopped = shown | settled & ((self.restarts >= _MOST_STARTS) | (asked is None))
         recorded = self.output.iterations[self.active] > 0
-        leaving = torch.ones_like(done) if step == self.steps else done
-        self._record(step, ritz, (leaving & ~recorded).nonzero()[:, 0], done)
+        leaving = torch.ones_like(stopped) if step == self.steps else stopped
+        leaves = (leaving & ~recorded).nonzero()[:, 0]
+        self._record(step, ritz, leaves, bounds[leaves, 0], stopped.long() + shown.long())
 
         staying = (~(leaving | recorded)).nonzero()[:, 0]
         # Copying bases costs about one product: compact only when it saves a quarter of the work.
@@ -237,40 +244,38 @@ class Bidiagonalisation:
         return (outputs | (step == N)) & self.V.complete
 
     def _upper(self, ritz: RitzPairs, rows: Tensor, step: int) -> Tensor:
-        """The least upper bound known for the listed rows, after ``step`` steps."""
-        values = ritz.values[rows, 0]
-        # What was found before the current recurrence began lies in its complement and counts too.
-        bound = torch.minimum(self.known[rows], torch.maximum(self._current(rows, step), values))
-        return torch.where(self._exhaustive(step)[rows], values, torch.maximum(bound, values))
+        """The least upper bounds known for the listed rows after ``step`` steps, with the chances delta and OVERSIGHT."""
+        values, N = ritz.values[rows], self.operator.shape[1]
+        # A start without a step says nothing.
+        starts = (self.restarts[rows] + (self.fresh[rows] < step)).tolist()
+        bounds = [
+            polynomial_upper_bound(
+                values,
+                self.alpha[rows, :step],
+                self.beta[rows, :step],
+                log_overlap=values.new_tensor([log_overlap(N, chance, R) for R in starts]) + self.mixing[rows].log(),
+                floor=self._negligible()[rows],
+                one_sided=self.one_sided,
+            )
+            for chance in (self.config.delta, OVERSIGHT)
+        ]
+        bound = torch.minimum(self.known[rows], torch.stack(bounds, 1)).maximum(values[:, :1])
+        return torch.where(self._exhaustive(step)[rows, None], values[:, :1], bound)
 
-    def _current(self, rows: Tensor, step: int) -> Tensor:
-        """The bound of the current recurrences. The r-th may fail with probability δ/2^{r+1}, together at most δ."""
-        N, most = self.operator.shape[1], int(self.restarts[rows].max())
-        overlap = [overlap_quantile(N, self.config.delta / 2 ** (r + 1)) for r in range(most + 1)]
-        return polynomial_upper_bound(
-            self.alpha[rows, :step],
-            self.beta[rows, :step],
-            first=self.fresh[rows],
-            overlap=torch.tensor(overlap, dtype=torch.float64, device=rows.device)[self.restarts[rows]] * self.mixing[rows],
-            floor=self._negligible()[rows],
-            one_sided=self.one_sided,
-        )
-
-    def _record(self, step: int, ritz: RitzPairs, rows: Tensor, done: Tensor) -> None:
-        """Write the results of the rows that stop now; they are never touched again."""
+    def _record(self, step: int, ritz: RitzPairs, rows: Tensor, upper: Tensor, grade: Tensor) -> None:
+        """Write the results of the rows that stop now, with the status of their grade; they are never touched again."""
         if rows.numel() == 0:
             return
         items = self.active[rows]
         out, k = self.output, self.config.k
         values = ritz.values[rows]
         out.estimate[items] = values[:, 0]
-        out.upper[items] = self._upper(ritz, rows, step)
+        out.upper[items] = upper
         out.singular_values[items] = values[:, :k]
         out.iterations[items] = step
         out.residual[items] = ritz.residual[rows, 0]
-        out.converged[items] = done[rows]
-        for item, ok in zip(items.tolist(), done[rows].tolist(), strict=True):
-            out.status[item] = Status.CONVERGED if ok else Status.MAX_STEPS
+        for item, number in zip(items.tolist(), grade[rows].tolist(), strict=True):
+            out.status[item] = (Status.MAX_STEPS, Status.ESTIMATED, Status.CONVERGED)[number]
 
         wanted = k if self.config.vectors else 1
         right = self.V.combine(rows, ritz.right[rows, :, :wanted])
@@ -319,7 +324,7 @@ class Bidiagonalisation:
             self.output.upper[items] = torch.maximum(self.output.upper[items], better)
             self.output.singular_values[items, 0] = better
             below = found.estimate < (1 - close) * better
-            converged = found.converged & ~below
+            converged = found.stopped & ~below
             # What was kept of the basis may hold nothing of the top vector, and then leads to another one.
             lost = below & (found.residual <= close * better)
             del found  # and its vectors, before the next recurrence
@@ -329,7 +334,7 @@ class Bidiagonalisation:
                 right[lost] = random_unit_vector(operator, self.config.seed + self.steps + number)
         self.output.record_energy(items, operator.token_energy(right[:, 0]))
         if self.config.vectors:
-            self.output.doubt(items, converged)
+            self.output.doubt(items, [Status.EXACT if ok else Status.MAX_STEPS for ok in converged.tolist()])
             self.output.record_vectors(items, right, _unit_image(operator, right[:, 0]))
 
     def _keep(self, rows: Tensor) -> None:
@@ -353,6 +358,10 @@ def _unit_image(operator: Operator, right: Tensor) -> Tensor:
 
 # Below this many inputs the space is soon exhausted, and a warm start saves nothing.
 _FEW_INPUTS = 16
+# Chance, over the random start, that a value which is called converged is further than rtol from σ.
+OVERSIGHT = 1e-3
+# Most starts in one space that is exhausted again and again.
+_MOST_STARTS = 32
 # Most short recurrences spent on finding the top vector afterwards.
 _MOST_RECURRENCES = 20
 

@@ -21,16 +21,18 @@ from torch import Tensor
 from lipscope.spectral.basis import check_delta, pairs_within, random_direction, scaled_norm, together_within, unit_rows
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SolverOutput
+from lipscope.spectral.result import SolverOutput, Status
+from lipscope.spectral.scale import at_any_scale
 
 
 @dataclass(frozen=True)
 class GolubKahan:
     """Golub–Kahan–Lanczos, re-orthogonalised as far as ``memory`` reaches; every batch item stops on its own.
 
-    An item stops when the estimated relative error of its ``k`` leading Ritz values is below ``rtol`` and its interval is
-    no wider than ``interval``. The error estimate is min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to
-    the next Ritz value; it is relative, so c·f stops where f does. ``lower`` and ``upper`` are valid at every step.
+    An item has converged when the estimated relative error of its ``k`` leading Ritz values is below ``rtol``, no larger
+    value is further away than that (except with probability 1e-3), and its interval is no wider than ``interval``. The
+    error estimate is min(r, r²/2gap)/θ with the residual r = ‖Jᵀu − θv‖ and the gap to the next Ritz value; it is
+    relative, so c·f stops where f does. ``lower`` and ``upper`` are valid at every step.
 
     Attributes:
         rtol: requested relative accuracy of the estimate.
@@ -41,7 +43,8 @@ class GolubKahan:
             products are 0. The interval is that of the largest; the others come with the error estimate alone.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
-            almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off.
+            almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off: the
+            error estimate alone decides, and the status says ``estimated``.
         seed: seed of the start vector; the same for every item, so results do not depend on how inputs are batched (but
             for rounding).
         memory: bytes for Krylov bases; singular vectors that are found come on top. A batch whose first 32 vectors of both
@@ -85,15 +88,14 @@ class GolubKahan:
             raise ValueError(f"start has shape {tuple(start.shape)}, but the operator needs {(operator.batch, N)}")
         together = together_within((M, N), operator.dtype.itemsize, self.memory)
         if operator.batch <= together:
-            return self._together(operator, start)
+            return at_any_scale(operator, lambda maps: self._together(maps, start))
         parts = torch.arange(operator.batch, device=operator.device).split(together)
-        return SolverOutput.cat(
-            [self._together(operator.select(part), None if start is None else start[part]) for part in parts]
-        )
+        starts = [None] * len(parts) if start is None else start.split(together)
+        return SolverOutput.cat([self.solve(operator.select(part), one) for part, one in zip(parts, starts, strict=True)])
 
     def _together(self, operator: Operator, start: Tensor | None) -> SolverOutput:
         if self.k == 1:
-            return Bidiagonalisation(self, operator, start).solve()
+            return Bidiagonalisation(self, operator, start).solve(first=True)
 
         def solve(deflated: Operator, number: int) -> SolverOutput:
             return Bidiagonalisation(self._for_one(number), deflated).solve()
@@ -109,16 +111,17 @@ class GolubKahan:
         """All values at once where whole bases fit; of the items for which they do not, the largest value alone."""
         fitting = pairs_within(operator.shape, operator.batch, operator.dtype.itemsize, self.memory) - 1
         if fitting >= self.max_steps:
-            return Bidiagonalisation(replace(self, vectors=True), operator, start, whole=True).solve()
+            return Bidiagonalisation(replace(self, vectors=True), operator, start, whole=True).solve(first=True)
         found = SolverOutput.empty(operator, self.k, True, "golub_kahan", self.delta)
         if fitting >= self.k:
             short = replace(self, vectors=True, max_steps=fitting)
-            found = Bidiagonalisation(short, operator, start, whole=True).solve()
+            found = Bidiagonalisation(short, operator, start, whole=True).solve(first=True)
             start = found.vectors[0][:, 0]
-        cut = (~found.converged).nonzero()[:, 0]
+        cut = (~found.stopped).nonzero()[:, 0]
         if cut.numel():
             items = operator if cut.numel() == operator.batch else operator.select(cut)
-            found.restart(cut, Bidiagonalisation(self._for_one(0), items, None if start is None else start[cut]).solve())
+            one = Bidiagonalisation(self._for_one(0), items, None if start is None else start[cut])
+            found.restart(cut, one.solve(first=fitting < self.k))
         return found
 
 
@@ -205,13 +208,14 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
     """The k leading singular triplets, from those that a first solve has found and the solver for a deflated operator.
 
     ``found`` holds k triplets of every item, those that are not known yet with the value −∞ and zero vectors; it is used up.
-    Relative differences of values up to ``rtol`` do not count.
+    Relative differences of values up to half of ``rtol`` do not count.
     """
     values, (right, left) = found.singular_values, found.vectors
     k = values.shape[1]
     orthonormalise(right)
     orthonormalise(left)
     pending = torch.arange(operator.batch, device=operator.device)
+    rest = torch.zeros_like(found.estimate)
     # Every attempt but the last finds a value that counts, or completes the list; rounding may bring a few more.
     for attempt in range(1, 2 * k + 4):
         # Where there are as many values as dimensions nothing is left. Zeros do not count: of a wide map they may belong to
@@ -221,7 +225,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         if not pending.numel():
             break
         if attempt == 2 * k + 3:
-            found.doubt(pending, torch.zeros_like(pending, dtype=torch.bool))
+            found.doubt(pending, [Status.MAX_STEPS] * pending.numel())
             break
         everyone = pending.numel() == operator.batch
         largest, (least, slot) = values[pending].amax(1), values[pending].min(1)
@@ -233,8 +237,9 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         )
         further = solve(deflated, attempt)
         found.iterations[pending] += further.iterations
-        found.doubt(pending, further.converged)
-        counts = further.estimate > (1 + rtol) * least + operator.rounding_error * largest
+        found.doubt(pending, further.status)
+        counts = further.estimate > (1 + rtol / 2) * least + operator.rounding_error * largest
+        rest[pending] = further.estimate.masked_fill(counts, 0.0)
         # In the place of the least value, which needs no deflation: nothing below the new least counts.
         next_right, next_left = map(
             _new_direction, (vectors[:, 0] for vectors in further.vectors), (deflated.right, deflated.left)
@@ -243,16 +248,31 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         values[pending, slot] = further.estimate[counts]
         right[pending, slot], left[pending, slot] = next_right[counts], next_left[counts]
         del deflated, further, next_right, next_left  # before the next solve needs the room
-    return _in_order(operator, found)
+    return _rotated(operator, found, rest, rtol)
 
 
-def _in_order(operator: Operator, found: SolverOutput) -> SolverOutput:
-    """The triplets of every item with falling values, and what the result says of the first of them."""
-    values, order = found.singular_values.sort(dim=1, descending=True, stable=True)
-    for vectors in found.vectors:
-        vectors[:] = vectors.gather(1, order[:, :, None].expand_as(vectors))
-        complete(vectors, _SEED)
+def _rotated(operator: Operator, found: SolverOutput, rest: Tensor, rtol: float) -> SolverOutput:
+    """The singular triplets of J on the space of the right vectors: those of values close together were found mixed.
+
+    With R = Jᵀu − θv for each of them, J is [[Θ, R], [0, D]] in bases that begin with the left and right vectors, and ‖D‖ is
+    at most the largest value of the ``rest`` (B,). The values of J differ from those of Θ and D by at most ‖R‖, and where θ
+    exceeds ‖D‖ by a gap, by about ‖R‖²/2gap: where that is more than ``rtol`` they are estimates.
+    """
+    right, left = found.vectors
+    complete(right, _SEED)
+    images = torch.stack([operator.matvec(v) for v in right.unbind(1)], 2)
+    turned, values, turns = torch.linalg.svd(images.double(), full_matrices=False)
+    left[:] = turned.mT.to(left.dtype)
+    right[:] = turns.to(right.dtype) @ right
+    pairs = zip(left.unbind(1), right.unbind(1), values.to(right.dtype).unbind(1), strict=True)
+    residuals = torch.stack([scaled_norm(operator.rmatvec(u) - theta[:, None] * v) for u, v, theta in pairs], 1)
+    r, gap = scaled_norm(residuals)[:, None], (values - (1 + rtol) * rest[:, None]).clamp_min(0)
+    error = torch.minimum(r, r * (r / (2 * gap).clamp_min(torch.finfo(torch.float64).tiny)))
+    shown = (error <= rtol * values + 4 * operator.rounding_error * values[:, :1]).all(1)
     everyone = torch.arange(operator.batch, device=operator.device)
-    found.record_energy(everyone, operator.token_energy(found.vectors[0][:, 0]))
+    found.doubt(everyone, [Status.EXACT if ok else Status.ESTIMATED for ok in shown.tolist()])
+    found.record_energy(everyone, operator.token_energy(right[:, 0]))
+    found.iterations += values.shape[1]
     estimate = torch.maximum(found.estimate, values[:, 0])
-    return replace(found, estimate=estimate, upper=torch.maximum(found.upper, estimate), singular_values=values)
+    upper = torch.maximum(found.upper, estimate)
+    return replace(found, estimate=estimate, upper=upper, singular_values=values, residual=residuals[:, 0])

@@ -20,6 +20,7 @@ class Status(StrEnum):
 
     EXACT = "exact"
     CONVERGED = "converged"
+    ESTIMATED = "estimated"
     MAX_STEPS = "max_steps"
 
     @property
@@ -34,9 +35,14 @@ _EXPLANATIONS = {
         "and the interval only covers that rounding."
     ),
     Status.CONVERGED: (
-        "The iteration reached the requested relative accuracy and width of the interval. The lower end is a value that "
-        "the map really attains; the upper end holds except with the stated probability delta over the random start. "
-        "Ask for a smaller interval to narrow it."
+        "The iteration reached the requested width of the interval, and no singular value is larger than the estimate by "
+        "more than rtol, except with probability 1e-3 over the random start. The lower end is a value that the map really "
+        "attains; the upper end holds except with the stated probability delta. Ask for a smaller interval to narrow it."
+    ),
+    Status.ESTIMATED: (
+        "The error estimate of the value fell below rtol, which does not show that no larger value was overlooked: nobody "
+        "asked (interval=None, or power iteration), or rounding hides what would have to be seen. The interval is valid. "
+        "Ask for an interval, or compute in float64."
     ),
     Status.MAX_STEPS: (
         "The iteration used up max_steps before its error estimate fell below rtol or its interval was narrow enough. "
@@ -58,7 +64,6 @@ class SolverOutput:
     singular_values: Tensor
     iterations: Tensor
     residual: Tensor
-    converged: Tensor
     status: list[Status]
     token_energy: Tensor | None
     right: Tensor | None
@@ -79,7 +84,6 @@ class SolverOutput:
             singular_values=zeros[:, None].repeat(1, k),
             iterations=torch.zeros(B, dtype=torch.int64, device=operator.device),
             residual=zeros.clone(),
-            converged=torch.zeros(B, dtype=torch.bool, device=operator.device),
             status=[Status.MAX_STEPS] * B,
             token_energy=None if tokens is None else like.new_zeros(B, tokens),
             right=like.new_zeros(B, k, N) if vectors else None,
@@ -97,11 +101,16 @@ class SolverOutput:
             self.right[items] = right
             self.left[items] = left
 
-    def doubt(self, items: Tensor, ok: Tensor) -> None:
-        """The listed items have not converged where something they rest on is not ``ok``."""
-        self.converged[items] &= ok
-        for item in items[~ok].tolist():
-            self.status[item] = Status.MAX_STEPS
+    def doubt(self, items: Tensor, others: list[Status]) -> None:
+        """The listed items are no better known than what they rest on."""
+        worst = list(Status)
+        for item, other in zip(items.tolist(), others, strict=True):
+            self.status[item] = max(self.status[item], other, key=worst.index)
+
+    @property
+    def stopped(self) -> Tensor:
+        """Whether every item met its stopping rule (B,)."""
+        return torch.tensor([status is not Status.MAX_STEPS for status in self.status], device=self.estimate.device)
 
     @property
     def vectors(self) -> tuple[Tensor, Tensor]:
@@ -112,7 +121,7 @@ class SolverOutput:
 
     def restart(self, items: Tensor, largest: SolverOutput) -> None:
         """Instead of k values of the listed items their largest ones, with vectors; the others are not known (−∞)."""
-        for name in ("estimate", "upper", "residual", "converged"):
+        for name in ("estimate", "upper", "residual"):
             getattr(self, name)[items] = getattr(largest, name)
         self.iterations[items] += largest.iterations
         self.singular_values[items] = -torch.inf
@@ -269,19 +278,26 @@ def summarise(
     allowance = operator.rounding_error
     floor = torch.as_tensor(operator.rounding_floor, dtype=torch.float64, device=output.estimate.device)
     relative = torch.where(output.estimate > 0, floor / output.estimate, 0.0).clamp(allowance, 1.0)
+    converged = [status in (Status.EXACT, Status.CONVERGED) for status in output.status]
+    lower = output.estimate * (1 - relative)
+    upper = torch.maximum(output.upper * (1 + allowance), output.upper + floor)
+    # Numbers so small have few digits, and may have been rounded inwards.
+    tiny = torch.finfo(torch.float64).tiny
+    lower = torch.where(lower < tiny, torch.nextafter(lower, torch.zeros_like(lower)), lower)
+    upper = torch.where((upper < tiny) & (upper > 0), torch.nextafter(upper, torch.ones_like(upper)), upper)
     right = left = None
     if output.right is not None and output.left is not None:
         right = torch.stack([operator.lift_right(vector) for vector in output.right.unbind(1)], dim=1)
         left = output.left.reshape(*output.left.shape[:2], *operator.output_shape)
     return SpectralNorm(
-        lower=output.estimate * (1 - relative),
+        lower=lower,
         estimate=output.estimate,
-        upper=torch.maximum(output.upper * (1 + allowance), output.upper + floor),
+        upper=upper,
         upper_kind=("exact" if output.solver == "dense" else "probabilistic",) * operator.batch,
         delta=output.delta,
         iterations=output.iterations,
         residual=output.residual,
-        converged=output.converged,
+        converged=torch.tensor(converged, device=lower.device),
         status=tuple(output.status),
         singular_values=output.singular_values,
         scope=scope,

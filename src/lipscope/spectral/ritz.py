@@ -69,55 +69,42 @@ def _scale(alpha: Tensor) -> Tensor:
 
 
 def polynomial_upper_bound(
-    alpha: Tensor, beta: Tensor, *, first: Tensor, overlap: Tensor, floor: Tensor, one_sided: bool = False
+    values: Tensor, alpha: Tensor, beta: Tensor, *, log_overlap: Tensor, floor: Tensor, one_sided: bool = False
 ) -> Tensor:
-    """The root t ≥ θ₁² of ∏(t − θᵢ²) = ∏ αⱼβⱼ / overlap, as √t, over the recurrence that began at step ``first``.
+    """The root t ≥ θ₁² of ∏(t − θᵢ²) = ∏ αⱼβⱼ / g, as √t, over all recurrences so far.
 
-    It bounds σ on the complement of what came before, when the start of that recurrence has at least this overlap with
-    the top singular vector there.
+    It bounds σ when the product of the overlaps that their starts have with the top singular vector is at least g.
 
     In x = log(t/θ₁² − 1) the logarithm of the left side is increasing and convex, so that Newton's iteration from a point
     beyond the root never falls below it: every iterate is a bound. Logarithms keep the products in range.
 
     Args:
-        alpha: diagonals (B, k), or gains; float64.
+        values: Ritz values θ (B, k), largest first; float64.
+        alpha: diagonals (B, k), or gains.
         beta: superdiagonals (B, k), or lengths; the last one leads to v_{k+1}.
-        first: index of the first step of the current recurrence (B,); infinity is returned where it equals k.
-        overlap: g(δ) of the current recurrence (B,).
+        log_overlap: log g (B,).
         floor: norms below this are rounding, and count as this much (B,).
         one_sided: which form it is.
     """
-    k = alpha.shape[1]
-    position = torch.arange(k, device=alpha.device)
-    current = position[None] >= first[:, None]
-    count = current.sum(-1)
-    # Steps before ``first`` are cut out; their zeros sort behind the values that count.
-    if one_sided:
-        unit = _scale(alpha)
-        squares = torch.linalg.eigvalsh(gram(alpha * current / unit, beta * current / unit))
-        values = unit * squares.flip(-1).clamp_min(0).sqrt()
-    else:
-        values = torch.linalg.svdvals(bidiagonal(alpha * current, beta * current))
     scale = torch.maximum(values[:, :1], floor[:, None]).clamp_min(_TINY)
-    counted = position[None] < count[:, None]
-    roots = (values / scale).square()
-
     a, b, least = alpha / scale, beta / scale, floor[:, None] / scale
-    # The rounding of JᵀJ, and that of J.
+    # The rounding of JᵀJ, and that of J. Where J·v is nothing but rounding, Jᵀ of it is not known: its gain is at most √t.
+    lost = (a <= least) & (not one_sided)
     factors = torch.maximum(a * b, least) if one_sided else torch.maximum(a, least) * torch.maximum(b, least)
-    target = torch.where(current, factors.clamp_min(_TINY).log(), 0.0).sum(-1) - overlap.log()
-    # (t − 1)^count ≤ ∏(t − rootsᵢ), so this exponent lies beyond the root.
-    high = (target / count.clamp_min(1)).clamp(min=_LEAST_EXPONENT)
-    gaps = (1 - roots).clamp_min(0)
+    factors = torch.where(lost, least, factors)
+    target = factors.clamp_min(_TINY).log().sum(-1) - log_overlap
+    # Every such step has a Ritz value 0 and, divided by √t, counts half. (t − 1)^count ≤ ∏(t − rootsᵢ): beyond the root.
+    half = 0.5 * lost.sum(-1)
+    high = (target / (alpha.shape[1] - half)).clamp(min=_LEAST_EXPONENT)
+    gaps = (1 - (values / scale).square()).clamp_min(0)
     for _ in range(_NEWTON_STEPS):
         near = high.exp()[:, None]
         distance = near + gaps
-        excess = torch.where(counted, distance.log(), 0.0).sum(-1) - target
-        slope = torch.where(counted, near / distance, 0.0).sum(-1).clamp_min(_TINY)
+        excess = distance.log().sum(-1) - half * near[:, 0].log1p() - target
+        slope = ((near / distance).sum(-1) - half * near[:, 0] / (1 + near[:, 0])).clamp_min(_TINY)
         step = torch.minimum((excess / slope).clamp_min(0), high - _LEAST_EXPONENT)
         high = high - step
         if not bool((step > _ROUNDING).any()):
             break
     upper = scale[:, 0] * (1 + (high + _ROUNDING).exp()).sqrt()
-    upper = torch.where(alpha.amax(1) > 0, upper, torch.zeros_like(upper))
-    return torch.where(count > 0, upper, torch.full_like(upper, torch.inf))
+    return torch.where(alpha.amax(1) > 0, upper, torch.zeros_like(upper))

@@ -18,6 +18,7 @@ from lipscope.spectral.basis import check_delta, overlap_quantile, random_unit_v
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
+from lipscope.spectral.scale import at_any_scale, refuse_extreme_scales
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Dense:
         M, N = operator.shape
         if self.k > min(M, N):
             raise ValueError(f"k = {self.k} singular values were asked of a {M}×{N} operator")
+        return at_any_scale(operator, self._solve)
+
+    def _solve(self, operator: Operator) -> SolverOutput:
         matrices = operator.to_dense().double()
+        refuse_extreme_scales(operator, matrices.flatten(1).abs().amax(1))
         if not bool(torch.isfinite(matrices).all()):
             raise FloatingPointError("The Jacobian has NaN or infinite entries at this input; try float64.")
         left, values, right = _svd(matrices)
@@ -49,7 +54,6 @@ class Dense:
         out.estimate[:] = values[:, 0]
         out.upper[:] = values[:, 0]
         out.singular_values[:] = values[:, : self.k]
-        out.converged[:] = True
         out.status[:] = [Status.EXACT] * operator.batch
         items = torch.arange(operator.batch, device=operator.device)
         leading = right[:, : self.k].to(operator.dtype)
@@ -112,6 +116,9 @@ class Power:
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Largest singular value of every item of ``operator``."""
+        return at_any_scale(operator, self._solve)
+
+    def _solve(self, operator: Operator) -> SolverOutput:
         _, N = operator.shape
         out = SolverOutput.empty(operator, 1, self.vectors, "power", self.delta)
         v = random_unit_vector(operator, self.seed).expand(operator.batch, N)
@@ -121,6 +128,8 @@ class Power:
         for step in range(1, self.max_steps + 1):
             u = operator.matvec(v)
             theta = scaled_norm(u)
+            if step == 1:
+                refuse_extreme_scales(operator, theta)
             if not bool(torch.isfinite(theta).all()):
                 raise FloatingPointError("A product with the Jacobian returned NaN or infinity: does the map overflow here?")
             u = unit_rows(u, theta)
@@ -136,9 +145,8 @@ class Power:
                 out.upper[items] = torch.maximum(((log_growth[items] - overlap) / (2 * step)).exp(), theta[items])
                 out.iterations[items] = step
                 out.residual[items] = scaled_norm(w[items].double() - theta[items, None] * v[items].double())
-                out.converged[items] = done[items]
                 for item in items.tolist():
-                    out.status[item] = Status.CONVERGED if bool(done[item]) else Status.MAX_STEPS
+                    out.status[item] = Status.ESTIMATED if bool(done[item]) else Status.MAX_STEPS
                 out.record_energy(items, operator.token_energy(v[items]))
                 if self.vectors:
                     out.record_vectors(items, v[items, None], u[items, None])
