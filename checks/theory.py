@@ -6,9 +6,9 @@
     python checks/theory.py --write docs/theory/check.md  and write the table
 
 σ is that of a dense Jacobian (``oracle``) at random, constructed and ascended inputs (``draws``). Bounds, certificates and
-both ends of every interval are held against it (``layers``), also where rounding is made to hurt (``hostile``); transport
-distances against SciPy's linear programme (``transport``); the probabilistic end against how often it fails (``ends``). The
-exit status is 1 when a claim was violated.
+both ends of every interval are held against it (``layers``), also where rounding is made to hurt (``hostile``); bounds for
+every n against ascended measures (``measures``); transport distances against SciPy's linear programme (``transport``); the
+probabilistic end against how often it fails (``ends``). The exit status is 1 when a claim was violated.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from ends import BATCH, DELTA, STRATA, check_ends, judge_ends, limits
 from hostile import check_hostile
 from layers import check_layer
 from ledger import Ledger, Row
+from measures import check_measures
 from transport import check_transport
 
 ROOT = Path(__file__).parent.parent
 CHECKS: dict[str, Callable[[int, int], Ledger]] = {
-    "layers": check_layer, "rounding": check_hostile, "transport": check_transport, "ends": check_ends,
+    "layers": check_layer, "rounding": check_hostile, "transport": check_transport, "measures": check_measures,
+    "ends": check_ends,
 }  # fmt: skip
 MARKS = re.compile(r"(<!-- begin checks/theory.py -->\n).*?(<!-- end checks/theory.py -->)", re.DOTALL)
 
@@ -48,7 +50,7 @@ def sizes(cases: int) -> dict[str, int]:
     """Numbers of every kind for so many inputs of layers, and about as many solves."""
     rounds = max(1, math.ceil(1.25 * cases / BATCH / len(STRATA)))
     return {"layers": math.ceil(cases / INPUTS), "rounding": math.ceil(cases / 10), "transport": math.ceil(cases / 10),
-            "ends": rounds * len(STRATA)}  # fmt: skip
+            "measures": math.ceil(cases / 160), "ends": rounds * len(STRATA)}  # fmt: skip
 
 
 def work(kind: str, seed: int, numbers: list[int], until: float) -> tuple[str, int, Ledger]:
@@ -111,6 +113,7 @@ TABLES = (
     ("interval: ", "interval", "least upper end/σ"),
     ("rounding: ", "where rounding hurts", "least upper end or bound/σ"),
     ("transport: ", "distance against the linear programme", "least ratio"),
+    ("every n: ", "bound for every n, on sets of tokens", "least bound/constant found"),
     ("mean field: ", "Lipschitz constant on measures", "least bound/ratio of distances"),
 )
 PREFIXES = tuple(start for start, _, _ in TABLES if start)
@@ -127,8 +130,8 @@ def page(ledger: Ledger, done: dict[str, int], counts: dict[str, int], seed: int
     lines = [
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, commit {commit()}, seed {seed}, {minutes:.0f} minutes: "
         f"{inputs:,} inputs of {done['layers']:,} layers, {done['rounding']:,} layers made for rounding, "
-        f"{done['transport']:,} pairs of measures, {solves:,} solves. **{sum(map(len, broken.values())):,} violations.**"
-        + (f" Time ran out at {', '.join(short)}." if short else "")
+        f"{done['transport']:,} pairs of measures, {done['measures']:,} sets of tokens, {solves:,} solves. "
+        f"**{sum(map(len, broken.values())):,} violations.**" + (f" Time ran out at {', '.join(short)}." if short else "")
     ]
     for name, found in broken.items():
         lines += ["", f"**{name}**: {len(found):,}, such as"]
