@@ -117,12 +117,12 @@ def progress_bar() -> Iterator[Callable[[float, float, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    left = TimeRemainingColumn(elapsed_when_finished=False)
     words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"))
+    left = (TimeRemainingColumn(elapsed_when_finished=False), TextColumn("left,"), TimeElapsedColumn(), TextColumn("so far"))
+    columns = (words, BarColumn(), TaskProgressColumn(), *left)
     console = Console(stderr=True)
     quiet = not console.is_terminal
-    with Progress(*columns, left, console=console, transient=True, disable=quiet, speed_estimate_period=600) as bar:
+    with Progress(*columns, console=console, transient=True, disable=quiet, speed_estimate_period=600) as bar:
         line = bar.add_task("starting", total=None)
         yield lambda done, total, what: bar.update(line, completed=done, total=total, description=printable(what))
 
