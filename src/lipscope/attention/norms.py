@@ -17,9 +17,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-# For the rounding of the squared local norm, relative to ‖g‖_∞².
-_ALLOWANCE = 1e-12
-
 
 @dataclass(frozen=True, eq=False)
 class NormLinearisation:
@@ -51,8 +48,7 @@ class NormLinearisation:
     def local_norm(self, steps: int = 80) -> Tensor:
         """An upper bound for ‖Dy‖₂ of every token, shape (B, n): its square exceeds ‖Dy‖₂² by about 10⁻¹²(‖g‖_∞/s)².
 
-        That is an allowance for rounding, some 400 times the largest error that was found in extended precision; without
-        it the value may be far too small where the derivative nearly vanishes.
+        That is for rounding, 400 times the largest error found, and matters where the derivative nearly vanishes.
 
         s²·Dy Dyᵀ = G² − UUᵀ with G = diag(g) and U of at most two columns, G1/√d and √θ Gẑ, where ẑ = z/‖z‖,
         t = ‖z‖²/d and θ = 2t − t². By Sylvester's law the number of eigenvalues above λ is the number of g_i² above λ,
@@ -77,7 +73,7 @@ class NormLinearisation:
             S = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device) - U.mT @ (U / gap[..., None])
             above = (gap > 0).sum(-1) + (_eigenvalues(S) > 0).sum(-1) - U.shape[-1] > 0
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        return (high + _ALLOWANCE * square.max()).sqrt() / self.s[..., 0].double()
+        return (high + 1e-12 * square.max()).sqrt() / self.s[..., 0].double()
 
 
 def _eigenvalues(S: Tensor) -> Tensor:

@@ -178,11 +178,7 @@ def lower_proposition34(layer: Attention | PlainHead, radius: float, n: int) -> 
 
 @bound("lower.groups", side="lower", needs="radius, n", masks="full, causal", without=PLAIN)
 def lower_groups(layer: Attention | PlainHead, radius: float, n: int) -> Bound:
-    """With m tokens at u and n−m at w: the best m and the best of the pairs above.
-
-    Unmasked the value depends on (n−m)/m alone, so that it levels off as n grows. As m is a whole number it may be a few
-    per cent less at one n than at the one before.
-    """
+    """With m tokens at u and n−m at w: the best m and the best of the pairs above; it levels off, give or take a few %."""
     head = PlainHead.of(layer)
     candidates = head.pairs(radius)
     sizes = sorted({1, *(int(n * 2 ** (-step / 4)) for step in range(1, 4 * max(1, n.bit_length()) + 1))} - {0})

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,9 +186,7 @@ def large_radius_limit(layer: Attention, x: Tensor) -> Bound | None:
     norm of their sum, at most the sum of their norms. Regime of Castin et al.; formula derived in docs/theory.
     """
     n = x.shape[0]
-    bare = Attention(
-        layer.q, layer.k, layer.v, heads=layer.heads, kv_heads=layer.kv_heads, scale=layer.scale, rotary=layer.rotary
-    )
+    bare = replace(layer, q_bias=None, k_bias=None, v_bias=None)
     q, k, _ = bare.to(torch.float64).project(x.detach().double()[None])
     k = k.repeat_interleave(layer.heads // layer.kv_heads, dim=1)
     scores = (q @ k.mT)[0]

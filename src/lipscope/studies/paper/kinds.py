@@ -145,7 +145,7 @@ class AdversarialPoints:
                 head, n, radius=radius, built=built, restarts=task["options"]["restarts"], steps=task["options"]["steps"],
                 seed=task["seed"], solver=solver, dtype=torch.float32,
             )  # fmt: skip
-            about = f"from {found.labels[found.best]}; start vector of seed {found.start_seed}"
+            about = f"from {found.labels[found.best]}; start seed {found.start_seed}"
             points.append((ASCENT, found.tokens, found.sigma, None, about))
         bounds = upper_bounds(head, radius, n)
         return [

@@ -184,18 +184,9 @@ def attack_tokens(
     seed = 0 if same else unseen(best.ids, torch.tensor([trial.sigma for trial in tried], dtype=torch.float64))
     after = before if same else _measure(handle, best.ids[None], layer, head, Auto(seed=seed))
     old, new = words.write(start[0]), words.write(best.ids)
-    return TokenAttack(
-        before,
-        after,
-        best.made,
-        old,
-        new,
-        start[0].cpu(),
-        best.ids.cpu(),
-        words.reads_back(new, best.ids),
-        tuple(tried),
-        seed,
-    )
+    back = words.reads_back(new, best.ids)
+    ids = (start[0].cpu(), best.ids.cpu())
+    return TokenAttack(before, after, best.made, old, new, *ids, back, tuple(tried), seed)
 
 
 def _successors(
