@@ -61,13 +61,16 @@ class Ledger(dict[str, Row]):
             self.row(name).add(row)
 
     def guarded(self, name: str, where: str, call: Callable[[], Any]) -> Any:
-        """What a call returns; None when it refuses because there are no digits left. Any other error is a violation."""
+        """What a call returns; None when it refuses for want of digits or of range. Any other error is a violation."""
         try:
             return call()
         except FloatingPointError:
             self.row(name).refused += 1
         except Exception as error:
-            self.record(name, math.inf, f"{type(error).__name__}: {str(error)[:200]} at {where}")
+            if isinstance(error, ValueError) and "float64 overflows" in str(error):
+                self.row(name).refused += 1
+            else:
+                self.record(name, math.inf, f"{type(error).__name__}: {str(error)[:200]} at {where}")
         return None
 
 

@@ -39,6 +39,7 @@ from measures import check_measures
 from transport import check_transport
 
 ROOT = Path(__file__).parent.parent
+SHOWN = 5  # violations of one claim that are printed while searching
 CHECKS: dict[str, Callable[[int, int], Ledger]] = {
     "layers": check_layer, "rounding": check_hostile, "transport": check_transport, "measures": check_measures,
     "ends": check_ends,
@@ -75,10 +76,10 @@ def search(counts: dict[str, int], seed: int, minutes: float, jobs: int) -> tupl
     def collect(results: Iterable[tuple[str, int, Ledger]]) -> None:
         for kind, count, found in results:
             done[kind] += count
-            ledger.add(found)
-            for row in found.values():
-                for violation in row.violations:
+            for name, row in found.items():
+                for violation in row.violations[: max(0, SHOWN - len(ledger.row(name).violations))]:
                     print(f"VIOLATED {violation}", flush=True)
+            ledger.add(found)
 
     if jobs == 1:
         collect(work(kind, seed, numbers, until) for kind, numbers in pieces)
