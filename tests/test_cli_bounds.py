@@ -35,3 +35,16 @@ def test_one_clear_line(files):
     result = CliRunner().invoke(app, ["bounds", files[0]])
     assert result.exit_code == 2
     assert "give tokens X" in result.output
+
+
+def test_regimes(files):
+    shown = CliRunner().invoke(app, ["bounds", files[0], "--heads", "2", "--radius", "2", "--n", "5", "--regimes"])
+    assert shown.exit_code == 0, shown.output
+    assert "√n growth up to n" in shown.output
+    result = CliRunner().invoke(app, ["bounds", files[0], "--radius", "2", "--n", "5", "--regimes", "--json"])
+    (row,) = json.loads(result.output)
+    assert row["exponent"] <= row["largest"]
+    assert row["regime"] in ("√n growth", "between", "plateau")
+    refused = CliRunner().invoke(app, ["bounds", files[0], "--mask", "window:3", "--radius", "2", "--regimes"])
+    assert refused.exit_code == 2
+    assert "covering.exponent does not hold" in refused.output

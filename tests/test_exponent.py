@@ -9,8 +9,8 @@ import lipscope
 from lipscope.attention.norms import LayerNorm, RMSNorm
 from lipscope.bounds import registry, sets
 from lipscope.bounds.domain import ball, image, sphere
-from lipscope.bounds.exponent import HeadOnSet, covering_exponent
-from lipscope.bounds.pairs import lower_meanfield
+from lipscope.bounds.exponent import HeadOnSet, covering_exponent, regimes
+from lipscope.bounds.pairs import lower_groups, lower_meanfield, lower_pair
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant
 
 ATTRACTIVE = torch.eye(2, dtype=torch.float64)
@@ -181,3 +181,21 @@ def test_on_the_sphere_an_isotropic_attractive_head_grows_as_the_square_of_the_r
         assert covering_exponent(layer, 30.0).value > 1e40  # the ball
         repulsive = plain_layer(-torch.eye(d, dtype=torch.float64))
         assert lower_meanfield(repulsive, 5.0, domain=sphere(5.0, d)).value > math.exp(25.0)
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize("A", [ATTRACTIVE, -0.5 * ATTRACTIVE, SKEW], ids=["attractive", "repulsive", "skew"])
+def test_the_borders_between_the_regimes(A, mask):
+    """Up to the first border one token moves the others by half of √(n−1); from the second on the bound stays."""
+    layer = plain_layer(A, mask=mask)
+    (found,) = regimes(layer, ball(4.0))
+    assert found.exponent <= found.largest <= found.exponent * (1 + 1e-4)
+    assert found.log_growth < found.log_plateau + 1e-6  # the borders meet for repulsive heads
+    border = int(math.exp(found.log_growth))
+    assert found.at(border) == "√n growth" != found.at(border + 2)
+    for n in (2, 10, min(border, 50_000)):
+        assert lower_pair(layer, 4.0, n).value >= 0.5 * math.sqrt(n - 1) * (1 - 1e-9)
+    flat = int(math.exp(found.log_plateau)) + 3
+    assert found.at(flat) == "plateau"
+    assert covering_exponent(layer, 4.0).value <= 7 * covering_exponent(layer, 4.0, flat).value
+    assert lower_groups(layer, 4.0, 3000).value <= covering_exponent(layer, 4.0, 3000).value

@@ -13,6 +13,7 @@ that does not see some direction of a sphere it is no smaller than its ball: tok
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -60,6 +61,41 @@ def covering_exponent(layer: Attention, radius: float, n: int | None = None, *, 
     return Bound("covering.exponent", total, "set", words, OURS, given)
 
 
+@dataclass(frozen=True)
+class Regime:
+    """How the worst σ of one head over a set of tokens depends on n; n may be too large to write down, hence logarithms."""
+
+    head: int
+    exponent: float  # E of an explicit pair
+    largest: float  # E at most
+    log_growth: float  # log n up to which the worst σ is at least ½√(n−1)·‖V(u − w)‖/‖u − w‖: n = 1 + e^E
+    log_plateau: (
+        float  # log n at which the bound for n is that for every n, up to a factor below 7: n = N(s)e^{E+s} or e^{2h}
+    )
+
+    def at(self, n: int) -> str:
+        """Where n tokens are: ``"√n growth"``, ``"plateau"``, or ``"between"`` the two borders."""
+        return "√n growth" if math.log(n) <= self.log_growth else "plateau" if math.log(n) >= self.log_plateau else "between"
+
+
+def regimes(layer: Attention, domain: Domain) -> tuple[Regime, ...]:
+    """The borders in n of every head, full or causal mask: √n growth below the first, no growth above the second.
+
+    Example:
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> [round(r.exponent, 6) for r in regimes(Attention(-I, I, I, scale=1.0), ball(3.0))]      # 2γR²
+        [18.0]
+    """
+    precise, constants, found = layer.to(torch.float64), Constants.of(layer), []
+    for h in range(layer.heads):
+        head = HeadOnSet(precise, h, domain)
+        u, w = best_pair(head.A, head.size, shift=head.shift, surface=head.surface)
+        E = max(0.0, float((u - w) @ (head.A @ w + head.shift)))
+        top = min(2 * constants.plain[h].half_range(domain.radius), head.log_column())
+        found.append(Regime(h, E, head.largest(), E + math.log1p(math.exp(-E)), top))
+    return tuple(found)
+
+
 class HeadOnSet:
     """The scores of one head of a float64 layer on a set of tokens, in coordinates z of what the head sees.
 
@@ -84,7 +120,7 @@ class HeadOnSet:
         self.shift = (KD @ self._basis).mT @ (Q @ beta + bias)
         self.size, self.domain = domain.size, domain
 
-    def largest(self, steps: int = 32) -> float:
+    def largest(self) -> float:
         """An upper bound for E: for every λ > 0, ρ‖g‖ ≤ λ‖g‖²/2 + ρ²/(2λ), and a quadratic on a ball has an exact dual.
 
         The best λ gives E itself where c = 0, on a ball always and on a sphere in three or more dimensions.
@@ -112,21 +148,12 @@ class HeadOnSet:
             best = float((multipliers * rho**2 + (linear / (multipliers[:, None] - values)).sum(-1) / 4).min())
             return best + weight / 2 * offset**2 + rho**2 / (2 * weight)
 
-        # Convex in the weight, so that a golden section finds the least; every value is a bound.
-        low, high, ratio = -0.1, math.log(1e3), (math.sqrt(5) - 1) / 2
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        at_left, at_right = dual(left), dual(right)
-        best = min(at_left, at_right)
-        for _ in range(steps):
-            if at_left < at_right:
-                high, right, at_right = right, left, at_left
-                left = high - ratio * (high - low)
-                at_left = dual(left)
-            else:
-                low, left, at_left = left, right, at_right
-                right = low + ratio * (high - low)
-                at_right = dual(right)
-            best = min(best, at_left, at_right)
+        # Convex in the weight, so that walking downhill finds the least; every value is a bound.
+        at, step = 0.0, 1.0
+        best = dual(at)
+        while step > 1e-7:
+            value, place = min((dual(at + step), at + step), (dual(at - step), at - step))
+            best, at, step = (value, place, step) if value < best else (best, at, step / 2)
         return max(best, 0.0)
 
     def log_column(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
     from lipscope.bounds.registry import BoundTable
+    from lipscope.cli.source import Found
     from lipscope.models.layer_bounds import LayerBounds
     from lipscope.studies.worst_case.growth_in_n import Growth
     from lipscope.studies.worst_case.tokens import TokenAttack
@@ -32,11 +34,17 @@ def bounds(
     radius: opt.Radius = None,
     seed: opt.Seed = 0,
     tokens: opt.Tokens = None,
+    by_regime: Annotated[
+        bool, option("Instead, the lengths at which the worst σ of every head stops growing as √n.", "--regimes")
+    ] = False,
     target: Target = Target(),
     as_json: opt.AsJson = False,
 ) -> None:
     """List how large σ could be: for all tokens of norm at most R, and provably at given ones."""
     found = find(source, target, seed=seed, text=text, say=say)
+    if by_regime:
+        _print_regimes(found, radius, n or 1024, as_json)
+        return
     if found.model is None:
         from lipscope.attention.io import load_tokens
         from lipscope.bounds.registry import table
@@ -215,6 +223,33 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
     echo(f"after:  {found.after_text}")
     if found.retokenises is False:
         echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
+
+
+def _print_regimes(found: Found, radius: float | None, n: int, as_json: bool) -> None:
+    from lipscope.bounds.domain import domain_of
+    from lipscope.bounds.exponent import regimes
+    from lipscope.bounds.registry import require
+
+    norm, layer = None, None if found.model is not None else found.part(None)
+    if found.model is not None:
+        from lipscope.models.inputs import probe_inputs
+
+        at = found.model.record(probe_inputs(found.model.model, 8))[found.layer]
+        norm, layer = at.norm if radius is None else None, at.weights().for_input(0)
+    assert layer is not None
+    require("covering.exponent", layer)
+    domain = domain_of(radius, norm, layer.width)
+    rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
+    if as_json:
+        echo(json.dumps(rows, indent=2))
+        return
+    cells = [
+        [str(row["head"]), f"{row['exponent']:.4g}", f"10^{row['log_growth'] / math.log(10):.3g}",
+         f"10^{row['log_plateau'] / math.log(10):.3g}", row["regime"]]
+        for row in rows
+    ]  # fmt: skip
+    names = ["head", "E", "√n growth up to n =", "no growth from n =", f"n = {n}"]
+    print_table(names, cells, text=[names[-1]], title=f"Regimes of {found.title(None)}, {domain}")
 
 
 def _print_bounds(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_json: bool) -> None:
