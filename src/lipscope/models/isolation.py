@@ -193,8 +193,8 @@ def claims_causality(model: nn.Module) -> str | None:
     return None
 
 
-def leaks_the_future(model: nn.Module, inputs: dict[str, Any]) -> str | None:
-    """Why a model should be causal, when its outputs change with later tokens nonetheless; else None."""
+def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> str | None:
+    """Why a model should be causal, when its ``output`` on these inputs changes with later tokens nonetheless; else None."""
     claim = claims_causality(model)
     if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return None
@@ -203,8 +203,8 @@ def leaks_the_future(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     later = torch.arange(subject.shape[1], device=subject.device).expand(subject.shape) >= subject.shape[1] // 2
     try:
         with torch.no_grad():
-            one, other = subject.run(), subject.run(subject.substituted(later))
-        return None if difference(subject, one, other, ~later, "substitution") is None else claim
+            other = subject.run(subject.substituted(later))
+        return None if difference(subject, chosen_output(output), other, ~later, "substitution") is None else claim
     except CannotCheckError:  # non-finite outputs are refused elsewhere, by name
         return None
 

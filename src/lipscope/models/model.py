@@ -81,13 +81,13 @@ class Model:
                 # Layers are found by comparing tensors, and NaN compares with nothing.
                 refuse_nan_activations(self.model, run)
                 raise
+            if (claim := leaks_the_future(self.model, inputs, output)) is not None:
+                self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
         self.layers = [seen.layer for seen in found]
         # A pass on the fixed inputs of the self-tests
         self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
-        if (claim := leaks_the_future(self.model, inputs)) is not None:
-            self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
         if check:
             run_self_tests(self.probe_recording)
 
