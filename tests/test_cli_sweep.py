@@ -24,7 +24,7 @@ runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
-def _tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A named model that loads at once."""
 
     def load(name: str, files: Sequence[Path]) -> Loaded:
