@@ -6,20 +6,23 @@ import http.client
 import json
 import os
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from lipscope.report.server import MOST_CONNECTIONS, ReportServer, SweepProgress, read_progress
+from lipscope.runs.schema import DamagedStoreWarning, StoreError
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import run_plan
 from lipscope.runs.tasks import expand
 from report_cases import make_rows, write_run
 from sweep_cases import plan_of, save_models
+from test_sweep_store import filled
 
 
 @contextmanager
@@ -124,11 +127,22 @@ def test_it_listens_on_the_loopback_interface_only(scan: Path) -> None:
 def test_what_cannot_be_shown_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run"):
         ReportServer(tmp_path / "none")
-    import sqlite3
-
     sqlite3.connect(tmp_path / "other.db").execute("CREATE TABLE t (x)").connection.close()
-    with pytest.raises(ValueError, match="not a lipscope store"):
+    with pytest.raises(StoreError, match="not a lipscope store"):
         ReportServer(tmp_path / "other.db")
+
+
+def test_a_damaged_store_is_recovered_and_shown(tmp_path: Path) -> None:
+    filled(tmp_path / "run.db", 3)
+    with closing(sqlite3.connect(tmp_path / "run.db")) as db:
+        db.execute("UPDATE runs SET started = CAST(x'ff' AS TEXT)")
+        db.execute("UPDATE rows SET scope = CAST(x'ff' AS TEXT) WHERE n = 9")
+        db.commit()
+    with pytest.warns(DamagedStoreWarning, match="m, layer 1, scope attention, n = 9"):
+        ReportServer(tmp_path / "run.db").server_close()
+    with serving(tmp_path / "run.db") as server:
+        assert "Not running: 2 of 3 tasks done, 6 rows" in ask(server, f"/{server.secret}/progress.json")[2].decode()
+        assert "The sweep is not complete: 2 of 3 tasks are done." in ask(server, f"/{server.secret}/")[2].decode()
 
 
 def test_a_sweep_is_watched_while_it_runs_and_never_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from lipscope.report.page import Page
 from lipscope.report.settings import report_data
 from lipscope.rounding import duration
 from lipscope.runs.run import Run, is_store, load_run
+from lipscope.runs.store import Store
 
 # A driver on another machine cannot be asked whether it lives; one whose store has not changed for so long counts as gone.
 _SILENCE = 120.0
@@ -135,6 +136,8 @@ class ReportServer(ThreadingHTTPServer):
         self._silent: dict[Any, None] = {}  # connections without a request to answer, the oldest first
         self._made: tuple[str, float, Page, tuple[Run, ...]] | None = None
         self._is_store = is_store(self.path)
+        if self._is_store:
+            Store(self.path).close()  # a damaged one is recovered, and says so
         self.progress()  # refuse what cannot be shown before anyone looks
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)

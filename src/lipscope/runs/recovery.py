@@ -191,7 +191,8 @@ def _write(path: Path, found: _Found) -> list[str]:
             db.execute("INSERT OR IGNORE INTO plan_tasks SELECT plan, key, '' FROM tasks JOIN runs ON tasks.run = runs.id")
         if found.last_run > db.execute("SELECT coalesce(max(id), 0) FROM runs").fetchone()[0]:
             newest = "(SELECT coalesce(max(plan), 1) FROM (SELECT plan FROM plan_tasks UNION SELECT id FROM plans))"
-            db.execute(f"INSERT INTO runs VALUES (?, {newest}, 'lost', 0, '', '', '')", (found.last_run,))
+            now = datetime.now(UTC).isoformat()
+            db.execute(f"INSERT INTO runs VALUES (?, {newest}, 'lost', 0, ?, ?, '')", (found.last_run, now, now))
         for table in SEALED:
             seal(db, table)
         db.execute("COMMIT")

@@ -138,11 +138,7 @@ class Store:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        *,
-        write: bool = False,
-        notice: Callable[[str], None] | None = None,
+        self, path: str | os.PathLike[str] | None, *, write: bool = False, notice: Callable[[str], None] | None = None
     ) -> None:
         self.recovery: Recovery | None = None
         self._lock: StoreLock | None = None
