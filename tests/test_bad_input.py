@@ -43,7 +43,7 @@ def test_tokens(verb, tokens, message):
 def test_tokens_that_are_no_tensor():
     with pytest.raises(TypeError, match="X must be a torch tensor, got list"):
         lipscope.local_lipschitz(LAYER, [[1.0]])
-    with pytest.raises(TypeError, match="map must be an Attention or a callable, got str"):
+    with pytest.raises(TypeError, match="map must be an Attention or a callable, got 'gpt2'"):
         lipscope.local_lipschitz("gpt2", X)
 
 
@@ -80,7 +80,7 @@ def test_masks(mask, message):
 
 
 def test_mask_of_another_type():
-    with pytest.raises(TypeError, match="mask must be a Mask, a string or a tensor, got int"):
+    with pytest.raises(TypeError, match="mask must be a Mask, a string, a torch tensor or None, got 3"):
         lipscope.local_lipschitz(LAYER, X, mask=3)
     with pytest.raises(ValueError, match="mask applies to Attention layers only"):
         lipscope.local_lipschitz(torch.tanh, X, mask="causal")
@@ -173,7 +173,7 @@ def test_maps(function, message):
 def test_modules_with_a_better_way_in_say_so():
     with pytest.raises(ValueError, match="from_torch"):
         lipscope.local_lipschitz(nn.MultiheadAttention(4, 2).eval(), X.float())
-    with pytest.raises(TypeError, match=r"takes an nn\.MultiheadAttention, got Linear"):
+    with pytest.raises(TypeError, match="module must be a MultiheadAttention, got Linear"):
         lipscope.Attention.from_torch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="scope 'head' needs an Attention layer"):
         lipscope.local_lipschitz(torch.tanh, X, scope="head")
@@ -249,7 +249,7 @@ def test_bounds_of_very_many_tokens_are_closed_forms(mask):
 @pytest.mark.parametrize(
     ("mask", "radius", "n", "message"),
     [
-        ("full", 1.0, 10**400, "n must lie between 1 and 1000000000000000"),
+        ("full", 1.0, 10**16, "n must lie between 1 and 1000000000000000"),
         ("full", 1.0, 0, "n must lie between 1 and"),
         ("window:3", 1.0, 10**8, "n must lie between 1 and 65536 for this layer, whose mask or positions"),
         ("full", float("inf"), 4, "radius must be finite and not negative, got inf"),
@@ -278,7 +278,7 @@ def test_lengths_are_counted_before_they_are_written_out(lengths):
         (["--lengths", "1:99999999999999999999:log"], "positive numbers of tokens, at most 1000000000"),
         (["--lengths", "1:1000000000000:1"], "lengths must be at most 10000 numbers"),
         (["--lengths", "1:9:0"], "lengths must look like"),
-        (["--seed", "99999999999999999999"], "seed must be at most"),
+        (["--seed", "99999999999999999999"], "seed must be"),
     ],
 )
 def test_absurd_numbers_on_the_command_line(arguments, message):

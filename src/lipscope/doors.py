@@ -1,10 +1,203 @@
-"""What comes in from outside, arguments of public functions and JSON files: refused here, by name, before it is used."""
+"""What comes in from outside, arguments of public functions and JSON files: refused here, by name, before it is used.
+
+The public names of a package pass through ``attach``. Their functions, and the classes behind them, then compare what they
+are given with their annotations; code inside lipscope imports the functions themselves, and is not slowed down.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import itertools
 import json
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, is_typeddict
+
+import lazy_loader  # type: ignore[import-untyped]
+
+Named = TypeVar("Named")
+_doors: dict[Any, Any] = {}
+_LOOKED_AT = 1000  # elements of a long list
+_WORDS = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None", Path: "a path"}
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``lazy_loader.attach_stub`` for names that check what they are given."""
+    get, names, every = lazy_loader.attach_stub(package, file)
+
+    def door(name: str) -> Any:
+        vars(sys.modules[package])[name] = found = checked(get(name))
+        return found
+
+    return door, names, every
+
+
+def checked(item: Named) -> Named:
+    """A function that refuses arguments of the wrong type; of a class, its public methods do, unless it is an operator."""
+    if not getattr(item, "__module__", "").startswith("lipscope.") or hasattr(item, "__wrapped__"):
+        return item
+    if inspect.isfunction(item):
+        return cast(Named, _doors.setdefault(item, _checking(item)))
+    if inspect.isclass(item) and item not in _doors:
+        _doors[item] = item
+        for name, method in list(vars(item).items()):
+            if isinstance(method, classmethod) and name[0] != "_":
+                setattr(item, name, classmethod(_checking(method.__func__)))
+            elif inspect.isfunction(method) and _is_door(item, name, method):
+                setattr(item, name, _checking(method))
+    return item
+
+
+def _is_door(item: type, name: str, method: Callable[..., Any]) -> bool:
+    """Products that solvers ask for thousands of times, and what takes nothing but tensors, are left as they are."""
+    if name in ("__init__", "__call__", "__getitem__"):
+        return True
+    asked = {hint for argument, hint in method.__annotations__.items() if argument != "return"}
+    return name[0] != "_" and not hasattr(item, "matvec") and not asked <= {"Tensor", "slice"}
+
+
+def _checking(function: Any) -> Any:
+    signature = inspect.signature(function)
+    hints: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def door(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__qualname__}: {error}") from None
+        hints.update({} if hints else _hints(function, signature))
+        for name, value in given.arguments.items():
+            given.arguments[name] = _let_in(name, value, hints.get(name, Any))
+        try:
+            return function(*given.args, **given.kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if type(error) not in (MemoryError, RuntimeError):
+                raise
+            if not str(error) or "allocate memory" in str(error):
+                raise MemoryError(
+                    f"not enough memory for {function.__name__} with these arguments: make them smaller"
+                ) from error
+            tensors = [
+                f"{name} {tuple(v.shape)} {v.dtype}"
+                for name, v in given.arguments.items()
+                if hasattr(v, "dtype") and hasattr(v, "shape")
+            ]
+            raise ValueError(
+                f"{function.__name__} cannot work with {', '.join(tensors) or 'these arguments'}: {error}"
+            ) from error
+
+    return door
+
+
+def _let_in(name: str, value: Any, hint: Any) -> Any:
+    """The value of an argument, numbers of numpy and torch as Python's; refuses what its annotation does not ask for."""
+    if not fits(value, hint):
+        shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+        raise TypeError(f"{name} must be {wording(hint)}, got {shown[:80]}")
+    if getattr(value, "is_meta", False):
+        raise ValueError(f"{name} is on the meta device, where tensors hold no numbers")
+    if isinstance(value, str) and not _is_text(value):
+        raise ValueError(f"{name} holds a character that no name or text has: {value[:80]!r}")
+    kinds = (hint, *get_args(hint))
+    if getattr(value, "ndim", 0) == 1 and type(value) not in kinds and any(get_origin(kind) is Sequence for kind in kinds):
+        return value.tolist()
+    if isinstance(value, (bool, float)) or not (int in kinds or float in kinds) or not fits(value, int | float):
+        return value
+    try:
+        number = operator.index(value) if int in kinds and hasattr(value, "__index__") else float(value)
+    except OverflowError:
+        number = 1 << 63
+    if isinstance(number, int) and abs(number) >= 1 << 63:
+        raise ValueError(f"{name} must be a number of at most 64 bits, got one that is larger")
+    return number
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Annotations as objects; what a module imports for annotations only is looked for where it is defined."""
+    found = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.annotation is parameter.empty:
+            continue
+        try:
+            hint = parameter.annotation
+            found[name] = eval(hint, vars(sys.modules[function.__module__])) if isinstance(hint, str) else hint
+        except NameError:
+            continue
+    return found
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that an annotation asks for. Numbers of numpy and torch pass for numbers."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any or origin is Annotated:  # which says that the function converts what it is given
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) for part in parts)
+    if hint in (int, float):
+        if isinstance(value, (bool, type)) or getattr(value, "ndim", 0) != 0 or not hasattr(value, "__float__"):
+            return False
+        with contextlib.suppress(TypeError):  # a tensor says only when it is asked whether it is an integer
+            return hint is float or operator.index(value) is not None
+        return False
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable):
+        if isinstance(value, (str, bytes)) or not (
+            isinstance(value, origin) or (origin is Sequence and getattr(value, "ndim", 0) == 1)
+        ):
+            return False
+        if issubclass(origin, Mapping):
+            return all(fits(key, parts[0]) for key in itertools.islice(value, _LOOKED_AT))
+        if issubclass(origin, tuple) and parts[-1] is not ...:
+            return len(value) == len(parts) and all(map(fits, value, parts))
+        return not isinstance(value, Collection) or all(fits(part, parts[0]) for part in itertools.islice(value, _LOOKED_AT))
+    if getattr(hint, "_is_protocol", False):
+        # Tensors have names for everything, and are none of ours.
+        return not hasattr(value, "ndim") and all(hasattr(value, name) for name in vars(hint) if name[0] != "_")
+    known = dict if is_typeddict(hint) else origin or hint
+    return not isinstance(known, type) or isinstance(value, known)
+
+
+def wording(hint: Any) -> str:
+    """What an annotation asks for, in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        words = list(dict.fromkeys(wording(part) for part in parts))
+        return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        return f"a list, each of it {wording(parts[0])}"
+    if hint in _WORDS:
+        return _WORDS[hint]
+    name = getattr(origin or hint, "__name__", str(hint))
+    known = {"Tensor": "a torch tensor", "PathLike": "a path", "Callable": "a callable", "Layer": "an Attention"}
+    known |= dict.fromkeys(("Mapping", "dict"), "a table")
+    return known.get(name, f"{'an' if name[0] in 'AEIOU' or name.startswith('RMS') else 'a'} {name}")
+
+
+def refuse_shape(where: str, found: Any, shape: Mapping[str, Any], *, whole: bool = False) -> None:
+    """Refuse data whose entries are not of the types in ``shape``. All of them must be there if ``whole``; others may be."""
+    try:
+        _let_in("it", found, dict[str, Any])
+        for name in shape if whole else found.keys() & shape.keys():
+            _let_in(name, found.get(name), shape[name])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} is damaged, or was not written by lipscope: {error}") from None
 
 
 def read_json(path: Path, kind: type) -> Any:

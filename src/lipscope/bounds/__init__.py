@@ -5,6 +5,6 @@
 them as ``@bound(...)``. Proofs are in docs/theory.
 """
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -70,7 +70,7 @@ def evaluate(
         radius = float(torch.linalg.vector_norm(x.double(), dim=-1).max()) if radius is None else radius
         n = x.shape[0] if n is None else n
     given = {"x": x, "radius": radius, "n": n}
-    _refuse_size(layer, radius, n if x is None else None)
+    _refuse_size(layer, radius, n if x is None or n != len(x) else None)
     if any(given[argument] is None for argument in entry.needs):
         raise ValueError(f"{name} needs {', '.join(entry.needs).replace('x', 'tokens x of shape (n, d)')}")
     found = {bound.name: bound for bound in entry.at(layer, **given)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def load_named(name: str, *, allow_pickle: bool = False, trust_remote_code: bool
         return from_directory(directory, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     if directory.is_file():
         raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    # The hub's names have no other characters.
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not re.fullmatch(r"[\w./-]{1,96}", name, re.ASCII):
         raise FileNotFoundError(f"no directory {name!r}. {_offline_choices()}")
     try:
         return from_hub(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
@@ -193,7 +195,7 @@ ZOO = {
 
 def load(
     model: str | os.PathLike[str] | nn.Module,
-    tokenizer: Any = None,
+    tokenizer: Callable[..., Any] | None = None,
     *,
     part: str | None = None,
     dtype: torch.dtype | None = None,

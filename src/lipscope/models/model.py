@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -54,7 +54,7 @@ class Model:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any = None,
+        tokenizer: Callable[..., Any] | None = None,
         *,
         name: str | None = None,
         notes: Sequence[str] = (),
@@ -66,7 +66,7 @@ class Model:
         refuse_unmeasurable(model)
         self.name = name or type(model).__name__
         self.notes = tuple(notes)
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.model = in_dtype(model, dtype)
         self._projections: dict[int, AffineParts | None] = {}
         self._known: dict[int, Attention] = {}

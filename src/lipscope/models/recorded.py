@@ -28,6 +28,7 @@ from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import HeadOperator
 from lipscope.attention.row_statistics import row_statistics
 from lipscope.bounds.registry import least
+from lipscope.doors import checked
 from lipscope.measure.columns import COLUMNS
 from lipscope.measure.scopes import LAYER_SCOPES, check_scope
 from lipscope.measure.sigma import head_items, sigma
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lipscope.models.model import Model
 
 
+@checked
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Recorded(Recording):
     """One forward pass of a model; ``recorded[i]`` is its i-th attention layer at these tokens."""
@@ -82,6 +84,7 @@ class Recorded(Recording):
         return [row for layer in chosen for row in self[layer].rows(scope, **how)]
 
 
+@checked
 class RecordedLayer:
     """One attention layer of a model at recorded tokens."""
 

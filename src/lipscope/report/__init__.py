@@ -3,6 +3,6 @@
 Nothing here needs torch, and the names load on first use.
 """
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

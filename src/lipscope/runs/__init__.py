@@ -3,6 +3,6 @@
 The names load on first use: a plan is read, and refused, without waiting for torch.
 """
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

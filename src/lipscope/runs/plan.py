@@ -173,9 +173,9 @@ class Block:
             check_scope(scope)
         if self.heads != "all" and "head" not in self.scopes:
             raise ValueError(f"heads are measured at scope 'head', but the scopes are {', '.join(self.scopes)}")
-        if self.dtype not in (None, "float32", "float64"):
+        if not isinstance(self.dtype, str | None) or self.dtype not in (None, "float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
-        if self.certificate not in (None, True, False):
+        if not isinstance(self.certificate, bool | None):
             raise ValueError(f"certificate must be true or false, got {self.certificate!r}")
         if self.views and self.kind != "text":
             raise ValueError(f"views exist for kind 'text', not for {self.kind!r}")
@@ -353,7 +353,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _indices(name: str, value: Any) -> tuple[int, ...] | str:
-    if value == "all":
+    if isinstance(value, str) and value == "all":
         return "all"
     if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int for v in value):
         raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
@@ -392,6 +392,8 @@ def _number(name: str, value: Any) -> float:
 def _memory(name: str, value: Any) -> int | str | None:
     from lipscope.measure.memory import read_bytes
 
+    if not isinstance(value, int | float | str | None):
+        raise ValueError(f"{name} must be a number of bytes or a size such as '4GiB', got {value!r}")
     if value is not None:
         read_bytes(value)
     return value if value is None or isinstance(value, str) else int(value)

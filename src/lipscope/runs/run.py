@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.doors import read_json, refuse_shape
 from lipscope.rounding import interval, printable
 from lipscope.runs.writing import csv_text, read_cell, write_file
 
@@ -37,6 +38,22 @@ _OPTIONAL = (
     "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
     "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
 )  # fmt: skip
+_ROW: dict[str, Any] = {
+    **dict.fromkeys((*_NEEDED, *_OPTIONAL), float | None),
+    **dict.fromkeys(_WHOLE_NUMBERS, int | None), **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
+}  # fmt: skip
+_TABLE = dict[str, Any]
+_STORY: dict[str, Any] = {
+    "about": _TABLE | None,
+    "environment": _TABLE | None,
+    **dict.fromkeys(("command", "created"), str | None),
+}
+_ABOUT: dict[str, Any] = {"seed": int, "text": str | None, "solver": _TABLE | str | None}
+_VIEW: dict[str, Any] = {
+    **dict.fromkeys(("layer", "n", "input"), int), **dict.fromkeys(("lower", "estimate", "upper"), float), "scope": str,
+    "head": int | None, "tokens": list[str], "energy": list[float], "singular_values": list[float],
+    "influence": list[list[float]],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -216,6 +233,12 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
                 raise ValueError(
                     f"the rows of {run.name} have no column {column!r}: they do not come from a scan or a sweep"
                 )
+    # One value of every type in a column stands for all, but for integers that no float holds.
+    kinds = {
+        (name, type(value), type(value) is int and abs(value) >> 63): value for row in rows for name, value in row.items()
+    }
+    for (name, *_), value in kinds.items():
+        refuse_shape(f"a row of {run.name}", {name: value}, _ROW)
     for row in rows:
         row["text"] = row["text"] if row["text"] is not None else run.about.get("text")
     kept = [row for row in rows if all(_finite(row.get(column)) for column in _NEEDED)]
@@ -294,26 +317,21 @@ def _from_files(path: Path, name: str) -> Run:
             rows = [{read_cell(name): _value(name, cell) for name, cell in line.items()} for line in lines]
         else:
             rows = json.loads(text)
-    except (ValueError, csv.Error) as error:
+    except (ValueError, csv.Error, RecursionError) as error:
         raise ValueError(f"{path} is neither a store nor the rows of a scan: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not the rows of a scan: it must be a list of rows")
-    told = _beside(path, "run.json", {})
-    views = _beside(path, "tokens.json", [])
-    return Run(rows, told.get("about") or {}, views, name, Provenance.of_scan(told), path=path)
-
-
-def _beside(path: Path, name: str, default: Any) -> Any:
-    file = path.with_name(name)
-    if not file.is_file():
-        return default
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-    if not isinstance(found, type(default)):
-        raise ValueError(f"{file} is not what `lipscope scan --out` writes")
-    return found
+    file, views_file = path.with_name("run.json"), path.with_name("tokens.json")
+    told = read_json(file, dict) if file.is_file() else {}
+    about, environment = told.get("about") or {}, told.get("environment") or {}
+    solver = about.get("solver") if isinstance(about, dict) and isinstance(about.get("solver"), dict) else {}
+    for part, shape in ((told, _STORY), (about, _ABOUT), (solver, dict.fromkeys(("rtol", "delta"), float | None)),
+                        (environment, {"versions": _TABLE})):  # fmt: skip
+        refuse_shape(str(file), part, shape)
+    views = read_json(views_file, list) if views_file.is_file() else []
+    for view in views:
+        refuse_shape(str(views_file), view, _VIEW, whole=True)
+    return Run(rows, about, views, name, Provenance.of_scan(told), path=path)
 
 
 def _value(name: str, cell: str | None) -> Any:

@@ -21,6 +21,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.variants import Variant
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.registry import set_bounds
+from lipscope.doors import checked
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
@@ -134,6 +135,7 @@ class Comparison:
                 "without": list(self.without), "rows": self.summary(), "details": details}  # fmt: skip
 
 
+@checked
 def compare(
     layer: Attention,
     *,
@@ -244,6 +246,7 @@ def extras(layer: Attention) -> tuple[str, ...]:
     return tuple(name for name, found in there.items() if found)
 
 
+@checked
 def random_layer(width: int = 16, *, heads: int = 2, mask: str | None = None, seed: int = 0) -> Attention:
     """A layer with weights drawn from N(0, 1/d), as at initialisation, float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -254,6 +257,7 @@ def random_layer(width: int = 16, *, heads: int = 2, mask: str | None = None, se
     return Attention(draw(), draw(), draw(), draw(), heads, mask=mask)
 
 
+@checked
 def sphere_tokens(n: int, width: int, radius: float, inputs: int, seed: int = 0) -> Tensor:
     """Random tokens of norm R, (inputs, n, d), float64; shorter sequences are beginnings of longer ones."""
     rows = []

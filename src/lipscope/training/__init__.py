@@ -7,6 +7,6 @@ that bounds of σ are made of. ``ModelPenalty`` takes any of them over the layer
 loop.
 """
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

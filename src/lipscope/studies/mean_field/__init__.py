@@ -1,5 +1,5 @@
 """Attention on probability measures: token sequences of any length, weighted, infinitely many, compared by transport."""
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

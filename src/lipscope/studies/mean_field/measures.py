@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+# Whatever ``torch.as_tensor`` takes becomes a tensor.
+TensorLike: TypeAlias = Annotated[Tensor, "converted"]
 # A total mass this far from one is a mistake; closer, it is the rounding of single precision and is divided out.
 NORMALISATION_TOLERANCE = 1e-6
 
@@ -41,9 +43,9 @@ class Measure:
         [0.25, 0.5, 0.75, 1.0]
     """
 
-    points: Tensor
-    weights: Tensor = None  # type: ignore[assignment]  # None is replaced by uniform weights below
-    positions: Tensor | None = None
+    points: TensorLike
+    weights: TensorLike = None  # type: ignore[assignment]  # None is replaced by uniform weights below
+    positions: TensorLike | None = None
 
     def __post_init__(self) -> None:
         points = as_points(self.points)
@@ -53,7 +55,7 @@ class Measure:
             object.__setattr__(self, "positions", as_positions(self.positions, len(points)))
 
     @classmethod
-    def from_tokens(cls, X: Tensor, *, ordered: bool = False) -> Measure:
+    def from_tokens(cls, X: TensorLike, *, ordered: bool = False) -> Measure:
         """A token sequence (n, d) as the uniform cloud of its tokens; ``ordered`` gives token i the position i/n."""
         points = as_points(X)
         n = len(points)
@@ -140,7 +142,10 @@ def as_points(value: Any) -> Tensor:
 
 def _tensor(value: Any) -> Tensor:
     # Lists of Python numbers are float64; torch alone would round them to float32.
-    return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    try:
+        return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"points, weights and positions must be tensors or lists of numbers: {error}") from None
 
 
 def as_weights(value: Any, size: int) -> Tensor:
@@ -277,6 +282,10 @@ class GaussianMixture:
     weights: Tensor
 
     def __post_init__(self) -> None:
+        if self.means.ndim != 2 or self.weights.ndim != 1:
+            raise ValueError(
+                f"means must have shape (m, d) and weights (m,), got {tuple(self.means.shape)}, {tuple(self.weights.shape)}"
+            )
         if len(self.stds) != len(self.means) or len(self.weights) != len(self.means):
             raise ValueError(f"{len(self.means)} means need as many stds and weights")
         if not all(0 <= s < math.inf for s in self.stds):
@@ -307,7 +316,7 @@ class GaussianMixture:
 class Empirical:
     """Draws with replacement from given tokens, e.g. what a layer of a model really receives on a text."""
 
-    tokens: Tensor
+    tokens: TensorLike
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", as_points(self.tokens))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
+from lipscope.doors import checked
 from lipscope.measure.sigma import as_layer, check_tokens, local_lipschitz, working_dtype
 from lipscope.models.anatomy import tokens_of
 from lipscope.models.model import Model
@@ -42,6 +43,7 @@ from lipscope.studies.paper.cast import chosen_layers, weights_of
 Map = Callable[[Tensor], Tensor]
 
 
+@checked
 def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor:
     """√‖Jᵀf(X)‖_F: what the companion scripts compute. **Not** the local Lipschitz constant.
 

@@ -4,6 +4,6 @@
 over the number of tokens, ``attack_tokens`` looks for the words of a text whose replacement makes a layer least smooth.
 """
 
-import lazy_loader
+from lipscope.doors import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

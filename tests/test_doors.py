@@ -1,0 +1,120 @@
+"""The door of every public name: what is let in, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fuzz
+import lipscope
+from lipscope.doors import checked, fits, read_json, refuse_shape, wording
+
+W = torch.eye(4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("hint", "let_in", "refused"),
+    [
+        (int, [1, np.int64(2), torch.tensor(3)], [True, 1.0, "1", None, torch.tensor(1.0), torch.ones(2), int]),
+        (float, [1, 1.5, np.float32(2), torch.tensor(3.0)], [True, "1", None, 1j, torch.ones(2), float]),
+        (bool, [True], [1, "yes", None]),
+        (str | None, ["a", None], [b"a", Path("a"), 1]),
+        (Tensor, [W], [[1.0], np.ones(2), None]),
+        (Sequence[int], [[1], (2,), range(3), [], torch.arange(3)], ["12", [1.5], [None], 3, {1}]),
+        (tuple[int, ...], [(1, 2)], [[1], ("a",)]),
+        (tuple[int, str], [(1, "a")], [(1,), (1, 2)]),
+        (Mapping[str, Any], [{"a": 1}], [{1: 2}, [1]]),
+        (Literal["max", "min"], ["max", "other"], [1, None]),
+        (Callable[[int], int] | None, [len, None], [3, "len"]),
+        (lipscope.Operator, [lipscope.AutodiffOperator(torch.tanh, W[None])], [W, 3, object()]),
+        (Any, [object()], []),
+    ],
+)
+def test_values_are_compared_with_annotations(hint: Any, let_in: list[Any], refused: list[Any]) -> None:
+    assert all(fits(value, hint) for value in let_in)
+    assert not any(fits(value, hint) for value in refused)
+
+
+def test_what_is_asked_for_in_words() -> None:
+    assert wording(int | None) == "an integer or None"
+    assert wording(str | Sequence[float] | Tensor) == "a string, a list, each of it a number or a torch tensor"
+    assert wording(lipscope.RMSNorm) == "an RMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lipscope.bounds.table(3), "layer must be an Attention or a Variant, got 3"),
+        (lambda: lipscope.scan("gpt2-mini", "alice", inputs="many"), "inputs must be an integer, got 'many'"),
+        (lambda: lipscope.scan("gpt2-mini", "alice", lengths=["a"]), "lengths must be a list, each of it an integer or"),
+        (lambda: lipscope.scan("gpt2-mini"), "scan: missing a required argument: 'text'"),
+        (lambda: lipscope.load(3), "model must be a string, a path or a Module, got 3"),
+        (lambda: lipscope.Attention(W, W, W).head(None), "index must be an integer, got None"),
+        (lambda: lipscope.runs.Plan.from_toml(b""), "text must be a string, got bytes"),
+        (lambda: lipscope.load("a\0b"), "model holds a character that no name or text has"),
+        (lambda: lipscope.Auto(seed=2**70), "seed must be a number of at most 64 bits"),
+        (lambda: lipscope.local_lipschitz(torch.tanh, W.to("meta")), "X is on the meta device"),
+        (lambda: lipscope.training.weight_penalty(W), "attention must be an Attention, got Tensor"),
+    ],
+)  # fmt: skip
+def test_the_door_names_the_argument(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_door_is_the_function_behind_it() -> None:
+    from lipscope.runs.scan import scan
+
+    assert lipscope.scan is lipscope.scan is checked(scan)
+    assert lipscope.scan.__doc__ == scan.__doc__
+    # Numbers of numpy and torch become Python's, so that they can be written down.
+    layer = lipscope.Attention(W, W, W)
+    assert type(lipscope.bounds.table(layer, radius=torch.tensor(1.0), n=np.int64(3)).n) is int
+
+
+def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(X: Tensor) -> Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    greedy.__module__ = "lipscope.studies.variants"
+    with pytest.raises(MemoryError, match="not enough memory for greedy"):
+        checked(greedy)(W)
+
+
+def test_data_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    for text, message in (("[]", "must hold an object of JSON, got list"), ("[" * 10**5, "not JSON that can be read")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_json(file, dict)
+    with pytest.raises(ValueError, match=r"it\.json is damaged, .*: n must be an integer, got 'x'"):
+        refuse_shape("it.json", {"n": "x"}, {"n": int})
+    with pytest.raises(ValueError, match="n must be an integer, got None"):
+        refuse_shape("it.json", {}, {"n": int}, whole=True)
+    refuse_shape("it.json", {"more": object()}, {"n": int})
+
+
+def test_nothing_raises_from_the_inside(tmp_path: Path) -> None:
+    """A small part of ``checks/fuzz.py``."""
+    rng = random.Random(7)
+    places = [tmp_path / name for name in ("api", "files", "cli")]
+    for place in places:
+        place.mkdir()
+    cases = [*fuzz.api(rng, places[0], share=0.02), *fuzz.files(rng, places[1], 40), *fuzz.cli(rng, places[2], 6)]
+    assert len(cases) > 250
+    assert sum(case.error is not None for case in cases) > 150
+    assert [str(case) for case in cases if case.from_inside] == []
+
+
+def test_the_fuzz_tells_the_inside_from_the_door() -> None:
+    layer = lipscope.Attention(W, W, W)
+    assert fuzz.tried("inside", lambda: layer.split_heads(None)).from_inside
+    assert not fuzz.tried("door", lambda: layer.head("x")).from_inside
+    assert fuzz.tried("door", lambda: layer.head("x")).error is not None
