@@ -13,8 +13,13 @@ import make_reference
 from lipscope.cli.main import PANELS, app
 
 runner = CliRunner()
-# Several heads may be chosen where several are measured; a weights file has only the first two scopes.
-TWO_FORMS = {"--head": {"*integer*", "*text*"}, "--scope": {"*text*", "`attention`, `head`"}}
+# Several heads may be chosen where several are measured; a weights file has only the first two scopes; half precision is
+# checked, and never measured in.
+TWO_FORMS = {
+    "--head": {"*integer*", "*text*"},
+    "--scope": {"*text*", "`attention`, `head`"},
+    "--dtype": {"`float32`, `float64`", "`float32`, `float64`, `bfloat16`, `float16`"},
+}
 SMALL = {
     "bounds": ["--radius", "1", "--n", "4"],
     "attack": ["--radius", "1", "--lengths", "4"],

@@ -75,8 +75,7 @@ class _OneClearLine:
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Measure": (scan, measure, tokens, sweep),
-    "Check": (check,),
+    "Measure": (scan, measure, tokens, sweep, check),
     "Bound": (bounds, attack, compare_attention, meanfield),
     "Show": (report, view, export),
     "Change": (smooth,),

@@ -75,7 +75,7 @@ def check(
         >>> mean = torch.nn.Linear(4, 4)
         >>> mean.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True)) and None
         >>> found = lipscope.check(mean, inputs={"tokens": torch.randn(1, 6, 4)}, causal=True)
-        >>> found.verdicts[0].held, found.verdicts[0].leak.instrument
+        >>> found.verdicts[-1].held, found.verdicts[-1].leak.instrument
         (False, 'derivative')
     """
     name, module = _opened(model)
