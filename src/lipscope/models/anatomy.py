@@ -7,9 +7,9 @@ the attention branch joins the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -76,15 +76,10 @@ class Sighting:
     out: Event
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Survey:
-    events: list[Event] = field(default_factory=list)
-    cores: list[tuple[int, CoreCall]] = field(default_factory=list)
-    clock: int = 0
-
-    def tick(self) -> int:
-        self.clock += 1
-        return self.clock
+    events: list[Event]
+    cores: list[tuple[int, CoreCall]]
 
 
 def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting], Any]:
@@ -92,9 +87,11 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
 
     Refuses a model without any.
     """
-    survey = _Survey()
-    with _watching(model, survey), torch.no_grad():
-        output = run()
+    tick = count(1).__next__
+    cores: list[tuple[int, CoreCall]] = []
+    with observing_core(lambda call: cores.append((tick(), call))):
+        events, output = watch(model.modules(), run, tick)
+    survey = _Survey(events, cores)
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
     attentions = _attention_calls(model, survey)
@@ -107,29 +104,29 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
     return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found], output
 
 
-@contextmanager
-def _watching(model: nn.Module, survey: _Survey) -> Iterator[None]:
+def watch(
+    parts: Iterable[nn.Module], run: Callable[[], Any], tick: Callable[[], int] | None = None
+) -> tuple[list[Event], Any]:
+    """Every call of these modules during ``run()``, in the order in which they begin, and what it returned."""
+    events: list[Event] = []
     stack: list[Event] = []
+    tick = tick or count(1).__next__
 
     def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        event = Event(module, args, kwargs, tokens_of(args, kwargs), survey.tick())
-        survey.events.append(event)
-        stack.append(event)
+        stack.append(Event(module, args, kwargs, tokens_of(args, kwargs), tick()))
+        events.append(stack[-1])
 
     def leaving(module: nn.Module, args: Any, output: Any) -> None:
         event = stack.pop()
-        event.exit, event.output = survey.tick(), first_tensor(output)
-
-    def core(call: CoreCall) -> None:
-        survey.cores.append((survey.tick(), call))
+        event.exit, event.output = tick(), first_tensor(output)
 
     handles: list[Any] = []
-    for part in model.modules():
+    for part in parts:
         handles.append(part.register_forward_pre_hook(entering, with_kwargs=True))
         handles.append(part.register_forward_hook(leaving))
     try:
-        with observing_core(core):
-            yield
+        with torch.no_grad():
+            return events, run()
     finally:
         for handle in handles:
             handle.remove()

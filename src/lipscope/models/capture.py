@@ -10,9 +10,8 @@ every activation to seven digits. ``double_throughout()`` turns those casts into
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import count
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 
-from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of
+from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of, watch
 from lipscope.models.seam import packed, using_seam
 from lipscope.spectral.autodiff import differentiable_attention
 
@@ -98,32 +97,29 @@ def record(
     documents: tuple[int, ...] | None = None,
 ) -> Recording:
     """Run the model once on the seam and record every layer's calls."""
-    hosts: dict[int, Call] = {}
-    blocks: dict[int, Call] = {}
-    outputs: dict[int, Tensor] = {}
-    with ExitStack() as stack:
-        stack.enter_context(replaying(model, documents))
-        for layer in layers:
-            _record_calls(stack, layer.host, layer, hosts)
-            _record_calls(stack, layer.block, layer, blocks)
-            _record_output(stack, layer, outputs)
-        with torch.no_grad():
-            last_hidden = last_hidden_state(run())
-    for layer in layers:
-        check_finite(layer, outputs[layer.index])
+    parts = dict.fromkeys(part for layer in layers for part in (layer.host, layer.block, layer.out))
+    with replaying(model, documents):
+        events, output = watch(parts, run)
+    calls = {part: [event for event in events if event.module is part] for part in parts}
+    seen = [
+        Sighting(layer, *(calls[part][layer.occurrence] for part in (layer.host, layer.block, layer.out)))
+        for layer in layers
+    ]
     real = None if padding is None or bool(padding.bool().all()) else padding.bool()
-    return Recording(hosts, blocks, outputs, last_hidden, real, run, documents)
+    return replace(record_found(seen, output, run), real=real, documents=documents)
 
 
 def record_found(found: list[Sighting], output: Any, run: Callable[[], Any]) -> Recording:
-    """The same of the pass in which the layers were found."""
-    outputs = {seen.layer.index: seen.out.output.detach() for seen in found if seen.out.output is not None}
+    """What a pass left behind in which the calls of every layer were seen."""
+    hosts: dict[int, Call] = {}
+    blocks: dict[int, Call] = {}
+    outputs: dict[int, Tensor] = {}
     for seen in found:
+        for call, into in ((seen.host, hosts), (seen.block, blocks)):
+            into[seen.layer.index] = Call.record(call.module, call.args, call.kwargs)
+        assert seen.out.output is not None
+        outputs[seen.layer.index] = seen.out.output.detach()
         check_finite(seen.layer, outputs[seen.layer.index])
-    hosts, blocks = (
-        {seen.layer.index: Call.record(call.module, call.args, call.kwargs) for seen, call in calls}
-        for calls in ([(seen, seen.host) for seen in found], [(seen, seen.block) for seen in found])
-    )
     return Recording(hosts, blocks, outputs, last_hidden_state(output), None, run)
 
 
@@ -226,29 +222,6 @@ def check_finite(layer: Layer, output: Tensor) -> None:
             f"layer {layer.index} ({layer.name}) produces NaN or infinite values on this input. The weights may be damaged "
             "or the dtype too narrow: try float64."
         )
-
-
-def _record_calls(stack: ExitStack, module: nn.Module, layer: Layer, into: dict[int, Call]) -> None:
-    calls = count()
-
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if next(calls) == layer.occurrence:
-            into[layer.index] = Call.record(module, args, kwargs)
-
-    handle = module.register_forward_pre_hook(entering, with_kwargs=True)
-    stack.callback(handle.remove)
-
-
-def _record_output(stack: ExitStack, layer: Layer, into: dict[int, Tensor]) -> None:
-    calls = count()
-
-    def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        tensor = first_tensor(output)
-        if next(calls) == layer.occurrence and tensor is not None:
-            into[layer.index] = tensor.detach()
-
-    handle = layer.out.register_forward_hook(leaving)
-    stack.callback(handle.remove)
 
 
 def _keep(value: Any) -> Any:
