@@ -22,11 +22,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import fuzz
 import torch
 
 import attack_cluster
 import attack_pages
 import attack_stores
+import spectra as hostile_spectra
 from report_card import ROOT, Card, timed, write
 
 
@@ -39,6 +41,12 @@ class Scene:
     quick: bool
     truth: Path  # the store of an undisturbed sweep
     life: float  # and how many seconds it took
+
+    def made(self, name: str) -> Path:
+        """A directory for a part of the attack."""
+        place = self.directory / name
+        place.mkdir()
+        return place
 
     def times(self, count: int) -> int:
         """A tenth of the cases when time is short."""
@@ -62,7 +70,33 @@ def memory(card: Card, scene: Scene) -> None:
     card.details.append(f"peak between {min(shares):.2f} and {max(shares):.2f} of the plan")
 
 
+def spectra(card: Card, scene: Scene) -> None:
+    """Maps whose largest singular value is known."""
+    seen = hostile_spectra.attack(scene.times(10_400), scene.rng.randrange(10**6), 420)
+    card.tried += seen.items
+    card.failures += [*seen.violations, *seen.errors, *(seen.wrong if not seen.ok else ())]
+    converged = seen.statuses["converged"]
+    card.details.append(
+        f"{len(seen.violations)} intervals without σ; {len(seen.wrong)} of {converged:,} converged values off by over rtol"
+    )
+
+
+def nonsense(card: Card, scene: Scene) -> None:
+    """Wrong types and absurd values in calls, on the command line and in files."""
+    for name, cases in (
+        ("calls of Python functions", fuzz.api(scene.rng, scene.made("api"), 0.02 if scene.quick else 0.5)),
+        ("commands", fuzz.cli(scene.rng, scene.made("cli"), scene.times(400))),
+        ("run directories", fuzz.files(scene.rng, scene.made("files"), scene.times(400))),
+    ):
+        before = card.tried
+        for case in cases:
+            card.check(not case.from_inside, lambda case=case: str(case))  # type: ignore[misc]
+        card.details.append(f"{card.tried - before:,} {name}")
+
+
 ATTACKS: dict[str, tuple[str, str, Callable[[Card, Scene], None]]] = {
+    "spectra": ("Hostile spectra", "an interval without σ; over 1 in 10,000 converged values off by over rtol", spectra),
+    "nonsense": ("Nonsense at the doors", "an error from the inside; a call that does not end; a traceback", nonsense),
     "kills": (
         "Sweeps killed or asked to end at random moments",
         "a row lost, doubled or changed; a request to end not obeyed; a traceback",
