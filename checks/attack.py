@@ -22,12 +22,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import fuzz
 import torch
 
 import attack_cluster
 import attack_pages
 import attack_stores
+import fuzz
 import spectra as hostile_spectra
 from report_card import ROOT, Card, timed, write
 
