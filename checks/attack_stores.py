@@ -246,6 +246,8 @@ def _edit(store: Path, content: bytes, rng: random.Random, tables: Tables) -> st
     table, column = rng.choice(tables)
     with closing(sqlite3.connect(store, isolation_level=None)) as db:
         db.text_factory = bytes
+        if table == "plan_tasks":  # it has no record numbers
+            table, column = "tasks", "key"
         found = db.execute(f"SELECT rowid, {column} FROM {table} ORDER BY random() LIMIT 1").fetchone()
         if found is None:
             return f"{table}.{column} is empty"

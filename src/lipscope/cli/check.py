@@ -10,7 +10,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
-from lipscope.cli.terminal import print_table, waiting
+from lipscope.cli.terminal import echo, print_table, waiting
 
 if TYPE_CHECKING:
     from lipscope.models.verdicts import Isolation
@@ -82,7 +82,7 @@ def check(
             seed=seed,
         )
     if as_json:
-        typer.echo(json.dumps([row | {"model": found.name} for row in seen.to_rows()], indent=2))
+        echo(json.dumps([row | {"model": found.name} for row in seen.to_rows()], indent=2), data=True)
     else:
         _print(found.name, seen)
     raise typer.Exit({True: 0, False: 1, None: 2}[seen.held])
@@ -102,4 +102,4 @@ def _print(name: str, seen: Isolation) -> None:
     print_table(names, rows, text=["claim", "", "where"], title=title, caption=f"Claimed by — {why}.")
     for verdict in seen.verdicts:
         if verdict.leak is not None and verdict.leak.picture:
-            typer.echo(f"{verdict.claim}: {verdict.leak.module}\n{verdict.leak.picture}")
+            echo(f"{verdict.claim}: {verdict.leak.module}\n{verdict.leak.picture}")
