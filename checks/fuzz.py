@@ -100,11 +100,17 @@ def in_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tried(what: str, call: Callable[[], Any]) -> Case:
-    """Run a call in silence."""
+def tried(what: str, call: Callable[[], Any], directory: Path | None = None) -> Case:
+    """Run a call in silence, in a directory where the files that it may write are in nobody's way."""
     silence = io.StringIO()
     try:
-        with in_time(), warnings.catch_warnings(), contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
+        with (
+            contextlib.chdir(directory or "."),
+            in_time(),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(silence),
+            contextlib.redirect_stderr(silence),
+        ):
             warnings.simplefilter("ignore")
             call()
     except (Exception, TooLongError, SystemExit) as error:
@@ -300,7 +306,7 @@ def api(rng: random.Random, directory: Path, share: float = 1.0) -> Iterator[Cas
             for kind, value in hostile(rng).items():
                 if rng.random() < share:
                     args, kwargs = _positional(function, given | {argument: value})
-                    yield tried(f"{name}({argument}={kind})", lambda f=function, a=args, k=kwargs: f(*a, **k))
+                    yield tried(f"{name}({argument}={kind})", lambda f=function, a=args, k=kwargs: f(*a, **k), directory)
 
 
 HOSTILE_WORDS = (
@@ -352,7 +358,7 @@ def cli(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Case]
             if done.exception is not None and not isinstance(done.exception, SystemExit):
                 raise done.exception
 
-        yield tried("lipscope " + " ".join(line)[:200], call)
+        yield tried("lipscope " + " ".join(line)[:200], call, directory)
 
 
 def files(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Case]:
@@ -396,7 +402,7 @@ def files(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Cas
             load_run(where)
             lipscope.report.write_report(where, where / "page.html")
 
-        yield tried(f"run directory {number} ({name} spoiled: {str(content[name])[:160]})", call)
+        yield tried(f"run directory {number} ({name} spoiled: {str(content[name])[:160]})", call, directory)
 
 
 def main() -> int:

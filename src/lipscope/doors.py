@@ -168,6 +168,8 @@ def fits(value: Any, hint: Any) -> bool:
     if getattr(hint, "_is_protocol", False):
         # Tensors have names for everything, and are none of ours.
         return not hasattr(value, "ndim") and all(hasattr(value, name) for name in vars(hint) if name[0] != "_")
+    if origin is Callable:
+        return callable(value) and not isinstance(value, type)
     known = dict if is_typeddict(hint) else origin or hint
     return not isinstance(known, type) or isinstance(value, known)
 

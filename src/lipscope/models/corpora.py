@@ -117,7 +117,10 @@ def _column(path: Path) -> list[str]:
 
 
 def _read_file(path: Path) -> str:
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if b"\0" in data[:65536]:
         raise ValueError(f"{path} is a binary file, not a text")
     try:

@@ -184,7 +184,8 @@ def growth(
     worst: list[WorstInput] = []
     for done, n in enumerate(ordered, start=1):
         layer = at(n)
-        assert isinstance(layer, Attention)
+        if not isinstance(layer, Attention):
+            raise TypeError(f"attention must give an Attention for n = {n}, got {type(layer).__name__}")
         given = None if starts is None else starts(n).double()
         built = construct(layer, n, radius=radius, norm=norm, head=head)
         ascent = None
