@@ -11,6 +11,9 @@ import lipscope
 import rounding_cases
 from lipscope.attention.norms import LayerNorm
 from lipscope.attention.tiled import Tiling, using_tiling
+from lipscope.bounds.certificates import certified_upper, local_bounds
+from lipscope.bounds.softmax_jacobian import yudin2025_improved, yudin2025_published
+from lipscope.measure.sigma import certificate_at
 from lipscope.spectral.solvers import Auto, Dense, GolubKahan
 
 TILES = Tiling(tile=(2, 2), dense=-1, keep=0)
@@ -35,7 +38,7 @@ def measured(case, solver=None, **options):
 def test_intervals_hold_whatever_cancels(dtype):
     """Random masks, biases, sinks, soft-caps, rotations, norms, offsets and scales; dense, iterative and in tiles."""
     refused = 0
-    for seed in range(30):
+    for seed in range(20):
         case = rounding_cases.draw(seed, dtype)
         truth = rounding_cases.true_sigma(case.layer, case.X, case.norm)
         try:
@@ -115,3 +118,70 @@ def test_norms_survive_any_scale_of_tokens():
         expected = LayerNorm(torch.ones(4, dtype=torch.float64), eps=0.0)(normal(3, 4, seed=2))
         assert torch.allclose(norm(X).double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12)
         assert math.isfinite(float(norm.linearise(X).s.sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_certificates_hold_whatever_cancels(dtype):
+    """All rows at once and in strips, of the layer and of its heads."""
+    for seed in range(24) if dtype == torch.float64 else range(20, 44):
+        case = rounding_cases.draw(seed, dtype)
+        truth = rounding_cases.true_sigma(case.layer, case.X, case.norm)
+        for memory in (None, 1):
+            (bound,) = certificate_at(case.layer, case.X[None], case.scope, case.norm, memory).tolist()
+            assert truth <= mpf(bound), (case.about, memory)
+        if case.norm is None and seed < 32:
+            for h, bound in enumerate(certified_upper(case.layer, case.X[None], "head")[0].tolist()):
+                assert rounding_cases.true_sigma(case.layer, case.X, head=h) <= mpf(bound), case.about
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e-90, 1e90, 1e160, 1e250])
+def test_certificates_and_intervals_scale_with_the_values(scale):
+    """Squares and fourth powers of the values leave the range of floats long before σ does."""
+    layer, X = small(q_bias=normal(4, seed=7)), normal(4, 3, seed=8)
+    power = 2.0 ** round(math.log2(scale))
+    scaled = replace(layer, v=power * layer.v)
+    for scope in ("attention", "head"):
+        here, there = (lipscope.local_lipschitz(one, X, scope=scope, certificate=True) for one in (layer, scaled))
+        for name in ("lower", "estimate", "upper", "certified"):
+            expected = torch.as_tensor(getattr(here, name)) * power
+            assert torch.allclose(torch.as_tensor(getattr(there, name)), expected, rtol=1e-15, atol=0.0), name
+    for one, other in zip(local_bounds(layer, X), local_bounds(scaled, X), strict=True):
+        assert other.value == pytest.approx(power * one.value, rel=1e-15, abs=0.0), one.name
+    for bound in (yudin2025_published, yudin2025_improved):
+        assert bound(scaled, X).value == pytest.approx(power * bound(layer, X).value, rel=1e-12, abs=0.0)
+
+
+def test_float32_layers_may_have_any_unit():
+    """W_O W_V below the least float32, tokens and weights far from one: σ is as if they were near it."""
+    layer, X = small(torch.float32), normal(4, 3, seed=8).float()
+    units = replace(layer, q=2.0**-70 * layer.q, k=2.0**-70 * layer.k, v=2.0**-90 * layer.v, out=2.0**-60 * layer.out)
+    units = replace(units, scale=layer.tau * 2.0**30)
+    here, there = lipscope.local_lipschitz(layer, X), lipscope.local_lipschitz(units, 2.0**55 * X)
+    assert there.estimate == here.estimate * 2.0**-150
+    assert (there.lower, there.upper) == (here.lower * 2.0**-150, here.upper * 2.0**-150)
+
+
+def test_scores_without_digits_have_no_bound():
+    """W_Q = 0 leaves scores b_Q·k_j, whose rounding counts although ‖W_Q‖ = 0; rotations keep b_K in them."""
+    q, k, v = normal(3, 2, 2, seed=3)
+    X = normal(4, 2, seed=4)
+    turned = lipscope.Rotary.from_base(2, n=4, dtype=torch.float64)
+    layer = lipscope.Attention(0 * q, k, v, q_bias=1e8 * q[0], k_bias=1e8 * k[0], rotary=turned)
+    assert float(certified_upper(layer, X[None])) == math.inf
+    assert yudin2025_improved(layer, X).value == math.inf
+    plain = replace(layer, rotary=None, q=1e15 * q)
+    assert yudin2025_published(plain, X).value == math.inf
+    with pytest.raises(FloatingPointError, match="leave no correct digits"):
+        lipscope.local_lipschitz(layer, X)
+
+
+def test_an_output_that_kills_the_values_keeps_its_error():
+    """W_O W_V = 0 up to the last digits: the bound covers what rounding left of the product, and σ is no larger."""
+    a, b = normal(2, 3, seed=1)
+    orthogonal = b - a * (a @ b) / (a @ a)
+    layer = lipscope.Attention(*normal(2, 3, 3, seed=2), torch.outer(orthogonal, b), out=torch.outer(b, a))
+    X = normal(4, 3, seed=5)
+    found = lipscope.local_lipschitz(layer, X, certificate=True)
+    truth = rounding_cases.true_sigma(layer, X)
+    assert mpf(found.lower) <= truth <= mpf(found.upper) < 1e-12
+    assert truth <= mpf(found.certified) < 1e-11

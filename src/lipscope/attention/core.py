@@ -112,6 +112,7 @@ class Linearisation:
         size = softcap_size(max(size, largest_product(q.detach(), k.detach())), rule.softcap)
         if rule.additive is not None:
             size += float(torch.where(P.detach() > NEGLIGIBLE, rule.additive.abs(), 0.0).amax())
+        size += rule.sink_size(size)
         P, W = (t.reshape(raw.shape) for t in (P, W))
         o = P @ v
         if shift is not None and rule.sinks is not None:

@@ -59,6 +59,13 @@ class ScoreRule:
         total = torch.logsumexp(self.scores(raw, rows, columns, n)[0], -1, keepdim=True)
         return torch.sigmoid(self.sinks[:, None, None].to(total) - total)
 
+    def sink_size(self, scores: float) -> float:
+        """The largest logit of a sink that shares a row with scores of this size: beyond e^±750 one of both is nothing."""
+        if self.sinks is None:
+            return 0.0
+        sizes = self.sinks.detach().abs().double()
+        return float(torch.where(sizes <= scores + 750, sizes, 0.0).max())
+
     def scores(
         self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
     ) -> tuple[Tensor, Tensor | None]:

@@ -154,7 +154,8 @@ class TiledLinearisation:
         core = core._normalised(rule.sinks, shift)
         if B * core._exponential_count * q.element_size() <= tiling.keep:
             core = replace(core, kept=core._exponentials())
-        return replace(core, score_size=size + core._additive_size())
+        size += core._additive_size()
+        return replace(core, score_size=size + rule.sink_size(size))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,6 +40,64 @@ def moved(made: Made, dtype: torch.dtype | None, device: torch.device | None) ->
     return derived(made, **changes)
 
 
+# Entries within 2^±24 are left as they are: their products, squares and fourth powers stay far within the range of floats.
+_USUAL = 24
+
+
+def balanced(
+    layer: Attention, X: Tensor, offset: Tensor | None = None, *, heads: bool = False
+) -> tuple[Attention, Tensor, Tensor | None, int]:
+    """The same layer at the same tokens (and offset), in units by powers of two in which all entries are at most one.
+
+    J (of ``heads`` before W_O) is 2^power times that of the result: no digit changes, and no square leaves the range of
+    floats. As they are, with power 0, where no unit is unusual.
+    """
+    tokens, out = max(_power(X), _power(offset)), _power(layer.out)
+    named = {name: (getattr(layer, name), getattr(layer, f"{name}_bias")) for name in "qkv"}
+    if layer.sinks is None:
+        # What ``Point`` leaves out.
+        named["v"] = named["v"][0], None
+        if layer.rotary is None and layer.softcap is None:
+            named["k"] = named["k"][0], None
+    powers = {name: max(_power(W) + tokens, _power(bias)) for name, (W, bias) in named.items()}
+    found = (tokens, out, *(p for pair in named.values() for p in map(_power, pair)))
+    if all(abs(p) <= _USUAL for p in found if p > _NOTHING):
+        return layer, X, offset, 0
+    tokens, out = (0 if p <= _NOTHING else p for p in (tokens, out))
+    changes: dict[str, Any] = {"out": times_power(layer.out, -out), "out_bias": None}
+    for name, (W, bias) in named.items():
+        power = powers[name] = 0 if powers[name] <= _NOTHING / 2 else powers[name]
+        changes |= {name: times_power(W, tokens - power), f"{name}_bias": times_power(bias, -power)}
+    try:
+        changes["scale"] = math.ldexp(layer.tau, powers["q"] + powers["k"])
+    except OverflowError:
+        raise FloatingPointError("the attention scores overflow at this input: rescale the tokens or the weights") from None
+    scaled = derived(layer, **changes)
+    return scaled, times_power(X, -tokens), times_power(offset, -tokens), powers["v"] - tokens + (0 if heads else out)
+
+
+_NOTHING = -(1 << 20)
+
+
+def _power(tensor: Tensor | None) -> int:
+    """The power of two above the largest entry, far below all others where there is none."""
+    largest = 0.0 if tensor is None else float(tensor.detach().abs().max())
+    return math.frexp(largest)[1] if largest > 0 else _NOTHING
+
+
+def times_power(tensor: Any, power: int, *, outwards: int = 0) -> Any:
+    """A tensor (or None) times 2^power, in two steps: either factor alone may leave the range of floats.
+
+    Numbers at the lower end of that range are moved by the least float, up with ``outwards`` = 1 and down with −1.
+    """
+    if tensor is None or power == 0:
+        return tensor
+    half = max(-1000, min(1000, power // 2))
+    wide = tensor.detach().double() * 2.0**half * 2.0 ** max(-1000, min(1000, power - half))
+    wide = torch.where(tensor > 0, (wide + outwards * 5e-324).clamp_min(0.0), wide) if outwards else wide
+    return wide.to(tensor.dtype)
+
+
 def refuse_infinite(name: str, tensor: Tensor) -> None:
     """Raise when a tensor is not finite."""
     if not bool(torch.isfinite(tensor).all()):

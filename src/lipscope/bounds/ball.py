@@ -78,7 +78,7 @@ def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: flo
     local = heads.constant(0.0)
     if local == 0.0 and heads.constant(1e12) == 0.0:
         return math.inf
-    high = moves / local if local > 0 else 1e12
+    high = min(moves / local, 1e12) if local > 0 else 1e12
     low = high
     while low * heads.constant(low) > moves:
         high, low = low, low / 2

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.head_core import HeadCore, Strip, Strips, power_of_two, with_diagonal
 from lipscope.bounds.several_heads import several_heads
@@ -59,12 +60,18 @@ _TINY = 1e-280
 
 
 def certified_upper(
-    layer: Attention, X: Tensor, scope: str = "attention", *, gains: Tensor | None = None, height: int | None = None
+    layer: Attention,
+    X: Tensor,
+    scope: str = "attention",
+    *,
+    gains: Tensor | None = None,
+    offset: Tensor | None = None,
+    height: int | None = None,
 ) -> Tensor:
     """A proven upper bound for σ at every input: the least of the certificates above.
 
-    The value covers the rounding of its own float64 computation by four times ``head_core.rounding_margin``, relative; it
-    is infinite when that margin exceeds 0.1, that is when float64 does not resolve the scores.
+    The value covers the rounding of its own float64 computation, see ``head_rounding``; it is infinite when the relative
+    margin of probabilities exceeds 0.1, that is when float64 does not resolve the scores.
 
     Args:
         layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks, rotary embeddings.
@@ -72,6 +79,7 @@ def certified_upper(
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
         gains: (B, n), when token j of X is itself a function of its own input with Jacobian of norm gains_j: the bound is
             then for the composition.
+        offset: (d,), to be added to all tokens.
         height: rows of the scores that are computed at a time. By default all of them up to 2,048 tokens, which takes a
             dozen n×n matrices; beyond, as many as keep to a fixed memory.
 
@@ -90,20 +98,33 @@ def certified_upper(
     """
     if scope not in ("attention", "head"):
         raise ValueError(f"no certificate for scope {scope!r}; there are certificates for: attention, head")
+    offset, heads = None if offset is None else offset.double(), scope == "head"
+    layer, X, offset, power = balanced(layer, X.detach().double(), offset, heads=heads)
+    if gains is not None:
+        scale = power_of_two(float(gains.max()))
+        gains, power = gains.to(X) / scale, power + math.frexp(scale)[1] - 1
     weights = layer_weights(layer)
     values: list[Any] = []
     with torch.no_grad():
         precise = layer.to(torch.float64)
-        for b, x in enumerate(X.detach().double()):
+        for b, x in enumerate(X):
             one = precise.for_input(b)
-            gain = x.new_ones(x.shape[0]) if gains is None else gains[b].to(x)
-            if scope == "head":
-                values.append(
-                    [min(_one_head(one.head(h), x, w, gain, height).values()) for h, w in enumerate(weights.plain)]
-                )
+            gain = x.new_ones(x.shape[0]) if gains is None else gains[b]
+            if heads:
+                found = [_alone(one.head(h), x, w, gain, offset, height) for h, w in enumerate(weights.plain)]
             else:
-                values.append(min(_whole_layer(one, x, weights, gain, height).values()))
-    return torch.tensor(values, dtype=torch.float64, device=X.device)
+                found = [min(_whole_layer(one, x, weights, gain, offset, height).values())]
+            values.append(found)
+    bounds: Tensor = times_power(torch.tensor(values, dtype=torch.float64, device=X.device), power, outwards=1)
+    return bounds if heads else bounds[:, 0]
+
+
+def _alone(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, offset: Tensor | None, height: int | None) -> float:
+    """The least certificate of one head, whose own scale may be far from that of the others."""
+    scaled, x, offset, power = balanced(single, x, offset)
+    w = w if scaled is single else layer_weights(scaled).plain[0]
+    value = min(_one_head(scaled, x, w, gain, offset, height).values())
+    return float(times_power(torch.tensor(value, dtype=torch.float64), power, outwards=1))
 
 
 def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scope: str) -> bool:
@@ -134,14 +155,15 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
 @bound("certificates.row_column", needs="x")
 def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> list[Bound]:
     """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``; ``height`` as in ``certified_upper``."""
+    layer, x, _, power = balanced(layer, x.detach().double())
     weights = layer_weights(layer)
     with torch.no_grad():
-        x = x.detach().double()
-        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]), height)
+        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]), None, height)
     given = {"n": x.shape[0], "heads": layer.heads}
+    values = times_power(torch.tensor(list(candidates.values()), dtype=torch.float64), power, outwards=1).tolist()
     return [
         Bound(f"certificates.{name}", value, "local", "this input; any mask and score rule", OURS, given)
-        for name, value in candidates.items()
+        for name, value in zip(candidates, values, strict=True)
     ]
 
 
@@ -158,18 +180,20 @@ def height_within(n: int, heads: int, memory: int) -> int | None:
 
 
 def _whole_layer(
-    layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor, height: int | None = None
+    layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor, offset: Tensor | None, height: int | None
 ) -> dict[str, float]:
     """Every certificate of the layer."""
     if layer.heads == 1:
-        return _one_head(layer, x, weights.image[0], gain, height)
-    strips = Strips(layer, x, weights.image, _height(len(x), layer.heads, height))
-    return _round_up(several_heads(strips, layer, weights, gain), strips.margin)
+        return _one_head(layer, x, weights.image[0], gain, offset, height)
+    strips = Strips(layer, x, weights.image, _height(len(x), layer.heads, height), offset)
+    return _round_up(several_heads(strips, layer, weights, gain), strips, gain)
 
 
-def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, height: int | None = None) -> dict[str, float]:
+def _one_head(
+    single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, offset: Tensor | None, height: int | None
+) -> dict[str, float]:
     """Every certificate of a layer of one head."""
-    strips = Strips(single, x, (w,), _height(len(x), 1, height))
+    strips = Strips(single, x, (w,), _height(len(x), 1, height), offset)
     B, columns = x.new_zeros(len(x)), x.new_zeros(len(x))
     for strip in strips:
         core = strip.core(0)
@@ -184,7 +208,7 @@ def _one_head(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, height
 
     value, perron = best_vectors(strips.grams(total, {"N": scale}), {"N": torch.ones_like(gain)})["N"]
     found = {"row_column": row_column, "block_norm": scale * value, "row_gram": _row_gram(strips, w, B, gain, perron)}
-    return _round_up(found, strips.margin)
+    return _round_up(found, strips, gain)
 
 
 def _blocks(strip: Strip, w: HeadWeights) -> Tensor:
@@ -235,9 +259,14 @@ def _row_norms(core: HeadCore, w: HeadWeights, weights: Tensor, own: Tensor, B: 
         gram = mean[part, None, None] * VV + moment + own[part, None, None] * (cross @ cross.mT)
         gram = gram + crosses[part] + crosses[part].mT
         found.append(matrix_norm_upper(gram, symmetric=True))
-    v_size = float(torch.linalg.vector_norm(v, dim=-1).max() + torch.linalg.vector_norm(o, dim=-1).max())
+    v_size = core.value_sizes(w)
     size = mean * w.value**2 + 2 * (mixed * a).sum(-1) * w.value * v_size + spread.sum(-1) * v_size**2
-    return torch.cat(found) + core.margin * (size + own * B.square())
+    # ‖M Mᵀ‖ moves by 2‖M‖‖dM‖ to first order, M_ij by at most P_ij times the error of V and W_ij times ``moved``.
+    moved = core.value_error(w)[:, None] * a + v_size[:, None] * core.gradient_error
+    error = 2 * w.value * (mean * w.value_error + (mixed * moved).sum(-1))
+    error = error + 2 * v_size * (mixed * a * w.value_error + weights * W.square() * a * moved).sum(-1)
+    slack = 2 * own * B * core.moment_slack(w)[0]
+    return torch.cat(found) + core.margin * (size + own * B.square()) + 2 * error + slack
 
 
 def _cross_terms(core: HeadCore, w: HeadWeights, mixed: Tensor, v: Tensor, o: Tensor) -> Tensor:
@@ -256,5 +285,6 @@ def _height(n: int, heads: int, asked: int | None) -> int:
     return asked or (n if n <= DENSE else strip_height(n, heads))
 
 
-def _round_up(found: dict[str, float], margin: float) -> dict[str, float]:
-    return {name: value * (1 + 4 * margin) if margin < 0.1 else math.inf for name, value in found.items()}
+def _round_up(found: dict[str, float], strips: Strips, gain: Tensor) -> dict[str, float]:
+    margin, least = strips.margin, strips.underflow * float(gain.max())
+    return {name: value * (1 + 4 * margin) + least if margin < 0.1 else math.inf for name, value in found.items()}

@@ -2,7 +2,7 @@
 
 A ``HeadCore`` holds a strip of rows of the scores with the columns that they see, so that long sequences need no n×n
 matrix; for short ones a single strip holds all rows. Every number here is an upper bound of what it stands for, its own
-rounding included; see ``rounding_margin``.
+rounding included; see ``head_rounding``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.attention.core import Point
 from lipscope.attention.layer import Attention
 from lipscope.attention.rotary import Rotation
-from lipscope.attention.scores import ScoreRule, tile_of
+from lipscope.attention.scores import ScoreRule
+from lipscope.bounds.head_rounding import Rounding
 from lipscope.bounds.spectral_upper import Grams, matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights
 
@@ -29,41 +31,6 @@ SMALL = 1 << 22
 # heads·n² up to which all heads of a single strip are kept instead of being evaluated again.
 FEW = 1 << 21
 _TINY = 1e-300
-# A probability below e^−_UNDERFLOW is zero in float64; rows of an additive term looked at together.
-_UNDERFLOW, _ROWS = 750.0, 256
-
-
-def rounding_margin(weights: HeadWeights, x: Tensor, rule: ScoreRule, gain: float = 1.0) -> float:
-    """Relative error of a probability, and hence of every sum of nonnegative terms built on it.
-
-    A score is two products of length d and one of length dk, so its error is at most (2d + dk)·eps times
-    |τ|‖W_Q‖_F‖W_K‖_F (‖x‖ + ‖b_Q‖/‖W_Q‖_F)(‖x‖ + ‖b_K‖/‖W_K‖_F); the exponential and the normalisation double it, and a
-    further factor 2 and 8(n + d) units cover the remaining sums. Rotations of norm at most ``gain`` enlarge a score by its
-    square, and add a few products. Adding a term B_ij, and the peak that is taken away, round once each.
-    """
-    n, d = x.shape
-    size = float(torch.linalg.vector_norm(x, dim=-1).max())
-    scores = gain**2 * weights.score_scale * (size + weights.query_shift) * (size + weights.key_shift)
-    eps = torch.finfo(torch.float64).eps
-    return eps * (4 * (2 * d + weights.R_K.shape[1] + 8) * scores + 8 * (n + d) + 4 * additive_size(rule, n, scores))
-
-
-def additive_size(rule: ScoreRule, n: int, scores: float) -> float:
-    """Largest additive term of an entry whose probability may differ from zero, when scores without it are ≤ ``scores``.
-
-    Entry (i, j) is compared with the largest visible term of its row: with B_ij < max_l B_il − 2·scores − 750, P_ij is zero.
-    """
-    if rule.additive is None:
-        return 0.0
-    everything, largest = slice(0, n), 0.0
-    for start in range(0, n, _ROWS):
-        rows = slice(start, min(n, start + _ROWS))
-        B = tile_of(rule.additive, rows, everything)
-        visible = rule.visible(rows, everything, n, B.device)
-        seen = B if visible is None else torch.where(visible, B, float("-inf"))
-        matters = (seen > float("-inf")) & (seen >= seen.amax(-1, keepdim=True) - (2 * scores + _UNDERFLOW))
-        largest = max(largest, float(torch.where(matters, seen.abs(), 0.0).amax()))
-    return largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,24 +48,26 @@ class HeadRows:
     rule: ScoreRule
     softcapped: bool
     sinks: bool
-    margin: float
+    rounding: Rounding
     rotation: Rotation | None
     weights: HeadWeights
 
     @classmethod
-    def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadRows:
-        """Project tokens x (n, d) by a one-head layer in float64."""
-        q, k, v = (t[0, 0] for t in single.project(x[None]))
+    def at(cls, single: Attention, x: Tensor, weights: HeadWeights, offset: Tensor | None = None) -> HeadRows:
+        """Project tokens x (n, d), to which an offset is to be added, by a one-head layer in float64."""
+        point = Point.of(single, x[None], offset)
+        q, k, v = (t[0, 0] for t in (point.q, point.k, point.v))
         softcapped, sinks = single.softcap is not None, single.sinks is not None
-        centre = v.mean(0)
-        rotation, gain = single.rotation(x.shape[0], 1), 1.0
+        mean = v.mean(0)
+        centre = mean if point.shift is None else mean + point.shift[0, 0, 0]
+        rotation, gain = single.rotation(x.shape[0], 1), None
         if rotation is not None:
             rotation = Rotation(rotation.cos[0, 0], rotation.sin[0, 0], rotation.interleaved)
             gain = max(1.0, float((rotation.cos.square() + rotation.sin.square()).max().sqrt()))
         rule = single.score_rule(x.shape[0], 1, tiled=True)
-        margin = rounding_margin(weights, x, rule, gain)
+        rounding = Rounding.of(weights, x, rule, gain, offset)
         shifted = k if softcapped or sinks else k - k.mean(0)
-        return cls(q, shifted, v - centre, k, centre, rule, softcapped, sinks, margin, rotation, weights)
+        return cls(q, shifted, v - mean, k, centre, rule, softcapped, sinks, rounding, rotation, weights)
 
     def columns(self, rows: slice) -> slice:
         """The columns that rows may see, and those of the rows themselves."""
@@ -113,7 +82,7 @@ class HeadRows:
         v = self.v[columns]
         o, sink_share = P @ v, None
         if self.sinks:
-            sink_share = (1 - P.sum(-1)).clamp_min(0)
+            sink_share = self.rule.sink_share(raw[None, None], rows, columns, n)[0, 0, :, 0]
             o = o - sink_share[:, None] * self.centre
         return HeadCore(
             q=self.q[rows],
@@ -125,7 +94,7 @@ class HeadRows:
             sink_share=sink_share,
             centre=self.centre,
             softcapped=self.softcapped,
-            margin=self.margin,
+            rounding=self.rounding,
             rotation=_part(self.rotation, columns),
             row_rotation=_part(self.rotation, rows),
             weights=self.weights,
@@ -152,7 +121,7 @@ class HeadCore:
     sink_share: Tensor | None  # share of the sink in every row (r,), or None
     centre: Tensor  # the mean that was taken from the values
     softcapped: bool
-    margin: float  # relative rounding margin
+    rounding: Rounding
     rotation: Rotation | None  # the rotations R_j of rotary embeddings at the columns, or None; q and k are rotated already
     row_rotation: Rotation | None  # those at the rows
     weights: HeadWeights
@@ -166,18 +135,35 @@ class HeadCore:
         return HeadRows.at(single, x, weights).core(slice(0, len(x)))
 
     @property
+    def margin(self) -> float:
+        """Relative rounding margin of a probability."""
+        return self.rounding.margin
+
+    def value_error(self, w: HeadWeights | None) -> Tensor:
+        """What rounding may do to ‖v_j − o_i‖ seen through the output weights, for every row."""
+        size = self.P.new_full((len(self.P),), self.rounding.value)
+        if self.sink_share is not None:
+            size = size + self.sink_share * self.rounding.shift
+        return 2 * self.rounding.unit * (1.0 if w is None else w.out) * size
+
+    @property
+    def gradient_error(self) -> float:
+        """What rounding may do to ‖a_ij‖."""
+        return 2 * self.rounding.unit * self.rounding.query * self.weights.sizes[1]
+
+    @property
     def orthogonal(self) -> bool:
         """∂s_ij/∂x_j is the same for all j: no soft-cap, no rotary embeddings."""
         return not self.softcapped and self.rotation is None
 
     @cached_property
     def a(self) -> Tensor:
-        """‖a_ij‖, a_ij = W_KᵀR_jᵀq_i with τ inside q: (r, 1), or (r, c) with rotary embeddings."""
-        R_K = self.weights.R_K
+        """‖a_ij‖, a_ij = W_KᵀR_jᵀq_i with τ inside q: (r, 1), or (r, c) with rotary embeddings; rounding included."""
+        R_K, error = self.weights.R_K, self.gradient_error
         if self.rotation is None:
-            norms: Tensor = torch.linalg.vector_norm(self.q @ R_K.mT, dim=-1, keepdim=True)
+            norms: Tensor = torch.linalg.vector_norm(self.q @ R_K.mT, dim=-1, keepdim=True) + error
             return norms
-        return torch.cat([torch.linalg.vector_norm(Y, dim=-1) for _, Y in self.pair_images(R_K, self.q)])
+        return torch.cat([torch.linalg.vector_norm(Y, dim=-1) + error for _, Y in self.pair_images(R_K, self.q)])
 
     def pair_images(self, M: Tensor, t: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """M R_jᵀ t_i for all pairs, (rows i, columns j, rows of M), a block of rows at a time."""
@@ -231,8 +217,10 @@ class HeadCore:
             for part, G in self.pair_images(w.VK, self.q):
                 g2[part] = G.square().sum(-1)
                 inner[part] = (G @ o[part, :, None])[..., 0].neg_() + (G * v).sum(-1)
-        slack = 2 * margin * g2.sqrt() * size.sqrt_()
-        a2, g2 = self.a.square(), g2 * (1 + margin)
+        g_error, error = w.out * w.sizes[2] * self.gradient_error, self.value_error(w)[:, None]
+        delta2 = delta2.sqrt_().add_(error).square_()
+        slack = 2 * (margin * g2.sqrt() + g_error) * size.sqrt_() + g2.sqrt() * error
+        a2, g2 = self.a.square(), (g2.sqrt() * (1 + margin) + g_error).square()
         if self.softcapped:
             slope = self.W / P.clamp_min(_TINY)
             inner, slack = inner * slope, slack * slope
@@ -254,7 +242,8 @@ class HeadCore:
         if self.softcapped:
             update = update * (self.W / self.P.clamp_min(_TINY))[..., None]
         M = w.V + update[..., None] * a[..., None, :]
-        return matrix_norm_upper(M, squarings=5) + self.margin * (w.value + delta * self.a)
+        rest = w.value_error + self.value_error(w)[:, None] * self.a + delta * self.gradient_error
+        return matrix_norm_upper(M, squarings=5) + self.margin * (w.value + delta * self.a) + rest
 
     def covariance_norms(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
         """‖B_i‖ and c_i seen through the weights of the head, or ‖C_i‖ and c_i in the head's own coordinates.
@@ -267,28 +256,42 @@ class HeadCore:
         B, c = (torch.cat(norms) for norms in zip(*parts, strict=True))
         if self.sink_share is not None and not self.softcapped:
             # The sink is one more token, with value 0: it must be counted for the deviations to have mean zero.
-            sink = self.through_output(w)[1] + (self.centre if w is None or w.R_O is None else self.centre @ w.R_O.mT)
+            sink = self.outputs() if w is None or w.R_O is None else self.outputs() @ w.R_O.mT
             c = c + self.sink_share * sink.square().sum(-1)
         # Cancellation in a covariance is relative to the second moments it is the difference of.
         slack_B, slack_c = self.moment_slack(w)
-        return B + slack_B, c + slack_c
+        return B + slack_B, ((c + slack_c).sqrt() + self.value_error(w)).square()
+
+    def outputs(self) -> Tensor:
+        """The outputs o_i themselves, the common term of the values included."""
+        return self.P @ self.v + self.P.sum(-1, keepdim=True) * self.centre
+
+    def value_sizes(self, w: HeadWeights | None) -> Tensor:
+        """Sizes of the terms of v_j − o_i, the largest that every row sees, through the output weights."""
+        v, o = self.through_output(w)
+        size: Tensor = self._largest(v) + torch.linalg.vector_norm(o, dim=-1)
+        if self.sink_share is not None:
+            size = size + self.sink_share * (1.0 if w is None else w.out) * torch.linalg.vector_norm(self.centre)
+        return size
+
+    def _largest(self, t: Tensor) -> Tensor:
+        """The largest norm of a vector (c, ·) among those that every row sees."""
+        norms = torch.linalg.vector_norm(t, dim=-1).expand_as(self.P)
+        largest: Tensor = norms.masked_fill(self.P == 0, 0.0).amax(-1)
+        return largest
 
     def moment_slack(self, w: HeadWeights | None) -> tuple[Tensor, Tensor]:
         """What rounding may add to the norms of the two kinds of ``moments``, per row, from what the row sees."""
-        v, o = self.through_output(w)
         k = self.k if w is None or self.rotation is not None else self.k @ w.R_Q.mT
-
-        def largest(t: Tensor) -> Tensor:
-            norms: Tensor = torch.linalg.vector_norm(t, dim=-1)
-            return norms.expand_as(self.P).masked_fill(self.P == 0, 0.0).amax(-1)
-
-        v_size, k_size = largest(v) + torch.linalg.vector_norm(o, dim=-1), largest(k)
+        v_size, k_size, k_error = self.value_sizes(w), self._largest(k), 2 * self.rounding.unit
+        k_error *= self.rounding.key * (1.0 if w is None else w.sizes[0])
         if self.row_rotation is not None:
             k_size = k_size * (self.row_rotation.cos.square() + self.row_rotation.sin.square()).amax(-1).sqrt().clamp_min(
                 1.0
             )
             k_size = k_size * (1.0 if w is None else w.query)
-        return self.margin * v_size * k_size, self.margin * v_size**2
+        mass, error = self.P.sum(-1), self.value_error(w)
+        return mass * (self.margin * v_size * k_size + error * k_size + v_size * k_error), mass * self.margin * v_size**2
 
     def moments(self, w: HeadWeights | None, U: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """B_i, or C_iR_i without weights, and Σ_j U_ij (v_j − o_i)(v_j − o_i)ᵀ, a block of rows at a time.
@@ -364,11 +367,14 @@ class Strips:
     as long as this object; its cores are kept if there are few of them.
     """
 
-    def __init__(self, layer: Attention, x: Tensor, weights: tuple[HeadWeights, ...], height: int) -> None:
+    def __init__(
+        self, layer: Attention, x: Tensor, weights: tuple[HeadWeights, ...], height: int, offset: Tensor | None = None
+    ) -> None:
         """Project tokens in float64 by a float64 layer, for strips of ``height`` rows."""
-        self.heads = tuple(HeadRows.at(layer.head(h), x, w) for h, w in enumerate(weights))
+        self.heads = tuple(HeadRows.at(layer.head(h), x, w, offset) for h, w in enumerate(weights))
         self.n, self.height = len(x), min(height, len(x))
-        self.margin = max(head.margin for head in self.heads)
+        self.margin = max(head.rounding.margin for head in self.heads)
+        self.underflow = sum(head.rounding.underflow(w, len(x)) for head, w in zip(self.heads, weights, strict=True))
         self._only = [Strip(self.heads, slice(0, self.n), keep=len(weights) * self.n**2 <= FEW)] if self.single else []
 
     @property

@@ -171,14 +171,16 @@ def _covariance_factors(core: HeadCore) -> tuple[Tensor, Tensor, Tensor, Tensor,
     parts = [(*factor_pair(cross), *factor(own)) for _, cross, own in core.moments(None)]
     U, Z, C_rest, F, F_rest = (torch.cat(each) for each in zip(*parts, strict=True))
     C_slack, F_slack = core.moment_slack(None)
-    return U, Z, C_rest + C_slack, F, F_rest + F_slack
+    error = core.value_error(None)
+    size = core.v.square().sum(-1).max().sqrt() + core.o.square().sum(-1).sqrt()
+    return U, Z, C_rest + C_slack, F, F_rest + F_slack + (2 * size + error) * error
 
 
 def _head_covariance(core: HeadCore, w: HeadWeights, F: Tensor, rest: Tensor) -> Tensor:
     """c_i through W_O by way of ‖W_O‖, from the factors of the covariances."""
     c = matrix_norm_upper(F.mT @ F, symmetric=True) + rest
     if core.sink_share is not None and not core.softcapped:
-        c = c + core.sink_share * (core.o + core.centre).square().sum(-1)
+        c = c + core.sink_share * core.outputs().square().sum(-1)
     return w.out**2 * c
 
 
@@ -198,7 +200,7 @@ def _keys(strips: Strips, weights: LayerWeights, kappa: Tensor, gain: Tensor) ->
 def _key_factors(strips: Strips, h: int, kappa: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     head = strips.heads[h]
     dk = head.q.shape[1]
-    Q = head.q.new_zeros(block.stop - block.start, dk * dk)
+    Q, total = head.q.new_zeros(block.stop - block.start, dk * dk), head.q.new_zeros(block.stop - block.start)
     for strip in strips:
         first, last = head.rule.span(strip.rows, strips.n)
         if last <= block.start or first >= block.stop:
@@ -207,8 +209,12 @@ def _key_factors(strips: Strips, h: int, kappa: Tensor, block: slice) -> tuple[T
         low, high = max(block.start, columns.start), min(block.stop, columns.stop)
         P = core.P[:, low - columns.start : high - columns.start]
         outer = (core.q[:, :, None] * core.q[:, None, :]).flatten(1)
-        Q[low - block.start : high - block.start].addmm_((P * kappa[strip.rows, None]).mT, outer)
+        part, weighted = slice(low - block.start, high - block.start), (P * kappa[strip.rows, None]).mT
+        Q[part].addmm_(weighted, outer)
+        total[part] += weighted.sum(-1)
     Q = Q.reshape(-1, dk, dk)
     Q = rotate_back(head.rotation, rotate_back(head.rotation, Q, block).mT, block)
     F, rest = factor(Q)
-    return F, rest + head.margin * Q.diagonal(dim1=-2, dim2=-1).sum(-1)
+    # Queries are off by ``error``: Σ w ‖q‖·error ≤ √(Σ w ‖q‖²)·√(Σ w)·error.
+    trace, error = Q.diagonal(dim1=-2, dim2=-1).sum(-1), 2 * head.rounding.unit * head.rounding.query
+    return F, rest + head.rounding.margin * trace + (2 * (trace * total).sqrt() + total * error) * error

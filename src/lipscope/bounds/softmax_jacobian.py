@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import nonnegative_norm
-from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, spectral
 
 _SOURCE = "Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv 2507.07814, 2025"
 
@@ -35,10 +36,9 @@ def yudin2025_published(layer: Attention, x: Tensor) -> Bound:
     Without biases it is ‖V‖(‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i)). Here b_Q = τ‖W_Kᵀb_Q‖, and b_K, b_V are zero unless there are
     sinks (b_K: or a soft-cap). ‖P‖ is replaced by a rigorous upper bound. Frobenius norms.
     """
-    size = float(torch.linalg.matrix_norm(x.double(), 2))
     root = math.sqrt(x.shape[0])
 
-    def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
+    def head(core: HeadCore, w: HeadWeights, c: HeadConstants, size: float) -> float:
         values = c.value * size + root * c.value_bias
         scores = 2 * size * c.interaction + root * (c.query_bias + c.key_bias)
         return c.value * nonnegative_norm(core.P) + values * scores * float(g1(core.P).max())
@@ -56,12 +56,16 @@ def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
     soft-cap). Any mask, Frobenius norms. Ours.
     """
 
-    def head(core: HeadCore, w: HeadWeights, c: HeadConstants) -> float:
+    def head(core: HeadCore, w: HeadWeights, c: HeadConstants, size: float) -> float:
         v = core.v if core.sink_share is None else core.v + core.centre
         if w.R_O is not None:
             v = v @ w.R_O.mT
-        values, slope = float(torch.linalg.matrix_norm(v, 2)), float(largest_eigenvalue(core.P).max())
-        scores = core.projected_norm(core.k, w.R_Q) + core.projected_norm(core.q, w.R_K)
+        # A matrix of n rows is off by √n times the error of one.
+        root, unit = math.sqrt(len(v)), 2 * core.rounding.unit
+        values = float(torch.linalg.matrix_norm(v, 2)) + root * float(core.value_error(w).max())
+        slope = float(largest_eigenvalue(core.P).max())
+        scores = core.projected_norm(core.k, w.R_Q) + root * unit * core.rounding.key * w.sizes[0]
+        scores += core.projected_norm(core.q, w.R_K) + root * core.gradient_error
         return c.value * nonnegative_norm(core.P) + values * scores * slope
 
     value = _joined(layer, x, head)
@@ -69,18 +73,21 @@ def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
     return Bound("yudin2025.improved", value, "local", "this input; any mask", reference, {"n": x.shape[0]})
 
 
-def _joined(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeights, HeadConstants], float]) -> float:
-    """The heads joined, rounded up by the margin of the probabilities."""
+def _joined(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeights, HeadConstants, float], float]) -> float:
+    """The heads joined, rounded up by the margin of the probabilities; infinite where these have no digits."""
+    layer, x, _, power = balanced(layer, x.detach().double())
     weights, constants = layer_weights(layer), Constants.of(layer, x.shape[0])
-    precise, x = layer.to(torch.float64), x.detach().double()
-    plain, image, margin = [], [], 0.0
+    precise, size = layer.to(torch.float64), spectral(x)
+    plain, image, margin, least = [], [], 0.0, 0.0
     with torch.no_grad():
         for h in range(layer.heads):
             core = HeadCore.at(precise.head(h), x, weights.plain[h])
             margin = max(margin, core.margin)
-            plain.append(head(core, weights.plain[h], constants.plain[h]))
-            image.append(head(core, weights.image[h], constants.image[h]))
-    return over_heads(plain, weights.out, image) * (1 + 4 * margin)
+            least += core.rounding.underflow(weights.image[h], len(x))
+            plain.append(head(core, weights.plain[h], constants.plain[h], size))
+            image.append(head(core, weights.image[h], constants.image[h], size))
+    value = over_heads(plain, weights.out, image) * (1 + 4 * margin) + least if margin < 0.1 else math.inf
+    return float(times_power(torch.tensor(value, dtype=torch.float64), power, outwards=1))
 
 
 def g1(p: Tensor) -> Tensor:

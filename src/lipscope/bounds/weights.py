@@ -34,14 +34,14 @@ class HeadWeights:
     basis: Tensor  # orthonormal columns that span the rows of W_V and W_K, (d, m)
     out: float  # ‖W_O‖ of this head, 1 for the identity
     query: float  # |τ|‖W_Q‖ of this head
-    value: float  # ‖W_O W_V‖
+    value: float  # ‖W_O W_V‖, the rounding of the product included
+    value_error: float  # that rounding
     interaction: float  # ‖A‖ = τ‖W_Kᵀ W_Q‖
     query_bias: float  # τ‖W_Kᵀ b_Q‖
     key_bias: float  # τ‖W_Qᵀ b_K‖
     value_bias: float  # ‖W_O b_V‖
-    score_scale: float  # |τ|‖W_Q‖_F‖W_K‖_F, for the rounding of the scores
-    query_shift: float  # ‖b_Q‖/‖W_Q‖_F, the token norm that the query bias stands for, likewise
-    key_shift: float  # ‖b_K‖/‖W_K‖_F
+    sizes: tuple[float, float, float]  # Frobenius norms |τ|‖W_Q‖, ‖W_K‖ and ‖W_V‖, for rounding
+    biases: tuple[float, float, float]  # |τ|‖b_Q‖, ‖b_K‖ and ‖b_V‖, likewise
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +109,31 @@ def _compute(layer: Attention) -> LayerWeights:
         W_V = torch.cat([single.v for single in singles])
         W_K, W_Q = torch.cat([single.k for single in singles]), layer.tau * layer.q
         keys, queries, values = (_root_norm(M) for M in (W_K, W_Q, W_V))
-        grams = (W_Q @ W_Q.mT, W_K @ W_K.mT)
+        grams = (_gram(W_Q), _gram(W_K))
         if layer.out is None:
             identity = torch.eye(W_V.shape[0], dtype=W_V.dtype, device=W_V.device)
             return LayerWeights(plain, plain, 1.0, queries, keys, values, values, identity, *grams)
         blocks = layer.out.split(layer.value_width, dim=1)
         image = tuple(map(_through, plain, singles, blocks))
         # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
-        total = _root_norm(layer.out @ W_V)
-        gram = layer.out.mT @ layer.out
-        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total, gram, *grams)
+        total = _root_norm(layer.out @ W_V) + rounding_unit(layer.out) * _frobenius(layer.out) * _frobenius(W_V)
+        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total, _gram(layer.out.mT), *grams)
+
+
+def rounding_unit(*matrices: Tensor) -> float:
+    """More than the error of a product of these matrices, relative to the product of their Frobenius norms."""
+    return (16 + sum(sum(M.shape) for M in matrices)) * torch.finfo(torch.float64).eps
+
+
+def _frobenius(M: Tensor | None) -> float:
+    return 0.0 if M is None else float(torch.linalg.vector_norm(M)) * (1 + 1e-12)
+
+
+def _gram(M: Tensor) -> Tensor:
+    """MMᵀ, above it as a quadratic form by what rounding may have taken from it."""
+    gram = M @ M.mT
+    gram.diagonal().add_(rounding_unit(M) * _frobenius(M) ** 2)
+    return gram
 
 
 def _root_norm(M: Tensor) -> float:
@@ -129,6 +144,7 @@ def _root_norm(M: Tensor) -> float:
 def _head(single: Attention) -> HeadWeights:
     """A head without its block of W_O."""
     tau = single.tau
+    sizes = abs(tau) * _frobenius(single.q), _frobenius(single.k), _frobenius(single.v)
     R_K, R_Q = triangle(single.k.mT), triangle(tau * single.q.mT)
     basis = torch.linalg.qr(torch.cat([single.v, single.k]).mT).Q
     return HeadWeights(
@@ -143,32 +159,34 @@ def _head(single: Attention) -> HeadWeights:
         out=1.0,
         query=spectral(R_Q),
         value=spectral(triangle(single.v.mT)),
-        interaction=spectral(R_K @ R_Q.mT),
+        value_error=0.0,
+        interaction=spectral(R_K @ R_Q.mT) + rounding_unit(single.q) * sizes[0] * sizes[1],
         query_bias=abs(tau) * _size(single.q_bias, R_K),
         key_bias=_size(single.k_bias, R_Q),
-        value_bias=_size(single.v_bias),
-        score_scale=abs(tau) * float(torch.linalg.matrix_norm(single.q) * torch.linalg.matrix_norm(single.k)),
-        query_shift=_size(single.q_bias) / max(float(torch.linalg.matrix_norm(single.q)), 1e-300),
-        key_shift=_size(single.k_bias) / max(float(torch.linalg.matrix_norm(single.k)), 1e-300),
+        value_bias=_frobenius(single.v_bias),
+        sizes=sizes,
+        biases=(abs(tau) * _frobenius(single.q_bias), _frobenius(single.k_bias), _frobenius(single.v_bias)),
     )
 
 
 def _through(plain: HeadWeights, single: Attention, out: Tensor) -> HeadWeights:
     """The same head followed by its block of W_O; queries and keys stay what they are."""
     R_O = triangle(out)
-    V = R_O @ single.v
+    V, error = R_O @ single.v, rounding_unit(out, single.v) * _frobenius(out) * plain.sizes[2]
     return replace(
         plain,
         R_O=R_O,
         VK=V @ single.k.mT,
         V=V @ plain.basis,
         out=spectral(R_O),
-        value=spectral(triangle(V.mT)),
+        value=spectral(triangle(V.mT)) + error,
+        value_error=error,
         value_bias=_size(single.v_bias, R_O),
     )
 
 
-def _size(vector: Tensor | None, through: Tensor | None = None) -> float:
+def _size(vector: Tensor | None, through: Tensor) -> float:
+    """‖through·vector‖, the rounding of the product included."""
     if vector is None:
         return 0.0
-    return float(torch.linalg.vector_norm(vector if through is None else through @ vector)) * (1 + 1e-12)
+    return _frobenius(through @ vector) + rounding_unit(through) * _frobenius(through) * _frobenius(vector)

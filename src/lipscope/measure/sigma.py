@@ -5,8 +5,9 @@ Its certified upper end is a closed form at the same tokens, deterministic, ente
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
+from lipscope.attention.validation import balanced, times_power
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_upper, height_within
 from lipscope.measure.memory import plan_memory, read_bytes
@@ -91,6 +93,10 @@ def local_lipschitz(
     about["input_dtype"] = _given_dtypes(layer, X)
     tokens = batched.to(compute)
     limit = None if memory is None else read_bytes(memory)
+    given, known, power = attention, norm, 0
+    if attention is not None:
+        layer, tokens, norm, power = _in_units(attention.to(compute, tokens.device), tokens, norm, scope)
+        attention = layer
     if attention is None or limit is None:
         result = sigma(layer.operator(tokens, scope, norm), solver, **about)
     else:
@@ -104,7 +110,7 @@ def local_lipschitz(
                 result = join_batches([sigma(part, kept, **about) for part in parts])
             else:
                 result = sigma(attention.operator(tokens, scope, norm), kept, **about)
-    result = add_certificate(result, attention, batched, wanted=certificate, norm=norm, memory=limit)
+    result = add_certificate(_times_power(result, power), given, batched, wanted=certificate, norm=known, memory=limit)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
@@ -135,6 +141,32 @@ def sigma(
     if X is not None:
         result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
     return result if shape is None else reshape_batch(result, shape)
+
+
+def _in_units(
+    layer: Attention, X: Tensor, norm: Normalisation | None, scope: str
+) -> tuple[Attention, Tensor, Normalisation | None, int]:
+    """Layer, tokens and normalisation in units in which nothing leaves the range of floats, and the power of σ.
+
+    See ``balanced``; the output of a normalisation has the unit of its gains, whatever that of its input.
+    """
+    if norm is None or X.shape[-1] != layer.width:
+        layer, X, _, power = balanced(layer, X, heads=scope == "head")
+        return layer, X, norm, power
+    scaled, gains, offset, power = balanced(layer, norm.weight[None], norm.bias)
+    if scaled is layer:
+        return layer, X, norm, 0
+    before, after = (math.frexp(float(g.abs().max()))[1] for g in (norm.weight, gains))
+    norm = replace(norm, weight=gains[0]) if norm.bias is None else replace(norm, weight=gains[0], bias=offset)
+    return scaled, X, norm, power + before - after
+
+
+def _times_power(result: SpectralNorm, power: int) -> SpectralNorm:
+    ends = {"lower": -1, "estimate": 0, "upper": 1, "residual": 0, "singular_values": 0}
+    scaled = {name: times_power(getattr(result, name), power, outwards=way) for name, way in ends.items()}
+    if not bool(torch.isfinite(scaled["estimate"]).all()):
+        raise FloatingPointError("σ is beyond the range of float64 at this input: rescale the weights")
+    return replace(result, **scaled)
 
 
 @dataclass(frozen=True)
@@ -211,8 +243,8 @@ def certificate_at(
     height = None if memory is None else height_within(X.shape[1], heads, memory)
     if scope != "norm+attention" or norm is None:
         return certified_upper(layer, X, scope, height=height).flatten()
-    gains = norm.linearise(X.double()).local_norm()
-    return certified_upper(layer, norm(X.double()), gains=gains, height=height)
+    at = norm.linearise(X.double())
+    return certified_upper(layer, at.g * at.z, gains=at.local_norm(), offset=norm.offset(X.double()), height=height)
 
 
 def add_certificate(
