@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +23,12 @@ from mpmath import mp, mpf
 from torch import Tensor
 
 import lipscope
+from lipscope import local_lipschitz
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
+from lipscope.attention.tiled import Tiling, using_tiling
+from lipscope.measure.sigma import certificate_at
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Auto, Dense, GolubKahan
 
 DIGITS = 100
 
@@ -252,3 +260,53 @@ def draw(seed: int, dtype: torch.dtype, *, ordinary: bool = False) -> Case:
         mask=mask, softcap=softcap, rotary=rotary,
     )  # fmt: skip
     return Case(layer, X.to(dtype), norm, f"seed {seed} n={n} d={d} H={heads}/{kv} {mask} " + ", ".join(about))
+
+
+def search(seeds: range, dtype: torch.dtype) -> Counter[str]:
+    """How often intervals and certificates miss σ of drawn layers, by kind; heads of layers with several are cases too."""
+    counts: Counter[str] = Counter()
+
+    def look(kind: str, truth: Any, measure: Callable[[], tuple[float, float]]) -> None:
+        counts[f"{kind}: cases"] += 1
+        try:
+            lower, upper = measure()
+            counts[f"{kind}: misses"] += not mpf(lower) <= truth <= mpf(upper)
+        except FloatingPointError:
+            counts[f"{kind}: refused"] += 1
+        except Exception as error:
+            counts[f"{kind}: {type(error).__name__}"] += 1
+
+    head = {"scope": "head", "certificate": True}
+    for seed in seeds:
+        case = draw(seed, dtype)
+        truth = true_sigma(case.layer, case.X, case.norm)
+        for kind, solver, tiling in (
+            ("exact", Auto(), Tiling()),
+            ("iterative", GolubKahan(), Tiling()),
+            ("tiled", Dense(), Tiling(tile=(2, 2), dense=-1, keep=0)),
+        ):
+            options = {"scope": case.scope, "norm": case.norm, "solver": solver, "certificate": False}
+            with using_tiling(tiling):
+                look(kind, truth, lambda case=case, options=options: _ends(local_lipschitz(case.layer, case.X, **options)))
+        for kind, memory in (("certificate", None), ("certificate, strips", 1)):
+            given = (case.layer, case.X[None], case.scope, case.norm, memory)
+            look(kind, truth, lambda given=given: (0.0, float(certificate_at(*given)[0])))
+        for h in range(case.layer.heads if case.norm is None and case.layer.heads > 1 else 0):
+            truth = true_sigma(case.layer, case.X, head=h)
+            look("head", truth, lambda case=case, h=h: _ends(local_lipschitz(case.layer, case.X, **head)[h]))
+            look(
+                "head, certificate",
+                truth,
+                lambda case=case, h=h: (0.0, float(local_lipschitz(case.layer, case.X, **head)[h].certified)),
+            )
+    return counts
+
+
+def _ends(result: SpectralNorm) -> tuple[float, float]:
+    return result.lower, result.upper
+
+
+if __name__ == "__main__":
+    for dtype in (torch.float64, torch.float32):
+        for kind, count in sorted(search(range(int(sys.argv[1])), dtype).items()):
+            print(dtype, kind, count)
