@@ -207,7 +207,7 @@ class Point:
         found, sizes = [], []
         for which, tokens in enumerate((X, away if free else X, away)):
             z, constant = tokens @ weights[which].mT, constants[which]
-            size = (tokens.square() @ columns[which].mT).amax(1).sqrt()
+            size = torch.stack([(x.square() @ columns[which].mT).amax(0) for x in tokens]).sqrt()
             if tokens is X:
                 z = z + constant
                 size = size + constant.reshape(1, counts[which], -1).norm(dim=-1)

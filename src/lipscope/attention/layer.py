@@ -267,10 +267,9 @@ class Attention(Weighted):
     @cached_property
     def column_squares(self) -> Tensor:
         """Squared norms of the columns of every head's τW_Q, W_K and W_V, (heads + 2·kv_heads, d)."""
-        parts = zip(
-            self.qkv.split([len(t) for t in (self.q, self.k, self.v)]), (self.heads, *[self.kv_heads] * 2), strict=True
-        )
-        return torch.cat([t.square().reshape(count, -1, self.width).sum(1) for t, count in parts])
+        weights, counts = self.qkv.split([len(t) for t in (self.q, self.k, self.v)]), (self.heads, *[self.kv_heads] * 2)
+        heads = (t.reshape(count, -1, self.width) for t, count in zip(weights, counts, strict=True))
+        return torch.cat([torch.linalg.vector_norm(t, dim=1) for t in heads]).square()
 
     def split_heads(self, projected: Tensor) -> Triple:
         """Split (B, n, rows of qkv) into scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""

@@ -105,7 +105,8 @@ class AttentionOperator(_CoreOperator):
         check_finite(core)
         B, n, d = X.shape
         if parts is not None and layer.out is not None:
-            squares = layer.out.detach().square().sum(0).double().reshape(layer.heads, -1).sum(-1)
+            blocks = layer.out.detach().reshape(layer.out.shape[0], layer.heads, -1)
+            squares = torch.linalg.vector_norm(blocks, dim=(0, 2)).double().square()
             parts = parts * typical_norm(squares, layer.out.shape[0], layer.out.shape[1] // layer.heads)[:, None]
         return cls(
             layer=layer,

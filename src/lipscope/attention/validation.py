@@ -81,7 +81,7 @@ _NOTHING = -(1 << 20)
 
 def _power(tensor: Tensor | None) -> int:
     """The power of two above the largest entry, far below all others where there is none."""
-    largest = 0.0 if tensor is None else float(tensor.detach().abs().max())
+    largest = 0.0 if tensor is None else max(abs(float(end)) for end in torch.aminmax(tensor.detach()))
     return math.frexp(largest)[1] if largest > 0 else _NOTHING
 
 
