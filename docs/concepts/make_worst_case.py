@@ -17,8 +17,7 @@ import torch
 import lipscope
 import say_worst_case
 from lipscope.bounds.constants import Constants
-from lipscope.bounds.exponent import best_pair
-from lipscope.bounds.pairs import PlainHead, lower_meanfield
+from lipscope.bounds.pairs import PlainHead, best_pair, lower_meanfield
 from lipscope.bounds.sets import refined_unmasked
 from lipscope.report.palette import palette
 from lipscope.studies.worst_case import grouped_sigma, growth

@@ -59,9 +59,9 @@ def curves(mask: str, pairs: list[tuple[float, int]]) -> dict[str, list[float]]:
         "lower: groups": [lower_groups(layer(mask), R, n).value for R, n in pairs],
         "σ at random tokens": [random_sigma(mask, R, n) for R, n in pairs],
     }
+    lines["lower: mean-field"] = [lower_meanfield(layer(mask), R).value for R, n in pairs]
     if mask == "full":
         lines["paper, Theorem 3.5"] = [castin2024_meanfield(constants, R).value for R, n in pairs]
-        lines["lower: mean-field"] = [lower_meanfield(layer(mask), R).value for R, n in pairs]
         pair = [lower_proposition34(layer(mask), R, n) for R, n in pairs]
         lines["paper, Proposition 3.4"] = [bound.value for bound in pair]
     return lines
