@@ -15,6 +15,7 @@ from torch import Tensor
 import fuzz
 import lipscope
 from lipscope.doors import checked, fits, read_json, refuse_shape, wording
+from lipscope.models.text import Chunker
 
 W = torch.eye(4, dtype=torch.float64)
 
@@ -61,6 +62,7 @@ def test_what_is_asked_for_in_words() -> None:
         (lambda: lipscope.load("a\0b"), "model holds a character that no name or text has"),
         (lambda: lipscope.Auto(seed=2**70), "seed must be a number of at most 64 bits"),
         (lambda: lipscope.local_lipschitz(torch.tanh, W.to("meta")), "X is on the meta device"),
+        (lambda: Chunker(["words"], lambda *given, **more: given), "tokenizer must map a string to {'input_ids': …}"),
         (lambda: lipscope.training.weight_penalty(W), "attention must be an Attention, got Tensor"),
     ],
 )  # fmt: skip

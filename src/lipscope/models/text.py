@@ -192,7 +192,12 @@ def excerpt(documents: Sequence[str], characters: int, seed: int = 0) -> list[st
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
-    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    try:
+        whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    except (TypeError, KeyError, IndexError) as error:
+        raise TypeError(
+            f"tokenizer must map a string to {{'input_ids': …}}, as those of transformers do: {error}"
+        ) from error
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return whole[:start], whole[start + len(bare) :]
