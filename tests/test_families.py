@@ -214,3 +214,10 @@ def test_models_and_registries_are_left_as_they_were() -> None:
     assert NAME not in AttentionMaskInterface()
     assert all(p.requires_grad for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_loaded_model_is_loaded_already():
+    import lipscope
+
+    model = lipscope.load(FAMILIES["gpt2"]())
+    assert lipscope.load(model) is model

@@ -194,7 +194,7 @@ ZOO = {
 
 
 def load(
-    model: str | os.PathLike[str] | nn.Module,
+    model: str | os.PathLike[str] | nn.Module | Model,
     tokenizer: Callable[..., Any] | None = None,
     *,
     part: str | None = None,
