@@ -145,14 +145,16 @@ def _doubly_stochastic(s: torch.Tensor) -> torch.Tensor:
     """Sinkhorn's limit; its derivative by the implicit function theorem, as that of one Newton step from the solution."""
     n, S = s.shape[0], s.detach()
     f, g = torch.zeros_like(S[:, 0]), torch.zeros_like(S[0])
-    for _ in range(400):
+    for _ in range(100):
         f = -torch.logsumexp(S + g[None], -1)
         g = -torch.logsumexp(S + f[:, None], 0)
-    P = torch.exp(S + f[:, None] + g[None])
-    H = torch.cat([torch.cat([torch.diag_embed(P.sum(1)), P], 1), torch.cat([P.T, torch.diag_embed(P.sum(0))], 1)])
-    moved = torch.exp(s + f[:, None] + g[None])
-    step = torch.linalg.pinv(H, hermitian=True) @ torch.cat([moved.sum(1) - 1, moved.sum(0) - 1])
-    return torch.exp(s + (f - step[:n])[:, None] + (g - step[n:])[None])
+    for last in (False, False, False, False, False, True):
+        P = torch.exp(S + f[:, None] + g[None])
+        H = torch.cat([torch.cat([torch.diag_embed(P.sum(1)), P], 1), torch.cat([P.T, torch.diag_embed(P.sum(0))], 1)])
+        moved = torch.exp(s + f[:, None] + g[None]) if last else P
+        step = torch.linalg.pinv(H, hermitian=True) @ torch.cat([moved.sum(1) - 1, moved.sum(0) - 1])
+        f, g = f - step[:n], g - step[n:]
+    return torch.exp(s + f[:, None] + g[None])
 
 
 def jacobians(p: Problem, X: Array, head: int | None = None) -> Array:
