@@ -186,15 +186,15 @@ def ball(ledger: Ledger, drawn: Draw, where: str, number: int) -> None:
 
 def check_lower(ledger: Ledger, found: Bound, others: Sequence[Bound], drawn: Draw, where: str) -> None:
     """A lower bound is reached by the tokens that it gives, or by a search over measures; and no upper bound is below it."""
-    everything = "n" not in found.inputs  # it is for the supremum over n
+    everything, causal = "n" not in found.inputs, str(drawn.layer.mask) == "causal"  # it is for the supremum over n
     if found.tokens is not None:
         X = found.tokens.numpy()[None]
         far = float(np.linalg.norm(X, axis=-1).max()) > drawn.radius * (1 + 1e-12)
         reached = float("nan") if far else float(Truth(drawn.problem, X).sigma[0])
     else:
-        reached = two_points(drawn.problem, drawn.radius, 0.96 * found.value)
+        reached = two_points(drawn.problem, drawn.radius, 0.96 * found.value, causal)
     # The supremum over n is not attained: a search comes close, under the causal mask as slowly as 1/log² of the length.
-    near = 1e-9 if found.tokens is not None else 2e-3 if drawn.problem.seen.all() else 0.05
+    near = 1e-9 if found.tokens is not None else 0.05 if causal else 2e-3
     short = not reached >= found.value * (1 - near)
     broken = f"{found.value!r}, but {reached!r} is all that was reached at {where}" if short else None
     ledger.record(found.name, reached / found.value if found.value > 0 else math.inf, broken)
@@ -204,13 +204,13 @@ def check_lower(ledger: Ledger, found: Bound, others: Sequence[Bound], drawn: Dr
             ledger.record(found.name, math.inf, f"{found.value!r} exceeds {other.name} = {other.value!r} at {where}")
 
 
-def two_points(p: Problem, radius: float, enough: float) -> float:
+def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
     """The largest constant of W_2 (causal: d_2) found at measures in the ball that sit at two points u and w.
 
     A light atom at u moves, and the heavy ones at w listen. Under the causal mask the light one comes first and the heavy
     part in pieces, or ever larger pairs of both follow each other and all light atoms move; u = w is allowed.
     """
-    rng, d, causal = np.random.default_rng(0), p.q.shape[2], not p.seen.all()
+    rng, d = np.random.default_rng(0), p.q.shape[2]
     A = p.scale * p.k[0].T @ p.q[0]
     unit = A / (np.abs(A).max() or 1.0)
     values, vectors = np.linalg.eig(unit)
@@ -228,10 +228,10 @@ def two_points(p: Problem, radius: float, enough: float) -> float:
     different = {(round(float((u - w) @ A @ w), 6), round(float(np.linalg.norm(p.v[0] @ (u - w))), 6)): np.stack([u, w])
                  for u, w in pairs}  # fmt: skip
     for (E, _), at in sorted(different.items(), reverse=True)[:8]:
-        few, both = math.exp(-min(E, 300.0)), dataclasses.replace(p, seen=np.ones((1, 2, 2), dtype=bool))
+        few = math.exp(-min(E, 300.0))
         for grid in (np.logspace(-6, 3, 10), np.logspace(-0.5, 0.5, 15)):
             heavy = grid if grid[0] < 1e-3 else grid * max(found[-10:], key=lambda one: one[0])[1]
-            found += [(weighted_norm(both, at, np.array([few, t])), float(t), few, at) for t in heavy]
+            found += [(weighted_norm(p, at, np.array([few, t]), causal=False), float(t), few, at) for t in heavy]
     ordered = sorted(found, key=lambda one: -one[0])
     best, tried = ordered[0][0], list[int]()
     growing, pieces = np.exp(0.1 * np.arange(400)), np.diff(np.logspace(-8, 8, 800), prepend=0.0)
@@ -246,10 +246,12 @@ def two_points(p: Problem, radius: float, enough: float) -> float:
     return best
 
 
-def weighted_norm(p: Problem, X: Array, masses: Array, every: int = 0, enough: float = math.inf) -> float:
+def weighted_norm(
+    p: Problem, X: Array, masses: Array, every: int = 0, enough: float = math.inf, causal: bool = True
+) -> float:
     """At most the norm of D^½JD^{−½}, D the masses of the atoms X, from moving the first or every so-manyth of them."""
     n, moving = len(X), slice(0, None, every) if every else slice(0, 1)
-    seen = np.ones((1, n, n), dtype=bool) if p.seen.all() else np.tril(np.ones((1, n, n), dtype=bool))
+    seen = np.tril(np.ones((1, n, n), dtype=bool)) if causal else np.ones((1, n, n), dtype=bool)
     layer = dataclasses.replace(p, seen=seen, added=np.broadcast_to(np.log(masses), (1, n, n)).copy()).on(FLOATS)
     atoms, root = torch.from_numpy(X), torch.from_numpy(np.sqrt(masses))[:, None]
 
