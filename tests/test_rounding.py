@@ -185,3 +185,30 @@ def test_an_output_that_kills_the_values_keeps_its_error():
     truth = rounding_cases.true_sigma(layer, X)
     assert mpf(found.lower) <= truth <= mpf(found.upper) < 1e-12
     assert truth <= mpf(found.certified) < 1e-11
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "window:2"])
+@pytest.mark.parametrize(
+    "powers",
+    [{"v": 530}, {"v": -565}, {"out": 530}, {"out": -565}, {"q": 560, "k": -560}, {"x": 300}, {"x": -300}],
+    ids=str,
+)
+def test_bounds_do_not_depend_on_units(powers, mask):
+    """In other units by powers of two every bound is the same number times that of σ, though its square is no float."""
+    tokens, unit = powers.get("x", 0), 2.0 ** (powers.get("v", 0) + powers.get("out", 0))
+    W = [normal(3, 3, seed=s) for s in range(4)]
+    for layer in (small(mask=mask), lipscope.Attention(*W, mask=mask)):
+        X = normal(4, 3, seed=9)
+        given = {"q": -tokens, "k": -tokens} | {name: p for name, p in powers.items() if name != "x"}
+        other = replace(layer, **{name: getattr(layer, name) * 2.0**p for name, p in given.items()})
+        usual, found = lipscope.bounds.table(layer, X), lipscope.bounds.table(other, X * 2.0**tokens)
+        # A limit that needs unique largest scores may say nothing, and a search may end elsewhere.
+        for bound in (b for b in usual.bounds if b.name not in ("large_radius.limit", "lower.measured")):
+            assert found[bound.name].value == pytest.approx(bound.value * unit, rel=1e-9, abs=0), bound.name
+        assert found["lower.measured"].value >= 0.1 * unit * usual["lower.measured"].value
+        assert found.sigma.lower <= usual.sigma.estimate * unit <= found.sigma.upper
+
+
+def test_tokens_that_are_zero_have_bounds():
+    """The ball of radius 0 is one input: what says nothing of it does not take the others along."""
+    assert lipscope.bounds.table(small(), torch.zeros(4, 3, dtype=torch.float64))["refined.unmasked"].value > 0

@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import Attention
+    from lipscope.spectral.result import SpectralNorm
 
 Made = TypeVar("Made")
 
@@ -52,15 +53,15 @@ def balanced(
     J (of ``heads`` before W_O) is 2^power times that of the result: no digit changes, and no square leaves the range of
     floats. As they are, with power 0, where no unit is unusual.
     """
-    tokens, out = max(_power(X), _power(offset)), _power(layer.out)
+    tokens, out = max(power_above(X), power_above(offset)), power_above(layer.out)
     named = {name: (getattr(layer, name), getattr(layer, f"{name}_bias")) for name in "qkv"}
     if layer.sinks is None:
         # What ``Point`` leaves out.
         named["v"] = named["v"][0], None
         if layer.rotary is None and layer.softcap is None:
             named["k"] = named["k"][0], None
-    powers = {name: max(_power(W) + tokens, _power(bias)) for name, (W, bias) in named.items()}
-    found = (tokens, out, *(p for pair in named.values() for p in map(_power, pair)))
+    powers = {name: max(power_above(W) + tokens, power_above(bias)) for name, (W, bias) in named.items()}
+    found = (tokens, out, *(p for pair in named.values() for p in map(power_above, pair)))
     if all(abs(p) <= _USUAL for p in found if p > _NOTHING):
         return layer, X, offset, 0
     tokens, out = (0 if p <= _NOTHING else p for p in (tokens, out))
@@ -79,7 +80,7 @@ def balanced(
 _NOTHING = -(1 << 20)
 
 
-def _power(tensor: Tensor | None) -> int:
+def power_above(tensor: Tensor | None) -> int:
     """The power of two above the largest entry, far below all others where there is none."""
     largest = 0.0 if tensor is None else max(abs(float(end)) for end in torch.aminmax(tensor.detach()))
     return math.frexp(largest)[1] if largest > 0 else _NOTHING
@@ -96,6 +97,15 @@ def times_power(tensor: Any, power: int, *, outwards: int = 0) -> Any:
     wide = tensor.detach().double() * 2.0**half * 2.0 ** max(-1000, min(1000, power - half))
     wide = torch.where(tensor > 0, (wide + outwards * 5e-324).clamp_min(0.0), wide) if outwards else wide
     return wide.to(tensor.dtype)
+
+
+def scaled_back(result: SpectralNorm, power: int) -> SpectralNorm:
+    """A result of ``balanced`` tokens in the units of the given ones."""
+    ends = {"lower": -1, "estimate": 0, "upper": 1, "residual": 0, "singular_values": 0}
+    scaled = {name: times_power(getattr(result, name), power, outwards=way) for name, way in ends.items()}
+    if not bool(torch.isfinite(scaled["estimate"]).all()):
+        raise FloatingPointError("σ is beyond the range of float64 at this input: rescale the weights")
+    return dataclasses.replace(result, **scaled)
 
 
 def refuse_infinite(name: str, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ that does not see some direction of a sphere it is no smaller than its ball: tok
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
+from lipscope.attention.validation import times_power
 from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.domain import Domain, ball
@@ -30,19 +31,27 @@ from lipscope.bounds.weights import over_heads, spectral
 Pair: TypeAlias = tuple[Tensor, Tensor]
 # Gaussian kernels: cells of width 0.79 in every coordinate give e^{0.79²/2}(2 + √(2π)/0.79) = 7.068 per dimension.
 _KERNEL = 7.07
+_TINY = 1e-100
 
 
 @bound("covering.exponent", needs="radius", masks="full, causal", without="additive, softcap, rotary")
-def covering_exponent(layer: Attention, radius: float, n: int | None = None, *, domain: Domain | None = None) -> Bound:
+def covering_exponent(
+    layer: Attention, radius: float, n: int | None = None, *, domain: Domain | None = None
+) -> Bound | None:
     """The bounds ``refined.unmasked`` and ``refined.masked`` with min(e^{2h}, N(s)e^{E+s}) for e^{2h}: any A, any n.
 
     Sharp in the exponent for every A, where those are for repulsive heads only; the polynomial N makes it the larger one at
     small R. Tokens in B_R, or in ``domain``: then it bounds σ there, and is a Lipschitz constant if the set is convex.
     """
-    where = ball(radius) if domain is None else domain
-    length, R = math.inf if n is None else n, where.radius
+    if domain is None and radius == 0:
+        return None
+    length, R = math.inf if n is None else n, radius if domain is None else domain.radius
     precise, causal = layer.to(torch.float64), isinstance(layer.mask, Causal)
-    heads = [HeadOnSet(precise, h, where) for h in range(layer.heads)]
+    where = Domain(R, R) if domain is None else domain
+    # In a unit of length near R, a power of two: squares of tiny and huge radii would leave the range of floats.
+    unit, power = math.frexp(R) if domain is None else (R, 0)
+    scaled = replace(precise, q=times_power(precise.q, power), k=times_power(precise.k, power))
+    heads = [HeadOnSet(scaled, h, domain or ball(unit)) for h in range(layer.heads)]
     tops = [exp(head.log_column()) for head in heads]
 
     def value(c: HeadConstants, top: float) -> float:
@@ -129,8 +138,9 @@ class HeadOnSet:
         symmetric, gram, pulled = (self.A + self.A.mT) / 2, self.A.mT @ self.A, self.A.mT @ self.shift
         offset = float(torch.linalg.vector_norm(c))
         scale = spectral(self.A) + offset / rho
-        if scale == 0:
-            return 0.0
+        # Without squares of scores that leave the range of floats; 0 for none.
+        if not _TINY < scale * rho * rho < 1 / _TINY:
+            return 2 * scale * rho * rho
         # Multipliers of the constraint: any above the largest eigenvalue is valid, none below 0 on a ball.
         levels = torch.cat([torch.zeros(1), 10 ** torch.linspace(-9, 3, 241)]).to(c) * scale
 
@@ -169,8 +179,8 @@ class HeadOnSet:
             M = math.sqrt(2) * torch.cat([M, self.shift[:, None]], dim=1)
         axes = self.size * torch.linalg.svdvals(M) * (1 + 1e-12)
         longest = float(axes[0])
-        if longest == 0:
-            return 0.0
+        if not _TINY < longest < 1 / _TINY:
+            return self.largest() + 2 * longest
         tails = torch.cat([axes, axes.new_zeros(1)])
         counts = torch.arange(len(tails), dtype=axes.dtype, device=axes.device)
         cells = 2 * longest

@@ -24,6 +24,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
 from lipscope.attention.operators import AttentionOperator
+from lipscope.attention.validation import balanced, power_above, times_power
 from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name
 from lipscope.bounds.domain import Domain
 from lipscope.bounds.exponent import HeadOnSet, Pair, best_pair
@@ -76,7 +77,8 @@ class PlainHead:
 
     def limit(self, u: Tensor, w: Tensor, p: float = 2.0) -> float:
         """What the best share of tokens at u gives as n → ∞, in the norm (Σ_i‖x_i‖^p)^{1/p}; see ``lower_meanfield``."""
-        V, E = self.V, float((u - w) @ self.A @ w)
+        power, E = power_above(self.V), float((u - w) @ self.A @ w)
+        V = times_power(self.V, -power)
         S = torch.outer(V @ (u - w), self.A @ w)
         # Any direction gives a valid bound: those that are best at a few shares, then the best share for each of them.
         coarse = torch.linspace(0, 1, 9, dtype=V.dtype)[:, None, None]
@@ -84,14 +86,12 @@ class PlainHead:
         q = torch.linspace(0, 1, 4001, dtype=V.dtype)
         moved = torch.linalg.vector_norm((directions @ V.mT)[:, None] + q[:, None] * (directions @ S.mT)[:, None], dim=-1)
         value = math.exp(min(E / p, 700.0)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
-        if not self.causal:
-            return value
-        value *= conjugate(p)
-        if p != 2:
-            return value
+        value *= conjugate(p) if self.causal else 1.0
+        if not self.causal or p != 2:
+            return math.ldexp(value, power)
         gram, cross = V.mT @ V, V.mT @ S
         gram = gram + math.exp(min(E, 700.0)) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
-        return max(value, math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))))
+        return math.ldexp(max(value, math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
 
     def coordinates(self, u: Tensor, w: Tensor) -> Pair:
         """Two tokens in the coordinates of the head."""
@@ -141,13 +141,15 @@ def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1
     E = float((u - w) @ A @ w)
     seen = torch.arange(1, n - m + 1, dtype=torch.float64)
     p = 1 / (1 + seen / m * math.exp(min(-E, 600.0)))
-    first, second = V, torch.outer(V @ (u - w), A @ w)
+    power = power_above(V)
+    first = times_power(V, -power)
+    second = torch.outer(first @ (u - w), A @ w)
     # Σ p²(V + (1−p)S)ᵀ(V + (1−p)S), expanded so that no n×d×d tensor is formed.
     p2 = p.square()
     cross = first.mT @ second
     gram = p2.sum() * first.mT @ first + (p2 * (1 - p)).sum() * (cross + cross.mT)
     gram = gram + (p2 * (1 - p).square()).sum() * second.mT @ second
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m)
+    return math.ldexp(math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m), power)
 
 
 def tokens(u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:
@@ -220,9 +222,11 @@ def lower_measured(layer: Attention, radius: float, n: int) -> Bound | None:
     inputs = torch.stack([X for head in range(layer.heads) for X in _two_group_inputs(precise, head, radius, n)])
     # Every gain that a direction attains is a lower bound, so no interval is asked for.
     solver = GolubKahan(rtol=1e-3, interval=None)
-    batches = inputs.split(max(1, _LARGEST_BATCH // inputs[0].numel()))
-    found = [spectral_norm(AttentionOperator.at(precise, X), solver).lower for X in batches]
+    scaled, X, _, power = balanced(precise, inputs)
+    batches = X.split(max(1, _LARGEST_BATCH // inputs[0].numel()))
+    found = [spectral_norm(AttentionOperator.at(scaled, X), solver).lower for X in batches]
     values = torch.cat([torch.as_tensor(lower, dtype=torch.float64).reshape(-1) for lower in found])
+    values = times_power(values, power, outwards=-1)
     best = int(values.argmax())
     where = f"supremum over tokens of norm ≤ {radius:g}, n = {n}, mask {layer.mask}"
     given = {"R": radius, "n": n}

@@ -17,6 +17,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.attention.operators import AttentionOperator
+from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
 from lipscope.bounds import certificates, exponent, pairs, sets, softmax_jacobian, variants  # noqa: F401  they define the bounds
 from lipscope.bounds.bound import ENTRIES, FEATURES, MASKS, MOST_TOKENS, Bound, Entry
@@ -307,8 +308,11 @@ def _checked(X: Tensor, layer: Attention | Variant) -> Tensor:
 
 def _measure(layer: Attention | Variant, X: Tensor, bounds: Sequence[Bound]) -> SpectralNorm:
     """σ at X; its upper end is the least certificate where that is below the solver's."""
-    operator = AttentionOperator.at(layer.to(X.dtype, X.device), X[None])
-    result = summarise(Auto().solve(operator), operator, scope="attention", mask=str(layer.mask))
+    layer, tokens, power = layer.to(X.dtype, X.device), X[None], 0
+    if isinstance(layer, Attention):
+        layer, tokens, _, power = balanced(layer, tokens)
+    operator = AttentionOperator.at(layer, tokens)
+    result = scaled_back(summarise(Auto().solve(operator), operator, scope="attention", mask=str(layer.mask)), power)
     certified = [bound.value for bound in bounds if bound.name.startswith("certificates.")]
     if certified:
         result = with_certificate(result, torch.tensor([min(certified)], dtype=torch.float64, device=X.device))

@@ -50,7 +50,8 @@ def castin2024_general(layer: Attention | Constants, radius: float, n: int) -> B
 
     def head(c: HeadConstants) -> float:
         keys = c.nu(radius) * c.alpha(radius)
-        return math.sqrt(3 * (n * c.value**2 + 4 * n * keys**2 + c.queries(radius) ** 2))
+        # No square of a norm is formed: it may leave the range of floats.
+        return math.sqrt(3) * math.hypot(math.sqrt(n) * c.value, 2 * math.sqrt(n) * keys, c.queries(radius))
 
     value = Constants.of(layer, n).combine(head)
     return _bound("castin2024.general", value, radius, n, "any mask", f"{CASTIN}, Theorem 3.3")
@@ -171,7 +172,7 @@ def newhouse2025_attention(layer: Attention, radius: float, *, scale: float = 3.
         query = w.query / abs(layer.tau) * math.sqrt(d / dk) if layer.tau else 0.0
         value = w.value * math.sqrt(d / dv)
         out = weights.image[h].out * math.sqrt(dv / d_out)
-        total += out * value * (1 + 2 * abs(layer.tau) * dk * query * key * r**2)
+        total += out * value * (1 + 2 * abs(layer.tau) * dk * (query * r) * (key * r))
     value = scale / 3 * total
     return _bound("newhouse2025.attention", value, radius, None, "any mask", _NEWHOUSE, "max_i‖x_i‖/√d", scale=scale)
 

@@ -198,7 +198,7 @@ def projected_gram(gram: Tensor, norm: float, F: Tensor) -> Tensor:
         image = image.reshape(H, m, n, k).transpose(1, 2)
         parts.append((F.mT @ image).transpose(0, 1).reshape(n, H * k, k))
     K = torch.cat(parts, dim=-1)
-    rounding = 8 * H * m * torch.finfo(K.dtype).eps * norm**2 * F.square().sum((-2, -1)).amax(0)
+    rounding = 8 * H * m * torch.finfo(K.dtype).eps * norm * (norm * F.square().sum((-2, -1)).amax(0))
     return (K + K.mT) / 2 + rounding[:, None, None] * torch.eye(H * k, dtype=K.dtype, device=K.device)
 
 
@@ -207,7 +207,7 @@ def quadratic_norms(gram: Tensor, norm: float, F: Tensor, rest: Tensor) -> Tenso
     found = []
     for part in _tiles(F):
         found.append(matrix_norm_upper(projected_gram(gram, norm, F[:, part]), symmetric=True))
-    return torch.cat(found) + norm**2 * rest.amax(0)
+    return torch.cat(found) + norm * (norm * rest.amax(0))
 
 
 def product_norms(left: Tensor, right: Tensor, norms: tuple[float, float], U: Tensor, Z: Tensor, rest: Tensor) -> Tensor:

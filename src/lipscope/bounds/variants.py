@@ -150,7 +150,7 @@ def ramapuram2024_ball(layer: SigmoidAttention, radius: float, n: int) -> Bound:
     shift = layer.shift_at(n)
 
     def head(h: int, w: HeadWeights) -> float:
-        a = w.interaction * radius**2
+        a = w.interaction * radius * radius
         # The slope of the sigmoid is largest at 0, and falls to both sides.
         nearest = min(max(0.0, shift - a), shift + a)
         slope = _sigmoid(nearest) * _sigmoid(-nearest)
@@ -175,7 +175,7 @@ def sinkhorn_doubly_stochastic(layer: SinkhornAttention, radius: float) -> Bound
     """
 
     def head(h: int, w: HeadWeights) -> float:
-        return w.value * (1 + 2 * w.interaction * radius**2)
+        return w.value * (1 + 2 * w.interaction * radius * radius)
 
     holds_for = f"Sinkhorn attention, tokens of norm ≤ {radius:g}, any n"
     return Bound("sinkhorn.doubly_stochastic", _dot_product(layer, head), "set", holds_for, OURS, {"R": radius})
@@ -204,8 +204,8 @@ def _limits(layer: Variant, head: int, out: Tensor | None, radius: float) -> _Li
     query = spectral(block(layer.q))
     if isinstance(layer, L2Attention):
         value = block(layer.value_weights())
-        size, sharp = spectral(value if out is None else out @ value), layer.t * query**2
-        return _Limits(size, size * radius, 4 * sharp * radius, 2 * sharp * radius, 2 * sharp * radius**2)
+        size, sharp = spectral(value if out is None else out @ value), layer.t * query * query
+        return _Limits(size, size * radius, 4 * sharp * radius, 2 * sharp * radius, 2 * sharp * radius * radius)
     if isinstance(layer, CosineAttention):
         root, tau = layer.eps**-0.5, layer.tau
         lam, nu = layer.nu * through * spectral(block(layer.v)) * root, layer.nu * through

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.validation import power_above, times_power
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,19 +127,25 @@ def rounding_unit(*matrices: Tensor) -> float:
 
 
 def _frobenius(M: Tensor | None) -> float:
-    return 0.0 if M is None else float(torch.linalg.vector_norm(M)) * (1 + 1e-12)
+    if M is None:
+        return 0.0
+    power = power_above(M)
+    return math.ldexp(float(torch.linalg.vector_norm(times_power(M, -power))) * (1 + 1e-12), power)
 
 
 def _gram(M: Tensor) -> Tensor:
     """MMᵀ, above it as a quadratic form by what rounding may have taken from it."""
     gram = M @ M.mT
-    gram.diagonal().add_(rounding_unit(M) * _frobenius(M) ** 2)
+    gram.diagonal().add_(rounding_unit(M) * _frobenius(M) * _frobenius(M))
     return gram
 
 
 def _root_norm(M: Tensor) -> float:
+    # In a unit by a power of two, which rounds nothing: squares stay within the range of floats.
+    power = power_above(M)
+    M = times_power(M, -power)
     gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12)
+    return math.ldexp(math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12), power)
 
 
 def _head(single: Attention) -> HeadWeights:

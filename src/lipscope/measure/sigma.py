@@ -16,7 +16,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
-from lipscope.attention.validation import balanced, times_power
+from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_upper, height_within
 from lipscope.measure.memory import plan_memory, read_bytes
@@ -110,7 +110,7 @@ def local_lipschitz(
                 result = join_batches([sigma(part, kept, **about) for part in parts])
             else:
                 result = sigma(attention.operator(tokens, scope, norm), kept, **about)
-    result = add_certificate(_times_power(result, power), given, batched, wanted=certificate, norm=known, memory=limit)
+    result = add_certificate(scaled_back(result, power), given, batched, wanted=certificate, norm=known, memory=limit)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
@@ -159,14 +159,6 @@ def _in_units(
     before, after = (math.frexp(float(g.abs().max()))[1] for g in (norm.weight, gains))
     norm = replace(norm, weight=gains[0]) if norm.bias is None else replace(norm, weight=gains[0], bias=offset)
     return scaled, X, norm, power + before - after
-
-
-def _times_power(result: SpectralNorm, power: int) -> SpectralNorm:
-    ends = {"lower": -1, "estimate": 0, "upper": 1, "residual": 0, "singular_values": 0}
-    scaled = {name: times_power(getattr(result, name), power, outwards=way) for name, way in ends.items()}
-    if not bool(torch.isfinite(scaled["estimate"]).all()):
-        raise FloatingPointError("σ is beyond the range of float64 at this input: rescale the weights")
-    return replace(result, **scaled)
 
 
 @dataclass(frozen=True)
