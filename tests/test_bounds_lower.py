@@ -137,3 +137,13 @@ def test_groups_level_off_and_need_not_grow():
     values = [lower_groups(head, 1.0, n).value for n in (*range(2, 12), 40, 64, 97, 150)]
     assert min(after / before for before, after in itertools.pairwise(values[:10])) == pytest.approx(0.9874, abs=1e-4)
     assert max(values) <= 1.01 * min(values[-4:])
+
+
+def test_sharp_heads_stay_in_the_range_of_floats() -> None:
+    """Scores of 1e4 made e^E·SᵀS infinite, and the whole table of bounds was lost."""
+    torch.manual_seed(0)
+    weights = [torch.randn(3, 3, dtype=torch.float64) for _ in range(3)]
+    layer = lipscope.Attention(300 * weights[0], weights[1], weights[2], mask="causal")
+    found = lipscope.bounds.table(layer, radius=10.0, n=6)
+    (value,) = [bound.value for bound in found.bounds if bound.name == "lower.meanfield"]
+    assert 1e100 < value < math.inf

@@ -37,6 +37,8 @@ NO_EIGENVALUE = "A has no {which} real eigenvalue: the general pair stands in"
 _EIGENVECTORS, _EVERY_SIZE = 8, 128
 # Numbers in one batch of inputs: the solver keeps a few dozen vectors of this size. Numbers in an input that is shown.
 _LARGEST_BATCH, _LARGEST_INPUT = 1 << 20, 1 << 26
+# A smaller exponent is a lower bound too, and stays in the range of floats whatever it is multiplied by.
+_LARGEST_EXPONENT = 600.0
 # Rows that are added up one by one.
 _LONGEST_SUM = 1 << 16
 
@@ -85,13 +87,14 @@ class PlainHead:
         directions = torch.linalg.svd(V + coarse * S).Vh[:, 0]
         q = torch.linspace(0, 1, 4001, dtype=V.dtype)
         moved = torch.linalg.vector_norm((directions @ V.mT)[:, None] + q[:, None] * (directions @ S.mT)[:, None], dim=-1)
-        value = math.exp(min(E / p, 700.0)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
+        value = math.exp(min(E / p, _LARGEST_EXPONENT)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
         value *= conjugate(p) if self.causal else 1.0
         if not self.causal or p != 2:
             return math.ldexp(value, power)
         gram, cross = V.mT @ V, V.mT @ S
-        gram = gram + math.exp(min(E, 700.0)) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
-        return math.ldexp(max(value, math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
+        E = min(E, _LARGEST_EXPONENT)
+        gram = (1 + math.exp(-E)) * gram + (cross + cross.mT) / 2 + S.mT @ S / 3
+        return math.ldexp(max(value, math.exp(E / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
 
     def coordinates(self, u: Tensor, w: Tensor) -> Pair:
         """Two tokens in the coordinates of the head."""
