@@ -93,8 +93,9 @@ class PlainHead:
             return math.ldexp(value, power)
         gram, cross = V.mT @ V, V.mT @ S
         E = min(E, _LARGEST_EXPONENT)
-        gram = (1 + math.exp(-E)) * gram + (cross + cross.mT) / 2 + S.mT @ S / 3
-        return math.ldexp(max(value, math.exp(E / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
+        top = max(E, 0.0)  # e^{−E} times the matrix where E is large
+        gram = math.exp(-top) * gram + math.exp(E - top) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
+        return math.ldexp(max(value, math.exp(top / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
 
     def coordinates(self, u: Tensor, w: Tensor) -> Pair:
         """Two tokens in the coordinates of the head."""
