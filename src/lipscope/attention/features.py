@@ -16,6 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lipscope.attention.core import typical_norm
+
 
 @dataclass(frozen=True, eq=False)
 class Feature:
@@ -43,6 +45,15 @@ class Feature:
     def vjp(self, G: Tensor) -> Tensor:
         """The transpose of ``jvp``: (B, heads, n, ·) → (B, n, d)."""
         return self._pull(G).transpose(1, 2).flatten(2) @ self.weights
+
+    def sizes(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Norms of the features and of the terms of z behind them, (B, heads); slopes, and what is off in them, (…, n)."""
+        W = self.weights.detach().double().unflatten(0, (self.heads, -1))
+        s = self.size[..., 0].double() if isinstance(self, Normalised) else torch.ones_like(self.z[..., 0]).double()
+        off = (X.double().square() @ W.square().sum(1).mT).sqrt().mT / s
+        slope = self.scale * typical_norm(W.square().sum((1, 2)), *W.shape[1:])[:, None] / s
+        wrong = slope * (1 + off) if isinstance(self, Normalised) else slope
+        return self.value.norm(dim=-1).amax(-1).double(), self.scale * off.amax(-1), slope, wrong
 
     def select(self, items: Tensor) -> Self:
         """Keep the listed batch items."""

@@ -145,10 +145,27 @@ class Variant(Weighted, ABC):
     @torch.no_grad()
     def jacobian_parts(
         self, X: Tensor, *, tiled: bool | None = None, offset: Tensor | None = None
-    ) -> tuple[VariantProjections, Core, None]:
-        """What products with the Jacobian at X (B, n, d) need; the n×n matrices are formed whatever ``tiled`` says."""
+    ) -> tuple[VariantProjections, Core, Tensor | None]:
+        """What products with the Jacobian at X (B, n, d) need; the n×n matrices are formed whatever ``tiled`` says.
+
+        Sizes of its parts (see ``Attention.jacobian_parts``) where a normalisation makes dz − ẑ(ẑ·dz) cancel.
+        """
         features = self.features(X)
-        return VariantProjections(features, X), self.linearise(*(feature.value for feature in features)), None
+        core = self.linearise(*(feature.value for feature in features))
+        if not (isinstance(features[0], Normalised) and isinstance(core, Linearisation)):
+            return VariantProjections(features, X), core, None
+        (q, q_off, dq, dq_off), (k, k_off, dk, dk_off), (v, v_off, _, dv_off) = (f.sizes(X) for f in features)
+        P = core.P.double()
+
+        def through(slope: Tensor) -> Tensor:
+            """At least the norm of P times such slopes of tokens."""
+            return ((P @ slope[..., None]).amax((-2, -1)) * (P.sum(-2) * slope).amax(-1)).sqrt()
+
+        # Errors to first order: one factor of every product is off.
+        mean = through(dv_off) * ((2 + q_off * k + q * k_off) / (2 + core.score_size)).clamp_min(1.0)
+        keys = through((v * q)[..., None] * dk_off + (v_off * q + v * q_off)[..., None] * dk)
+        queries = (v * k)[..., None] * dq_off + (v_off * k + v * k_off)[..., None] * dq
+        return VariantProjections(features, X), core, torch.stack([mean, keys + queries.amax(-1)], dim=-1)
 
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
