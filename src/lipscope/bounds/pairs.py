@@ -90,12 +90,12 @@ class PlainHead:
         value = math.exp(min(E / p, _LARGEST_EXPONENT)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
         value *= conjugate(p) if self.causal else 1.0
         if not self.causal or p != 2:
-            return math.ldexp(value, power)
+            return value * 2.0**power
         gram, cross = V.mT @ V, V.mT @ S
         E = min(E, _LARGEST_EXPONENT)
         top = max(E, 0.0)  # e^{−E} times the matrix where E is large
         gram = math.exp(-top) * gram + math.exp(E - top) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
-        return math.ldexp(max(value, math.exp(top / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))), power)
+        return max(value, math.exp(top / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))) * 2.0**power
 
     def coordinates(self, u: Tensor, w: Tensor) -> Pair:
         """Two tokens in the coordinates of the head."""
@@ -153,7 +153,7 @@ def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1
     cross = first.mT @ second
     gram = p2.sum() * first.mT @ first + (p2 * (1 - p)).sum() * (cross + cross.mT)
     gram = gram + (p2 * (1 - p).square()).sum() * second.mT @ second
-    return math.ldexp(math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m), power)
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m) * 2.0**power
 
 
 def tokens(u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:

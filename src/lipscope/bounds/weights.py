@@ -130,7 +130,7 @@ def _frobenius(M: Tensor | None) -> float:
     if M is None:
         return 0.0
     power = power_above(M)
-    return math.ldexp(float(torch.linalg.vector_norm(times_power(M, -power))) * (1 + 1e-12), power)
+    return float(torch.linalg.vector_norm(times_power(M, -power))) * (1 + 1e-12) * 2.0**power
 
 
 def _gram(M: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _root_norm(M: Tensor) -> float:
     power = power_above(M)
     M = times_power(M, -power)
     gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
-    return math.ldexp(math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12), power)
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12) * 2.0**power
 
 
 def _head(single: Attention) -> HeadWeights:
