@@ -147,7 +147,7 @@ def test_what_has_no_mean_field_meaning_is_refused_by_name():
         MeanFieldAttention(cases.layer(), sink_length=4)
     with pytest.raises(ValueError, match="sink_length must be at least 1"):
         MeanFieldAttention(cases.layer(extras="sinks"), sink_length=0)
-    with pytest.raises(TypeError, match=r"must be a lipscope\.Attention"):
+    with pytest.raises(TypeError, match=r"layer must be an Attention, got Identity"):
         MeanFieldAttention(torch.nn.Identity())
     full, causal = MeanFieldAttention(cases.layer()), MeanFieldAttention(cases.layer().with_mask("causal"))
     with pytest.raises(TypeError, match="space_marginal"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import command
 import lipscope
@@ -83,7 +84,7 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(place: Path, kind: str
         place / "report.html": lambda: lipscope.report.write_report(place.parent / "run.db", place / "report.html"),
         chart: lambda: draw(CHART, chart),
         place / "study" / "rows.csv": lambda: write_study(place / "study", LENGTHS),
-        place / "log.csv": lambda: Monitor(None, csv=place / "log.csv"),  # type: ignore[arg-type]
+        place / "log.csv": lambda: Monitor(torch.nn.Linear(2, 2), csv=place / "log.csv"),
         place / "other.db.lock": lambda: Store(place / "other.db", write=True),
         place / "pipe.db": lambda: Store(place / "pipe.db", write=True),
     }

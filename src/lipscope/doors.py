@@ -55,19 +55,25 @@ def checked(item: Named) -> Named:
 
 
 def _is_door(item: type, name: str, method: Callable[..., Any]) -> bool:
-    """Products that solvers ask for thousands of times, and what takes nothing but tensors, are left as they are."""
+    """Left as they are: what solvers ask for thousands of times, what takes but tensors, what other libraries call."""
     if name in ("__init__", "__call__", "__getitem__"):
         return True
     asked = {hint for argument, hint in method.__annotations__.items() if argument != "return"}
-    return name[0] != "_" and not hasattr(item, "matvec") and not asked <= {"Tensor", "slice"}
+    called_back = name.startswith("on_")
+    return name[0] != "_" and not called_back and not hasattr(item, "matvec") and not asked <= {"Tensor", "slice"}
 
 
 def _checking(function: Any) -> Any:
     signature = inspect.signature(function)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    by_place = {name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_ONLY}
+    takes_more = inspect.Parameter.VAR_KEYWORD in kinds.values()
     hints: dict[str, Any] = {}
 
     @functools.wraps(function)
     def door(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() & by_place and takes_more:  # a name of the further arguments, which ``bind`` would refuse
+            return function(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -78,7 +84,8 @@ def _checking(function: Any) -> Any:
         try:
             return function(*given.args, **given.kwargs)
         except (MemoryError, RuntimeError) as error:
-            if type(error) not in (MemoryError, RuntimeError):
+            planned = isinstance(error, MemoryError) and "allocate memory" not in str(error) and str(error)
+            if planned or type(error) not in (MemoryError, RuntimeError):
                 raise
             if not str(error) or "allocate memory" in str(error):
                 raise MemoryError(

@@ -130,10 +130,11 @@ def _gpt2_mini(name: str, _: Sequence[Path]) -> Loaded:
 
     config, tokenizer = _mini_parts()
     with no_init_weights():
-        model: nn.Module = GPT2Model(config)  # type: ignore[no-untyped-call]
+        model: Any = GPT2Model(config)  # type: ignore[no-untyped-call]
     # Half precision is how the weights are stored; they are measured in float32. A missing one is refused.
     stored = load_file(GPT2_MINI / "model.safetensors")
     model.load_state_dict({name.removeprefix("transformer."): weight for name, weight in stored.items()})
+    model.name_or_path = str(GPT2_MINI)  # where its head is
     return Loaded(model.eval(), tokenizer, name, ("trained by lipscope, float16 weights",))
 
 

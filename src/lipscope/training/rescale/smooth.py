@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def smooth(
     heads: Sequence[int] | None = None,
     n: int = 128,
     inputs: int = 4,
-    tokenizer: Callable[..., Any] | None = None,
+    tokenizer: Any = None,
     inplace: bool = False,
     seed: int = 0,
     solver: Solver | None = None,
