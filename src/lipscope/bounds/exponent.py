@@ -78,9 +78,7 @@ class Regime:
     exponent: float  # E of an explicit pair
     largest: float  # E at most
     log_growth: float  # log n up to which the worst σ is at least ½√(n−1)·‖V(u − w)‖/‖u − w‖: n = 1 + e^E
-    log_plateau: (
-        float  # log n at which the bound for n is that for every n, up to a factor below 7: n = N(s)e^{E+s} or e^{2h}
-    )
+    log_plateau: float  # log n at which the bound for n is that for every n, up to a factor below 7: N(s)e^{E+s} or e^{2h}
 
     def at(self, n: int) -> str:
         """Where n tokens are: ``"√n growth"``, ``"plateau"``, or ``"between"`` the two borders."""
