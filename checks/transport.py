@@ -104,7 +104,7 @@ def constants(layer: Any, radius: float, p: float, causal: bool) -> list[tuple[s
     name = f"mean field: refined, {'d_p' if causal else 'W_p'}, p = {p:g}"
     found = [(name, refined(layer, radius, **({} if p == 2 else {"p": p})).value)] if p == 2 or takes_p(refined) else []
     if not causal:
-        found.append((f"mean field: castin2024.meanfield, p = {p:g}", sets.castin2024_meanfield(layer, radius).value))
+        found.append((f"mean field: castin2024.meanfield, p = {p:g}", sets.castin2024_meanfield(layer, radius, p=p).value))
     return found
 
 

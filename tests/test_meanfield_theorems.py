@@ -244,3 +244,22 @@ def test_every_distance_is_matched_within_four(a):
     assert everywhere == pytest.approx(sets.block_inf_max_token(norms, 1.0).value)
     with pytest.raises(ValueError, match="p must be at least 1"):
         sets.refined_unmasked(norms, 1.0, p=0.5)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.2, 2.0, 4.0])
+def test_several_heads_in_every_distance(p):
+    """One head acts on one token, the other on all others: below p = 2 a root of squares is too little."""
+    eye = torch.eye(2, dtype=torch.float64)
+    q, v = torch.cat([0 * eye, 0.3 * eye]), torch.cat([eye, 0.02 * eye])
+    layer = lipscope.Attention(q, torch.cat([eye, eye]), v, heads=2, scale=1.0)
+    mu = Measure(torch.stack([0 * eye[0], eye[0], -eye[0]]), [1 / 2001, 1000 / 2001, 1000 / 2001])
+    nu = mu.push(mu.points + 1e-6 * torch.stack([eye[0], 0 * eye[0], 0 * eye[0]]))
+    ratio = pair_ratio(MeanFieldAttention(layer), mu, nu, p).ratio
+    if p == 1:
+        assert ratio == pytest.approx(1.00568, abs=1e-5)
+    for bound in (sets.refined_unmasked(layer, 1.0, p=p), sets.castin2024_meanfield(layer, 1.0, p=p)):
+        assert ratio <= bound.value
+    assert ratio <= sets.refined_unmasked(layer, 1.0, 2001, p=p).value
+    heads = [sets.refined_unmasked(layer.head(h), 1.0, p=p).value for h in (0, 1)]
+    joined = sum(value ** min(p, 2.0) for value in heads) ** (1 / min(p, 2.0))
+    assert sets.refined_unmasked(layer, 1.0, p=p).value == pytest.approx(joined, rel=1e-12)

@@ -229,9 +229,9 @@ class Constants:
 
         return Constants(rotate(self.image), rotate(self.plain), self.out)
 
-    def combine(self, bound: Callable[[HeadConstants], float]) -> float:
-        """A bound for the whole layer from one for a head."""
-        return over_heads(map(bound, self.plain), self.out, map(bound, self.image))
+    def combine(self, bound: Callable[[HeadConstants], float], p: float = 2.0) -> float:
+        """A bound for the whole layer from one for a head, both in the norm (Σ_i‖x_i‖^p)^{1/p}."""
+        return over_heads(map(bound, self.plain), self.out, map(bound, self.image), p)
 
 
 def _of_head(layer: Attention, w: HeadWeights, span: float) -> HeadConstants:

@@ -58,18 +58,20 @@ def castin2024_general(layer: Attention | Constants, radius: float, n: int) -> B
 
 
 @bound("castin2024.meanfield", needs="radius", masks="full", without="additive")
-def castin2024_meanfield(layer: Attention | Constants, radius: float) -> Bound:
+def castin2024_meanfield(layer: Attention | Constants, radius: float, *, p: float = 2.0) -> Bound:
     """Theorem 3.5: (‖V‖ + 2να + νβ)e^{2h} for tokens in B_R, unmasked, every n; ‖V‖(1+3a)e^{2a} without biases.
 
-    It bounds the Lipschitz constant for the Wasserstein distances W_p, hence σ.
+    It bounds the Lipschitz constant for the Wasserstein distance W_p, hence σ for p = 2. One head has the same bound for
+    every p; several heads are joined by a root of squares for p ≥ 2 only, so that p < 2 gives a larger one.
     """
+    norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
         inner = c.value + c.nu(radius) * (2 * c.alpha(radius)) + c.queries(radius)
         return times(inner, exp(2 * c.half_range(radius)))
 
-    value = Constants.of(layer).combine(head)
-    return _bound("castin2024.meanfield", value, radius, None, "unmasked", f"{CASTIN}, Theorem 3.5")
+    value = Constants.of(layer).combine(head, p)
+    return _bound("castin2024.meanfield", value, radius, None, "unmasked", f"{CASTIN}, Theorem 3.5", norm)
 
 
 @bound("refined.unmasked", needs="radius, n", masks="full")
@@ -87,7 +89,7 @@ def refined_unmasked(layer: Attention | Constants, radius: float, n: float = mat
         column = exp(2 * h) if math.isinf(n) else n / (1 + (n - 1) * exp(-2 * h))
         return times(c.mean_and_keys(radius, p), root(column, p)) + c.queries(radius)
 
-    return _bound("refined.unmasked", _combined(layer, n, head), radius, n, "unmasked", norm=norm)
+    return _bound("refined.unmasked", _combined(layer, n, head, p), radius, n, "unmasked", norm=norm)
 
 
 @bound("refined.masked", needs="radius, n", masks="causal")
@@ -104,7 +106,7 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
         column = times(c.mean_and_keys(radius, p), root(causal_column_sum(n, h), p))
         return min(column, causal_gain(c, radius, exp(2 * h), p)) + c.queries(radius)
 
-    return _bound("refined.masked", _combined(layer, n, head), radius, n, "causal mask", norm=norm)
+    return _bound("refined.masked", _combined(layer, n, head, p), radius, n, "causal mask", norm=norm)
 
 
 @bound("refined.visibility", needs="radius, n", superseded="full, causal", longest=1 << 17)
@@ -275,8 +277,8 @@ def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> tuple[list[
     return [float(value) for value in sums.amax((0, 1, 2))], float(crowding)
 
 
-def _combined(layer: Attention | Constants, n: float, head: Callable[[HeadConstants], float]) -> float:
-    return Constants.of(layer, None if math.isinf(n) else int(n)).combine(head)
+def _combined(layer: Attention | Constants, n: float, head: Callable[[HeadConstants], float], p: float) -> float:
+    return Constants.of(layer, None if math.isinf(n) else int(n)).combine(head, p)
 
 
 def _bound(

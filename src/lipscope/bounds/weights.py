@@ -67,9 +67,15 @@ def spectral(M: Tensor) -> float:
     return float(torch.linalg.matrix_norm(M.detach().double(), 2)) * (1 + 1e-12)
 
 
-def over_heads(plain: Iterable[float], out: float, image: Iterable[float] | None = None) -> float:
-    """A bound for all heads from those of each: min( Σ_h image_h, ‖W_O‖·√Σ_h plain_h² ), image with W_O, plain before it."""
-    joint = out * math.hypot(*plain)
+def over_heads(plain: Iterable[float], out: float, image: Iterable[float] | None = None, p: float = 2.0) -> float:
+    """A bound for all heads from those of each: min( Σ_h image_h, ‖W_O‖·√Σ_h plain_h² ), image with W_O, plain before it.
+
+    In the norm (Σ_i‖x_i‖^p)^{1/p} with p < 2 the root of squares is none: (Σ_h plain_h^p)^{1/p} stands in its place.
+    """
+    plain = list(plain)
+    joint, top = out * math.hypot(*plain), max(plain)
+    if p < 2 and 0 < top < math.inf:
+        joint = out * top * sum((value / top) ** p for value in plain) ** (1 / p)
     return joint if image is None else min(sum(image), joint)
 
 
