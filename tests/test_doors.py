@@ -120,3 +120,15 @@ def test_the_fuzz_tells_the_inside_from_the_door() -> None:
     assert fuzz.tried("inside", lambda: layer.split_heads(None)).from_inside
     assert not fuzz.tried("door", lambda: layer.head("x")).from_inside
     assert fuzz.tried("door", lambda: layer.head("x")).error is not None
+
+
+def test_what_a_fuzz_found_is_said_in_words(tmp_path: Path) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    small = lipscope.Attention(*[torch.eye(4)] * 3)
+    for expected, call in (
+        (r"takes its tokens \(B, n, d\)", lambda: lipscope.load(layer).record({"a": 1})),
+        (r"X must have shape", lambda: lipscope.certify(small, torch.empty(0, 4), radius=0.1)),
+        (r"attention must be an Attention", lambda: lipscope.studies.worst_case.growth(layer, [2, 3], radius=1.0)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=expected):
+            call()

@@ -85,7 +85,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path.name} is not a safetensors file ({error}). Pickled checkpoints are not opened, since loading one can "
             "run code; convert it with safetensors.torch.save_file"

@@ -104,7 +104,7 @@ class _BallHeads:
 
     @classmethod
     def at(cls, layer: Attention, X: Tensor) -> _BallHeads:
-        if X.ndim != 2 or X.shape[1] != layer.width:
+        if X.ndim != 2 or X.shape[1] != layer.width or not len(X):
             raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
         weights = layer_weights(layer)
         with torch.no_grad():

@@ -189,6 +189,8 @@ def runner(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     """Runs the model on these inputs, without a KV cache."""
     if "tokens" in inputs:
         return lambda: model(inputs["tokens"])
+    if getattr(model, "config", None) is None:
+        raise ValueError(f"{type(model).__name__} takes its tokens (B, n, d) as inputs={{'tokens': …}}, got {[*inputs]}")
     extra = {"use_cache": False} if accepts(model, "use_cache") else {}
     return lambda: model(**inputs, **extra)
 

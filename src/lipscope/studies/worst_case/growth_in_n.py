@@ -179,6 +179,8 @@ def growth(
         raise ValueError(f"method must be 'construct' or 'ascend', got {method!r}")
     if not lengths:
         raise ValueError("lengths is empty: give numbers of tokens, each at least 2")
+    if isinstance(attention, torch.nn.Module):
+        raise TypeError("attention must be an Attention, or make one of a length: for a module, Attention.from_torch")
     at = attention if callable(attention) and not isinstance(attention, Attention) else lambda n: attention
     ordered = sorted(set(lengths))
     worst: list[WorstInput] = []

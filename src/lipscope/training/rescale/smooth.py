@@ -103,6 +103,8 @@ def smooth(
         ids, about = _calibration(handle, text, n, inputs, seed), f"{inputs} inputs of {n} tokens from {text}"
     else:
         ids = input_ids if input_ids.ndim == 2 else input_ids[None]
+        if ids.ndim != 2:
+            raise ValueError(f"input_ids must have shape (n,) or (B, n), got {tuple(input_ids.shape)}")
         about = f"{ids.shape[0]} given inputs of {ids.shape[1]} tokens"
     work = _Work(handle, module, ids, by, target, solver or Auto(rtol=1e-3, interval=0.05))
     if work.kind == "causal" and work.ids.shape[1] < 2:
