@@ -147,3 +147,12 @@ def test_sharp_heads_stay_in_the_range_of_floats() -> None:
     found = lipscope.bounds.table(layer, radius=10.0, n=6)
     (value,) = [bound.value for bound in found.bounds if bound.name == "lower.meanfield"]
     assert 1e100 < value < math.inf
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, math.inf])
+def test_a_head_without_values_moves_nothing(p, causal):
+    """Under the causal mask the factor p/(p−1) is infinite for p = 1: 0·∞ is 0 here."""
+    A = torch.tensor([[-1.5]], dtype=torch.float64)
+    assert lower_meanfield(PlainHead(A, 0 * A, causal), 1.0, p=p).value == 0
+    assert lower_meanfield(PlainHead(A, A, causal), 1.0, p=p).value > 1

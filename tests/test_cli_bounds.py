@@ -47,4 +47,4 @@ def test_regimes(files):
     assert row["regime"] in ("√n growth", "between", "plateau")
     refused = CliRunner().invoke(app, ["bounds", files[0], "--mask", "window:3", "--radius", "2", "--regimes"])
     assert refused.exit_code == 2
-    assert "covering.exponent does not hold" in refused.output
+    assert "regimes hold for full and causal masks" in refused.output

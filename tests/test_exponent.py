@@ -191,7 +191,7 @@ def test_the_borders_between_the_regimes(A, mask):
     (found,) = regimes(layer, ball(4.0))
     assert found.exponent <= found.largest <= found.exponent * (1 + 1e-4)
     assert found.log_growth < found.log_plateau + 1e-6  # the borders meet for repulsive heads
-    border = int(math.exp(found.log_growth))
+    border = int(math.exp(min(found.log_growth, found.log_plateau)))
     assert found.at(border) == "√n growth" != found.at(border + 2)
     for n in (2, 10, min(border, 50_000)):
         assert lower_pair(layer, 4.0, n).value >= 0.5 * math.sqrt(n - 1) * (1 - 1e-9)
@@ -199,3 +199,27 @@ def test_the_borders_between_the_regimes(A, mask):
     assert found.at(flat) == "plateau"
     assert covering_exponent(layer, 4.0).value <= 7 * covering_exponent(layer, 4.0, flat).value
     assert lower_groups(layer, 4.0, 3000).value <= covering_exponent(layer, 4.0, 3000).value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": torch.tensor([60.0], dtype=torch.float64)},
+        {"softcap": 5.0},
+        {"bias": torch.zeros(1, 8, 8, dtype=torch.float64)},
+        {"rotary": lipscope.Rotary.from_base(2, n=8, dtype=torch.float64)},
+        {"mask": "window:1"},
+        {"mask": "prefix:2"},
+    ],
+    ids=["sinks", "soft-cap", "additive", "rotary", "window", "prefix"],
+)
+def test_regimes_are_refused_where_they_are_not_proved(options):
+    """A sink may take all attention and a window of one token has nothing to grow: neither has √n growth."""
+    with pytest.raises(ValueError, match="regimes hold for full and causal masks without sinks"):
+        regimes(plain_layer(-ATTRACTIVE, **options), ball(3.0))
+
+
+def test_uniform_attention_is_on_its_plateau_at_any_length():
+    (found,) = regimes(plain_layer(0 * ATTRACTIVE), ball(3.0))
+    assert found.log_plateau == 0
+    assert [found.at(n) for n in (1, 2, 3, 1000)] == ["plateau"] * 4

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal
+from lipscope.attention.masks import Causal, Full
 from lipscope.attention.validation import times_power
 from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.constants import Constants, HeadConstants
@@ -81,18 +81,24 @@ class Regime:
     log_plateau: float  # log n at which the bound for n is that for every n, up to a factor below 7: N(s)e^{E+s} or e^{2h}
 
     def at(self, n: int) -> str:
-        """Where n tokens are: ``"√n growth"``, ``"plateau"``, or ``"between"`` the two borders."""
-        return "√n growth" if math.log(n) <= self.log_growth else "plateau" if math.log(n) >= self.log_plateau else "between"
+        """Where n tokens are: ``"√n growth"``, ``"plateau"``, or ``"between"``; ``"plateau"`` where the borders have met."""
+        return "plateau" if math.log(n) >= self.log_plateau else "√n growth" if math.log(n) <= self.log_growth else "between"
 
 
 def regimes(layer: Attention, domain: Domain) -> tuple[Regime, ...]:
     """The borders in n of every head, full or causal mask: √n growth below the first, no growth above the second.
+
+    Raises:
+        ValueError: for other masks, sinks, a soft-cap, rotary embeddings and additive terms.
 
     Example:
         >>> I = torch.eye(2, dtype=torch.float64)
         >>> [round(r.exponent, 6) for r in regimes(Attention(-I, I, I, scale=1.0), ball(3.0))]      # 2γR²
         [18.0]
     """
+    further = (layer.sinks, layer.softcap, layer.rotary, layer.bias)
+    if not isinstance(layer.mask, Full | Causal) or any(term is not None for term in further):
+        raise ValueError("regimes hold for full and causal masks without sinks, soft-cap, rotary embeddings, additive terms")
     precise, constants, found = layer.to(torch.float64), Constants.of(layer), []
     for h in range(layer.heads):
         head = HeadOnSet(precise, h, domain)

@@ -28,6 +28,7 @@ from lipscope.attention.validation import balanced, power_above, times_power
 from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name
 from lipscope.bounds.domain import Domain
 from lipscope.bounds.exponent import HeadOnSet, Pair, best_pair
+from lipscope.bounds.sets import times
 from lipscope.bounds.weights import triangle
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.solvers import spectral_norm
@@ -88,7 +89,7 @@ class PlainHead:
         q = torch.linspace(0, 1, 4001, dtype=V.dtype)
         moved = torch.linalg.vector_norm((directions @ V.mT)[:, None] + q[:, None] * (directions @ S.mT)[:, None], dim=-1)
         value = math.exp(min(E / p, _LARGEST_EXPONENT)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
-        value *= conjugate(p) if self.causal else 1.0
+        value = times(value, conjugate(p)) if self.causal else value
         if not self.causal or p != 2:
             return value * 2.0**power
         gram, cross = V.mT @ V, V.mT @ S
@@ -202,11 +203,12 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
 
     Along an eigenvector, Ae = −γe and u = −w = −Re: ‖Ve‖e^{γR²} max_q √(q(1−q))(1 + 2γR²q), and causal
     ‖Ve‖e^{γR²}√(1 + 2γR² + (4/3)γ²R⁴). The supremum over n and B_R^n of σ, for p ≠ 2 of the norm of J for
-    (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p. With ``domain`` the tokens are of
-    that set instead, and the pair is one with large E there.
+    (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p on B_R. With ``domain`` the tokens
+    are of that set instead, the pair is one with large E there, and the statement is about the norm of J alone: a set
+    without interior need not admit the displacement that attains it.
     """
     head = PlainHead.of(layer)
-    one = float(torch.linalg.matrix_norm(head.V, 2)) * (conjugate(p) if head.causal else 1.0)
+    one = times(float(torch.linalg.matrix_norm(head.V, 2)), conjugate(p) if head.causal else 1.0)
     if domain is None:
         pairs, where = head.pairs(radius), f"tokens of norm ≤ {radius:g}"
     else:

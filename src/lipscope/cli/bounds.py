@@ -228,7 +228,6 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
 def _print_regimes(found: Found, radius: float | None, n: int, as_json: bool) -> None:
     from lipscope.bounds.domain import domain_of
     from lipscope.bounds.exponent import regimes
-    from lipscope.bounds.registry import require
 
     norm, layer = None, None if found.model is not None else found.part(None)
     if found.model is not None:
@@ -237,7 +236,6 @@ def _print_regimes(found: Found, radius: float | None, n: int, as_json: bool) ->
         at = found.model.record(probe_inputs(found.model.model, 8))[found.layer]
         norm, layer = at.norm if radius is None else None, at.weights().for_input(0)
     assert layer is not None
-    require("covering.exponent", layer)
     domain = domain_of(radius, norm, layer.width)
     rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
     if as_json:
