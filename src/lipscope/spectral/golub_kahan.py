@@ -79,7 +79,8 @@ class GolubKahan:
 
         Args:
             operator: the maps.
-            start: directions (B, N) believed close to the top right singular vectors, say those of a nearby problem.
+            start: directions (B, N) believed close to the top right singular vectors, say those of a nearby problem. Use
+                another ``seed`` than the one that found them: the upper end needs a random part independent of ``start``.
         """
         M, N = operator.shape
         if self.k > min(M, N):

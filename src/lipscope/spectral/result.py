@@ -36,8 +36,9 @@ _EXPLANATIONS = {
     ),
     Status.CONVERGED: (
         "The iteration reached the requested width of the interval, and no singular value is larger than the estimate by "
-        "more than rtol, except with probability 1e-3 over the random start. The lower end is a value that the map really "
-        "attains; the upper end holds except with the stated probability delta. Ask for a smaller interval to narrow it."
+        "more than rtol, or four times the rounding where that is more, except with probability 1e-3 over the random start. "
+        "The lower end is a value that the map really attains; the upper end holds except with the stated "
+        "probability delta. Ask for a smaller interval to narrow it."
     ),
     Status.ESTIMATED: (
         "The error estimate of the value fell below rtol, which does not show that no larger value was overlooked: nobody "
