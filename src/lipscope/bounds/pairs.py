@@ -204,8 +204,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
     Along an eigenvector, Ae = −γe and u = −w = −Re: ‖Ve‖e^{γR²} max_q √(q(1−q))(1 + 2γR²q), and causal
     ‖Ve‖e^{γR²}√(1 + 2γR² + (4/3)γ²R⁴). The supremum over n and B_R^n of σ, for p ≠ 2 of the norm of J for
     (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p on B_R. With ``domain`` the tokens
-    are of that set instead, the pair is one with large E there, and the statement is about the norm of J alone: a set
-    without interior need not admit the displacement that attains it.
+    are of that set, the pair is one with large E there, and the statement is about the norm of J alone.
     """
     head = PlainHead.of(layer)
     one = times(float(torch.linalg.matrix_norm(head.V, 2)), conjugate(p) if head.causal else 1.0)
