@@ -286,6 +286,13 @@ def test_bad_options_are_refused_by_name(solver, options):
         solver(**options)
 
 
+@pytest.mark.parametrize("solver", [*SOLVERS.values(), lipscope.Auto(), lipscope.GolubKahan(k=2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_with_few_digits_are_refused(solver, dtype):
+    with pytest.raises(ValueError, match=r"products must be in float32 or float64, got torch\.b?float16"):
+        lipscope.spectral_norm(DenseOperator(cases.random(6, 5, seed=0).to(dtype)), solver)
+
+
 def test_fewer_steps_than_triplets_are_refused():
     with pytest.raises(ValueError, match="max_steps must be at least 1 and at least k = 5, got 3"):
         lipscope.GolubKahan(k=5, max_steps=3)

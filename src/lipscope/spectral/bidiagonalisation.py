@@ -74,7 +74,7 @@ class Bidiagonalisation:
         whole: bool = False,
         pure: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.pure = config, pure
         self.problem = operator
         # Shrinks to the items that have not converged.
         self.operator = operator
@@ -139,7 +139,7 @@ class Bidiagonalisation:
                 self._retire_converged(step)
                 if self.active.numel() == 0:
                     break
-        if self.unfinished:
+        if self.unfinished and (self.config.vectors or self.output.token_energy is not None):
             self._finish()
         return self.output
 
@@ -284,7 +284,7 @@ class Bidiagonalisation:
             return
         out.record_energy(items, self.operator.token_energy(right[:, 0]))
         if self.config.vectors:
-            out.record_vectors(items, right, self._left(rows, ritz, right))
+            out.record_vectors(items, right, None if self.pure else self._left(rows, ritz, right))
 
     def _left(self, rows: Tensor, ritz: RitzPairs, right: Tensor) -> Tensor:
         """Left vectors of the listed rows: from their basis, or as images of the right ones where it was not kept."""
@@ -323,6 +323,8 @@ class Bidiagonalisation:
             self.output.estimate[items] = better
             self.output.upper[items] = torch.maximum(self.output.upper[items], better)
             self.output.singular_values[items, 0] = better
+            self.output.iterations[items] += found.iterations
+            self.output.residual[items] = found.residual + (better - found.estimate)  # of this pair with that value
             below = found.estimate < (1 - close) * better
             converged = found.stopped & ~below
             # What was kept of the basis may hold nothing of the top vector, and then leads to another one.

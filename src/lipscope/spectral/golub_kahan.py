@@ -22,6 +22,7 @@ from lipscope.spectral.basis import check_delta, pairs_within, random_direction,
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, Status
+from lipscope.spectral.ritz import svd
 from lipscope.spectral.scale import at_any_scale
 
 
@@ -261,12 +262,16 @@ def _rotated(operator: Operator, found: SolverOutput, rest: Tensor, rtol: float)
     """
     right, left = found.vectors
     complete(right, _SEED)
-    images = torch.stack([operator.matvec(v) for v in right.unbind(1)], 2)
-    turned, values, turns = torch.linalg.svd(images.double(), full_matrices=False)
+    for j, v in enumerate(right.unbind(1)):
+        left[:, j] = operator.matvec(v)
+    turned, values, turns = svd(left.mT.double())
     left[:] = turned.mT.to(left.dtype)
     right[:] = turns.to(right.dtype) @ right
+    del turned  # before the products need the room
     pairs = zip(left.unbind(1), right.unbind(1), values.to(right.dtype).unbind(1), strict=True)
-    residuals = torch.stack([scaled_norm(operator.rmatvec(u) - theta[:, None] * v) for u, v, theta in pairs], 1)
+    residuals = torch.stack(
+        [scaled_norm(torch.addcmul(operator.rmatvec(u), theta[:, None], v, value=-1)) for u, v, theta in pairs], 1
+    )
     r, gap = scaled_norm(residuals)[:, None], (values - (1 + rtol) * rest[:, None]).clamp_min(0)
     error = torch.minimum(r, r * (r / (2 * gap).clamp_min(torch.finfo(torch.float64).tiny)))
     shown = (error <= rtol * values + 4 * operator.rounding_error * values[:, :1]).all(1)

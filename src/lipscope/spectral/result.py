@@ -96,11 +96,12 @@ class SolverOutput:
         if self.token_energy is not None and energy is not None:
             self.token_energy[items] = energy
 
-    def record_vectors(self, items: Tensor, right: Tensor, left: Tensor) -> None:
+    def record_vectors(self, items: Tensor, right: Tensor, left: Tensor | None) -> None:
         """Store the singular vectors ``(items, k, ·)`` of the listed items."""
         if self.right is not None and self.left is not None:
             self.right[items] = right
-            self.left[items] = left
+            if left is not None:
+                self.left[items] = left
 
     def doubt(self, items: Tensor, others: list[Status]) -> None:
         """The listed items are no better known than what they rest on."""

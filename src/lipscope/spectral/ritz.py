@@ -34,7 +34,7 @@ class RitzPairs:
             share = (alpha[:, -1:] / self.values.clamp_min(_TINY)).clamp_max(_LARGEST_SHARE)
             self.residual: Tensor = beta[:, -1:] * share * self.right[:, -1, :].abs()
         else:
-            self.left, self.values, right_t = torch.linalg.svd(bidiagonal(alpha, beta))
+            self.left, self.values, right_t = svd(bidiagonal(alpha, beta))
             self.right = right_t.transpose(1, 2)
             self.residual = beta[:, -1:] * self.left[:, -1, :].abs()
 
@@ -50,6 +50,21 @@ class RitzPairs:
         error = torch.minimum(r, refined) / theta.clamp_min(_TINY)
         negligible = r <= rounding * values[:, :1]
         return error.masked_fill(negligible, 0.0).amax(-1)
+
+
+def svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVDs U (B, M, r), the values (B, r) and Vᵀ (B, r, N), r = min(M, N)."""
+    try:
+        return tuple(torch.linalg.svd(matrices, full_matrices=False))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # The divide-and-conquer driver fails on some matrices with many equal singular values; the slower one does not.
+        from scipy.linalg import svd as gesvd
+
+        parts = [gesvd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd") for matrix in matrices]
+        left, values, right = (
+            torch.stack([torch.from_numpy(array).to(matrices) for array in arrays]) for arrays in zip(*parts, strict=True)
+        )
+        return left, values, right
 
 
 def bidiagonal(alpha: Tensor, beta: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class ScaledOperator(Operator):
 
 def refuse_extreme_scales(operator: Operator, size: Tensor) -> None:
     """Raise when the size (B,) of first products is too large, too small or zero for some maps; scaled ones may be zero."""
-    least, most, largest = _RANGE.get(operator.dtype, (0.0, torch.inf, 0.0))
+    least, most, largest = _RANGE[operator.dtype]
     size = size.nan_to_num(torch.inf, posinf=torch.inf)
     exponent = (-size.log2().round()).clamp(-largest, largest).masked_fill((size > least) & (size < most), 0.0)
     if bool(exponent.any()) and not isinstance(operator, ScaledOperator):
@@ -67,6 +67,8 @@ def refuse_extreme_scales(operator: Operator, size: Tensor) -> None:
 
 def at_any_scale(operator: Operator, solve: Callable[[Operator], SolverOutput]) -> SolverOutput:
     """What ``solve`` says of the maps, by way of scaled ones where it refuses their scale."""
+    if operator.dtype not in _RANGE:
+        raise ValueError(f"products must be in float32 or float64, got {operator.dtype}: other types have too few digits")
     try:
         return solve(operator)
     except ExtremeScaleError as error:

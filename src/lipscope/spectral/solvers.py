@@ -18,6 +18,7 @@ from lipscope.spectral.basis import check_delta, overlap_quantile, random_unit_v
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
+from lipscope.spectral.ritz import svd
 from lipscope.spectral.scale import at_any_scale, refuse_extreme_scales
 
 
@@ -49,7 +50,7 @@ class Dense:
         refuse_extreme_scales(operator, matrices.flatten(1).abs().amax(1))
         if not bool(torch.isfinite(matrices).all()):
             raise FloatingPointError("The Jacobian has NaN or infinite entries at this input; try float64.")
-        left, values, right = _svd(matrices)
+        left, values, right = svd(matrices)
         out = SolverOutput.empty(operator, self.k, self.vectors, "dense", None)
         out.estimate[:] = values[:, 0]
         out.upper[:] = values[:, 0]
@@ -61,20 +62,6 @@ class Dense:
         if self.vectors:
             out.record_vectors(items, leading, left[:, :, : self.k].transpose(1, 2).to(operator.dtype))
         return out
-
-
-def _svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    try:
-        return tuple(torch.linalg.svd(matrices, full_matrices=False))
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # The divide-and-conquer driver fails on some matrices with many equal singular values; the slower one does not.
-        from scipy.linalg import svd
-
-        parts = [svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd") for matrix in matrices]
-        left, values, right = (
-            torch.stack([torch.from_numpy(array).to(matrices) for array in arrays]) for arrays in zip(*parts, strict=True)
-        )
-        return left, values, right
 
 
 @dataclass(frozen=True)
