@@ -227,3 +227,28 @@ def test_normalised_features_know_what_cancels_in_them(kind):
         truth = lipscope.local_lipschitz(layer.to(torch.float64), X.double()).estimate
         assert bool(((found.lower <= truth) & (truth <= found.upper)).all()), seed
         assert float((found.upper / truth).median()) < 1.01
+
+
+@pytest.mark.parametrize("case", ["matrices", "multiples", "layer norm"])
+def test_what_cancels_inside_a_differentiated_map_is_allowed_for(case):
+    """Linear parts do not feel the last digits of the input, and lose theirs all the same."""
+    generator = torch.Generator().manual_seed(0)
+    W = torch.randn(64, 64, dtype=torch.float64, generator=generator)
+    A, B = W.float(), (W + 0.01 * torch.linalg.qr(W).Q).float()
+    X = torch.randn(8, 64, generator=generator)
+    maps = {
+        "matrices": lambda x: x @ B.to(x).T - x @ A.to(x).T,
+        "multiples": lambda x: 1e5 * x - (1e5 - 1) * x,
+        "layer norm": lambda x: torch.nn.functional.layer_norm(x + 1e4, (64,)),
+    }
+    exact = lipscope.local_lipschitz(maps[case], X.double(), solver=lipscope.GolubKahan(rtol=1e-9)).estimate
+    found = lipscope.local_lipschitz(maps[case], X)
+    assert found.lower <= exact <= found.upper
+    assert found.rounding < 0.05
+
+
+def test_a_map_whose_digits_all_cancel_is_refused_for_that():
+    with pytest.raises(FloatingPointError, match=r"there are no digits to measure\. Compute in float64"):
+        lipscope.local_lipschitz(
+            lambda x: 1e7 * x - (1e7 - 1) * x, torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        )

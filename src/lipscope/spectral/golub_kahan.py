@@ -37,11 +37,12 @@ class GolubKahan:
 
     Attributes:
         rtol: requested relative accuracy of the estimate.
-        max_steps: most operator pairs (J, Jᵀ) spent on one item.
+        max_steps: most operator pairs (J, Jᵀ) of one solve of one item. With k > 1 there are several, and vectors of bases
+            that were cut take further pairs; ``iterations`` counts all.
         delta: allowed probability that ``upper`` fails.
         k: number of leading singular triplets. Repeated values count as often as they occur: with k > 1 a further solve
             of the deflated operator looks for copies that one start vector cannot see. Values below the rounding of the
-            products are 0. The interval is that of the largest; the others come with the error estimate alone.
+            products are noise. The interval is that of the largest; the others come with the error estimate alone.
         vectors: also return singular vectors.
         interval: widest relative interval upper/lower − 1 to stop with. It also guards against a start that happens to be
             almost orthogonal to the top singular vector, which a residual cannot see. None switches the guard off: the
