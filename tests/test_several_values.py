@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import cases
 import lipscope
+from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import DenseOperator
 from lipscope.spectral.result import Status
 from test_solvers import spectrum
@@ -155,3 +156,22 @@ def test_little_memory_gives_right_values_or_says_so(vectors):
 def test_vectors_of_a_problem_without_room_for_whole_bases():
     A = spectrum(np.linspace(3, 0.1, 50), 80, 60, seed=5)
     check_triplets(A, lipscope.GolubKahan(rtol=1e-8, k=1, vectors=True, memory=LITTLE, max_steps=2000), accuracy=1e-3)
+
+
+def test_two_solves_share_the_chance_to_fail_and_no_start_serves_twice(monkeypatch):
+    """Bases of 12 pairs do not suffice, and the largest value is looked for again; then the next ones."""
+    starts, deltas, plain = [], [], Bidiagonalisation.__init__
+
+    def watched(self, config, operator, start=None, **options):
+        if not options.get("pure"):
+            starts.append(range(config.seed, config.seed + config.max_steps + 1))
+            deltas.append(config.delta)
+        plain(self, config, operator, start, **options)
+
+    monkeypatch.setattr(Bidiagonalisation, "__init__", watched)
+    A = torch.diag(torch.linspace(1, 0, 200, dtype=torch.float64))
+    out = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(k=2, memory=13 * 400 * 8))
+    assert len(deltas) > 2
+    assert deltas[:2] == [0.5e-6, 0.5e-6]
+    assert out.delta == 1e-6
+    assert len(set().union(*starts)) == sum(map(len, starts))

@@ -333,6 +333,23 @@ def test_repeated_values_are_found_when_the_space_is_exhausted():
     torch.testing.assert_close(out.right @ out.right.T, torch.eye(3), rtol=0, atol=1e-5)
 
 
+def test_a_draw_that_is_almost_in_the_basis_is_made_again():
+    """Two dimensions, a start that is the lesser singular vector, and a second one that is almost the same direction."""
+
+    def draw(seed):
+        return random_direction(2, seed, torch.zeros(0, dtype=torch.float64))[0]
+
+    def between(seed):
+        (a, b), (c, d) = draw(seed).tolist(), draw(seed + 1).tolist()
+        return abs(a * d - b * c)
+
+    seed = next(seed for seed in range(100_000) if between(seed) < 7e-4)
+    v = draw(seed)
+    A = 2 * torch.eye(2, dtype=torch.float64) - torch.outer(v, v)
+    result = lipscope.spectral_norm(DenseOperator(A), lipscope.GolubKahan(seed=seed, interval=1e-12))
+    assert result.estimate == pytest.approx(2)
+
+
 def test_too_many_triplets_are_refused():
     for solver in (lipscope.GolubKahan(k=4), lipscope.Dense(k=4)):
         with pytest.raises(ValueError, match="k = 4"):

@@ -199,11 +199,19 @@ class Bidiagonalisation:
 
     def _fresh_direction(self, step: int) -> Tensor:
         """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
-        x = random_unit_vector(self.operator, self.config.seed + step).expand(self.operator.batch, -1)
-        for _ in range(2):
-            x = self.V.remove(x)
-        norm = scaled_norm(x)
-        return unit_rows(x, norm.masked_fill(norm <= 1e-3 / self.operator.shape[1] ** 0.5, 0.0))
+        N, fresh = self.operator.shape[1], torch.zeros_like(self.V.last)
+        # What is left of a draw may be too short to be told from rounding; its length says nothing of its direction.
+        for draw in range(4):
+            x = random_unit_vector(self.operator, self.config.seed + step + draw * 0x9E3779B1).expand(
+                self.operator.batch, -1
+            )
+            x = self.V.remove(self.V.remove(x))
+            norm = scaled_norm(x)
+            x = unit_rows(x, norm.masked_fill(norm <= 1e-3 / N**0.5, 0.0))
+            fresh = torch.where(fresh.any(1, keepdim=True), fresh, x)
+            if step >= N or bool(fresh.any(1).all()):
+                break
+        return fresh
 
     def _retire_converged(self, step: int) -> None:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):

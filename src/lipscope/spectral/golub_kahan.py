@@ -108,7 +108,7 @@ class GolubKahan:
 
     def _for_one(self, number: int) -> GolubKahan:
         """The options for one value and its vectors, with a start that does not depend on what was found before."""
-        return replace(self, vectors=True, k=1, seed=self.seed + self.max_steps + number)
+        return replace(self, vectors=True, k=1, seed=self.seed + (self.max_steps + 1) * (number + 1))
 
     def _first(self, operator: Operator, start: Tensor | None) -> SolverOutput:
         """All values at once where whole bases fit; of the items for which they do not, the largest value alone."""
@@ -117,15 +117,17 @@ class GolubKahan:
             return Bidiagonalisation(replace(self, vectors=True), operator, start, whole=True).solve(first=True)
         found = SolverOutput.empty(operator, self.k, True, "golub_kahan", self.delta)
         if fitting >= self.k:
-            short = replace(self, vectors=True, max_steps=fitting)
+            # Which of two upper ends counts depends on the first: each may fail with half of the chance.
+            short = replace(self, vectors=True, max_steps=fitting, delta=self.delta / 2)
             found = Bidiagonalisation(short, operator, start, whole=True).solve(first=True)
             start = found.vectors[0][:, 0]
         cut = (~found.stopped).nonzero()[:, 0]
         if cut.numel():
             items = operator if cut.numel() == operator.batch else operator.select(cut)
-            one = Bidiagonalisation(self._for_one(0), items, None if start is None else start[cut])
+            alone = replace(self._for_one(0), delta=self.delta if fitting < self.k else self.delta / 2)
+            one = Bidiagonalisation(alone, items, None if start is None else start[cut])
             found.restart(cut, one.solve(first=fitting < self.k))
-        return found
+        return replace(found, delta=self.delta)
 
 
 # Length that must remain of a unit vector, without its components along earlier ones, to count as a new direction.
