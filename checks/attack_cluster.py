@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from attack_stores import FLAGS, rows_by_key
+from lipscope.runs import StoreError
 from report_card import Card
 
 LISTENING = "0A"
@@ -89,7 +90,7 @@ def some_rows(store: Path) -> bool:
     """Whether a store has rows already."""
     try:
         return store.exists() and bool(rows_by_key(store))
-    except (OSError, ValueError):
+    except (OSError, ValueError, StoreError):  # it is being made
         return False
 
 
