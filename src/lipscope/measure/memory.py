@@ -33,7 +33,7 @@ AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
 # Operator pairs of a typical solve: the mean over the inputs of benchmarks/local_lipschitz.py.
 TYPICAL_PAIRS = 18
 # Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; fitted to measurements.
-_PROJECTIONS, _OUTPUTS, _TOKENS = 3, 4, 12
+_PROJECTIONS, _OUTPUTS, _TOKENS = 3, 4, 13
 # Tensors of the size of the tokens that a product by autograd makes beside what is kept.
 _STEP = 6
 # Vectors of the Krylov bases that a typical solve needs.
@@ -204,7 +204,7 @@ def plan_memory(
         >>> W = torch.eye(768)
         >>> layer = lipscope.Attention(q=W, k=W, v=W, out=W, heads=12, mask="causal")
         >>> print(plan_memory(layer, 4096))
-        expected peak 631 MiB above the weights: tiles 32 MiB, tokens 311 MiB, Krylov bases 288 MiB
+        expected peak 643 MiB above the weights: tiles 32 MiB, tokens 323 MiB, Krylov bases 288 MiB
     """
     shape = Shape.of(layer, dtype)
     if limit is None:

@@ -196,7 +196,7 @@ ZOO = {
 
 def load(
     model: str | os.PathLike[str] | nn.Module | Model,
-    tokenizer: Callable[..., Any] | None = None,
+    tokenizer: Any = None,
     *,
     part: str | None = None,
     dtype: torch.dtype | None = None,

@@ -43,7 +43,7 @@ def plan_layers(
     Example:
         >>> import lipscope
         >>> print(plan_layers(lipscope.load("gpt2-mini"), 128, [0]))
-        expected peak 11.7 MiB above the weights: n×n matrices 2.8 MiB, tokens 5.88 MiB, Krylov bases 3 MiB
+        expected peak 11.8 MiB above the weights: n×n matrices 2.8 MiB, tokens 6 MiB, Krylov bases 3 MiB
     """
     limit = None if memory is None else read_bytes(memory)
     kinds = {_kind(handle, i): i for i in layers}.values()

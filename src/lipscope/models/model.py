@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -54,7 +54,7 @@ class Model:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Callable[..., Any] | None = None,
+        tokenizer: Any = None,
         *,
         name: str | None = None,
         notes: Sequence[str] = (),
