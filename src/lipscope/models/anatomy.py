@@ -7,7 +7,8 @@ the attention branch joins the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -89,8 +90,9 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
     """
     tick = count(1).__next__
     cores: list[tuple[int, CoreCall]] = []
-    with observing_core(lambda call: cores.append((tick(), call))):
-        events, output = watch(model.modules(), run, tick)
+    seeing_core = observing_core(lambda call: cores.append((tick(), call)))
+    with seeing_core, watching(model.modules(), tick) as events, torch.no_grad():
+        output = run()
     survey = _Survey(events, cores)
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
@@ -104,10 +106,9 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
     return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found], output
 
 
-def watch(
-    parts: Iterable[nn.Module], run: Callable[[], Any], tick: Callable[[], int] | None = None
-) -> tuple[list[Event], Any]:
-    """Every call of these modules during ``run()``, in the order in which they begin, and what it returned."""
+@contextmanager
+def watching(parts: Iterable[nn.Module], tick: Callable[[], int] | None = None) -> Iterator[list[Event]]:
+    """Every call of these modules, in the order in which they begin."""
     events: list[Event] = []
     stack: list[Event] = []
     tick = tick or count(1).__next__
@@ -125,8 +126,7 @@ def watch(
         handles.append(part.register_forward_pre_hook(entering, with_kwargs=True))
         handles.append(part.register_forward_hook(leaving))
     try:
-        with torch.no_grad():
-            return events, run()
+        yield events
     finally:
         for handle in handles:
             handle.remove()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 
-from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of, watch
+from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of, watching
 from lipscope.models.seam import packed, using_seam
 from lipscope.spectral.autodiff import differentiable_attention
 
@@ -98,8 +98,8 @@ def record(
 ) -> Recording:
     """Run the model once on the seam and record every layer's calls."""
     parts = dict.fromkeys(part for layer in layers for part in (layer.host, layer.block, layer.out))
-    with replaying(model, documents):
-        events, output = watch(parts, run)
+    with replaying(model, documents), watching(parts) as events, torch.no_grad():
+        output = run()
     calls = {part: [event for event in events if event.module is part] for part in parts}
     seen = [
         Sighting(layer, *(calls[part][layer.occurrence] for part in (layer.host, layer.block, layer.out)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import first_tensor
+from lipscope.models.anatomy import first_tensor, watching
 from lipscope.models.capture import Call
 from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs
 from lipscope.models.leaks import (
@@ -28,8 +28,8 @@ from lipscope.models.leaks import (
     difference,
     doubled,
     located,
-    recorded,
     refuse_random,
+    seen_pass,
 )
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
@@ -124,8 +124,7 @@ def _opened(model: Any) -> tuple[str, nn.Module]:
 
 
 def _subject(model: nn.Module, n: int, inputs: dict[str, Any] | None, generator: torch.Generator) -> Subject:
-    config = getattr(model, "config", None)
-    limit = int(getattr(config, "vocab_size", 0) or 0)
+    config: Any = getattr(model, "config", None)
     if inputs is None:
         room = position_limit(model)
         if room is not None and n > room:
@@ -135,7 +134,10 @@ def _subject(model: nn.Module, n: int, inputs: dict[str, Any] | None, generator:
         if "input_ids" in inputs and accepts(model, "decoder_input_ids"):
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
             given = inputs["input_ids"]
-            inputs = {"input_ids": given[:, : max(n - 1, 1)], "decoder_input_ids": (given.flip(1) + 1) % limit}
+            inputs = {
+                "input_ids": given[:, : max(n - 1, 1)],
+                "decoder_input_ids": (given.flip(1) + 1) % config.vocab_size,
+            }
     names = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
     tokens = next((known for known in names if known in inputs), None)
     if tokens is None:
@@ -143,7 +145,7 @@ def _subject(model: nn.Module, n: int, inputs: dict[str, Any] | None, generator:
     if inputs[tokens].ndim < 2 or inputs[tokens].shape[1] < 2:
         raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
     one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-    return Subject(model, one, tokens, generator, limit=max(limit, 2))
+    return Subject(model, one, tokens, generator)
 
 
 def _claims(
@@ -198,8 +200,7 @@ def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> s
     claim = claims_causality(model)
     if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return None
-    limit = int(getattr(model.config, "vocab_size", 0) or 2)
-    subject = Subject(model, inputs, "input_ids", torch.Generator().manual_seed(0), limit=limit)
+    subject = Subject(model, inputs, "input_ids", torch.Generator().manual_seed(0))
     later = torch.arange(subject.shape[1], device=subject.device).expand(subject.shape) >= subject.shape[1] // 2
     try:
         with torch.no_grad():
@@ -214,14 +215,13 @@ def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> s
 
 def _tested(subject: Subject, cuts: Sequence[Cut]) -> Found:
     """Both instruments; substitution at a few of the boundaries when there are many."""
-    with torch.no_grad():
-        found = subject.run()
+    found, events = seen_pass(subject)
     if found.ndim < 2 or tuple(found.shape[:2]) != subject.shape:
         raise CannotCheckError(
             f"outputs of shape {tuple(found.shape)} do not belong to the {subject.shape[1]} tokens one by one"
         )
     few = sorted({int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()})
-    leak, other = by_derivative(subject, cuts), by_substitution(subject, [cuts[k] for k in few])
+    leak, other = by_derivative(subject, cuts), by_substitution(subject, [cuts[k] for k in few], found, events)
     return len(cuts), leak or other
 
 
@@ -303,10 +303,7 @@ def _documents(on: On, lengths: list[int]) -> Found:
 
 def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str) -> Leak | None:
     """The same tokens alone and among others, where they stand in the places ``mine`` (n,)."""
-    with torch.no_grad(), recorded(alone.model) as before:
-        one = alone.run()
-    with torch.no_grad(), recorded(among.model) as after:
-        other = among.run()
+    (one, before), (other, after) = seen_pass(alone), seen_pass(among)
     seen = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
     leak = difference(among, one, other[:, mine], seen, instrument)
     if leak is None:
@@ -348,15 +345,14 @@ def _window(on: On, windows: set[nn.Module], wide: int) -> Found:
     reach = wide if one_way else wide + 1
     if reach >= n:
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
-    with torch.no_grad(), recorded(subject.model) as events:
-        subject.run()
+    _, events = seen_pass(subject)
     worst, boundaries = None, 0
     for event in events:
-        if event.module not in windows or event.inputs is None or tuple(event.inputs.shape[:2]) != subject.shape:
+        if event.module not in windows or event.tokens is None or tuple(event.tokens.shape[:2]) != subject.shape:
             continue
-        leaf = event.inputs.detach().clone().requires_grad_()
+        leaf = event.tokens.detach().clone().requires_grad_()
         with torch.enable_grad():
-            output = first_tensor(Call.record(event.module, *event.arguments)(leaf))
+            output = first_tensor(Call.record(event.module, event.args, event.kwargs)(leaf))
         if output is None or tuple(output.shape[:2]) != subject.shape:
             continue
         at = torch.arange(n, device=leaf.device)[None]
@@ -380,12 +376,11 @@ def _cache(on: On) -> Found:
         raise CannotCheckError("the model takes no cache (past_key_values) beside its tokens")
     n, ids = subject.shape[1], subject.inputs["input_ids"]
     start, past, steps = max(n - _DECODED, 1), None, []
+    whole, before = seen_pass(subject)
     with torch.no_grad():
-        with recorded(subject.model) as before:
-            whole = subject.run()
         for first, last in ((0, start), *((t, t + 1) for t in range(start, n))):
             subject.forwards += 1
-            with recorded(subject.model) as after:
+            with watching(subject.model.modules()) as after:
                 output = subject.model(input_ids=ids[:, first:last], past_key_values=past, use_cache=True)
             past = getattr(output, "past_key_values", None)
             if past is None:

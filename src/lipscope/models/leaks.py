@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import first_tensor
+from lipscope.models.anatomy import Event, first_tensor, watching
 from lipscope.models.capture import Call
-from lipscope.models.inputs import accepts
+from lipscope.models.inputs import runner
 from lipscope.models.verdicts import Leak
 
 
@@ -38,19 +38,6 @@ class Cut:
 
 
 @dataclass
-class Event:
-    """A module call of a pass."""
-
-    name: str
-    module: nn.Module
-    inputs: Tensor | None
-    parent: int  # index of the call that it is inside of, or -1
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    output: Tensor | None = None
-    order: int = -1  # when it ended
-
-
-@dataclass
 class Subject:
     """A model on one kind of input: runs it, with its tokens as a leaf, as often as needed."""
 
@@ -61,7 +48,6 @@ class Subject:
     forwards: int = 0
     backwards: int = 0
     kernel_noise: float = 0.0
-    limit: int = 2  # number of different ids
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,6 +61,11 @@ class Subject:
         found: torch.device = self.inputs[self.tokens].device
         return found
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of different ids."""
+        return max(2, int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 0))
+
     def like(self, **inputs: Any) -> Subject:
         """The same model on other inputs; passes are counted together by whoever asks."""
         kept = {name: value for name, value in (self.inputs | inputs).items() if value is not None}
@@ -84,12 +75,7 @@ class Subject:
         """Outputs (B, n, …) in float64 or the model's type."""
         self.forwards += 1
         given = self.inputs if tokens is None else self.inputs | {self.tokens: tokens}
-        if self.tokens == "tokens":
-            output = self.model(given["tokens"])
-        else:
-            extra = {"use_cache": False} if accepts(self.model, "use_cache") else {}
-            output = self.model(**given, **extra)
-        return chosen_output(output)
+        return chosen_output(runner(self.model, given)())
 
     @contextmanager
     def leaf(self) -> Iterator[list[Tensor]]:
@@ -127,8 +113,8 @@ class Subject:
         if given.is_floating_point():
             other = given.flip(1) * 0.5 + torch.randn(given.shape, generator=self.generator).to(given)
         else:
-            step = torch.randint(1, self.limit, given.shape, generator=self.generator).to(given.device)
-            other = (given + step) % self.limit
+            step = torch.randint(1, self.vocabulary, given.shape, generator=self.generator).to(given.device)
+            other = (given + step) % self.vocabulary
         return torch.where(hidden.reshape(*hidden.shape, *(1 for _ in given.shape[2:])), other, given)
 
 
@@ -154,7 +140,7 @@ def chosen_output(output: Any) -> Tensor:
 def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> Leak | None:
     """The largest derivative of a watched output in a hidden token, located; None when all are exactly zero."""
     worst: Leak | None = None
-    with subject.leaf() as leaves, recorded(subject.model) as events:
+    with subject.leaf() as leaves, watching(subject.model.modules()) as events:
         output = subject.run()
         if not leaves:
             return None  # tokens do not go through an embedding: substitution alone speaks
@@ -218,14 +204,17 @@ def _bisect_output(
     return int(rows[0][0]), int(rows[0][1])
 
 
-def by_substitution(subject: Subject, cuts: Sequence[Cut]) -> Leak | None:
-    """The largest change of a watched output when hidden tokens are replaced; None when rounding explains it."""
+def seen_pass(subject: Subject, tokens: Tensor | None = None) -> tuple[Tensor, list[Event]]:
+    """The outputs of one pass, and its module calls."""
+    with torch.no_grad(), watching(subject.model.modules()) as events:
+        return subject.run(tokens), events
+
+
+def by_substitution(subject: Subject, cuts: Sequence[Cut], output: Tensor, before: list[Event]) -> Leak | None:
+    """The largest change of a watched output of a pass when hidden tokens are replaced; None when rounding explains it."""
     worst: Leak | None = None
-    with torch.no_grad(), recorded(subject.model) as before:
-        output = subject.run()
     for cut in cuts:
-        with torch.no_grad(), recorded(subject.model) as after:
-            changed = subject.run(subject.substituted(cut.hidden))
+        changed, after = seen_pass(subject, subject.substituted(cut.hidden))
         leak = difference(subject, output, changed, cut.watched, "substitution")
         if leak is None or (worst is not None and leak.size <= worst.size):
             continue
@@ -241,7 +230,7 @@ def located(
         return leak
     pairs: dict[int, Any] = {}
     for old, new in zip(before, after, strict=True):
-        pairs |= {id(old.inputs): (old.inputs, new.inputs), id(old.output): (old.output, new.output)}
+        pairs |= {id(old.tokens): (old.tokens, new.tokens), id(old.output): (old.output, new.output)}
 
     def differs(tensor: Tensor) -> bool:
         one, other = pairs[id(tensor)]
@@ -297,38 +286,6 @@ def _place(values: Tensor) -> tuple[int, int]:
 # ── who lets it through ──
 
 
-@contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Event]]:
-    """The module calls of a pass, as they end."""
-    events: list[Event] = []
-    stack: list[int] = []
-    ended = 0
-    names = {module: name for name, module in model.named_modules()}
-
-    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = first_tensor(
-            [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-        )
-        events.append(Event(names[module], module, given, stack[-1] if stack else -1, (args, kwargs)))
-        stack.append(len(events) - 1)
-
-    def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        nonlocal ended
-        event = events[stack.pop()]
-        event.output, event.order = first_tensor(output), ended
-        ended += 1
-
-    handles: list[Any] = []
-    for part in model.modules():
-        handles.append(part.register_forward_pre_hook(entering, with_kwargs=True))
-        handles.append(part.register_forward_hook(leaving, with_kwargs=True))
-    try:
-        yield events
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event | None:
     """The innermost call whose output depends on what it must not see while its input does not."""
     known: dict[int, bool] = {}
@@ -340,17 +297,25 @@ def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event | N
             known[id(tensor)] = depends(tensor)
         return known[id(tensor)]
 
-    at = next(
-        (i for i, event in enumerate(events) if leaks(event.output)), None
-    )  # the whole model, unless it wraps its output
-    if at is None:
-        return None
-    while True:
-        inside = sorted((i for i, event in enumerate(events) if event.parent == at), key=lambda i: events[i].order)
-        first = _first([events[i].output for i in inside], leaks)
-        if first is None or leaks(events[inside[first]].inputs):
-            return events[at]
+    # The whole model, unless it wraps its output.
+    at = next((event for event in events if leaks(event.output)), None)
+    while at is not None:
+        inside = _made_by(at, events)
+        first = _first([event.output for event in inside], leaks)
+        if first is None or leaks(inside[first].tokens):
+            break
         at = inside[first]
+    return at
+
+
+def _made_by(outer: Event, events: list[Event]) -> list[Event]:
+    """The calls that one call made itself, one after the other."""
+    found, free = list[Event](), outer.enter
+    for event in events:
+        if free < event.enter < outer.exit:
+            found.append(event)
+            free = event.exit
+    return found
 
 
 def _first(outputs: list[Tensor | None], leaks: Callable[[Tensor | None], bool]) -> int | None:
@@ -369,9 +334,10 @@ def described(subject: Subject, leak: Leak, event: Event | None, cut: Cut) -> Le
     """The leak with the module that lets it through: its name and class, its layer, and what its outputs depend on."""
     if event is None:
         return leak
-    name = f"{event.name} ({type(event.module).__name__})" if event.name else type(event.module).__name__
+    place = next(name for name, module in subject.model.named_modules() if module is event.module)
+    name = f"{place} ({type(event.module).__name__})" if place else type(event.module).__name__
     number = getattr(event.module, "layer_idx", None)
-    inside = _NUMBER.search(event.name)
+    inside = _NUMBER.search(place)
     layer = number if isinstance(number, int) else int(inside[1]) if inside else None
     return replace(leak, module=name, layer=layer, picture=_picture(subject, event, leak, cut))
 
@@ -381,7 +347,7 @@ _ROWS = 8
 
 def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
     """Which tokens a few outputs of one module depend on, measured, around the leak; and the mask that it received."""
-    tokens = event.inputs
+    tokens = event.tokens
     if tokens is None or tokens.ndim != 3 or tokens.shape[:2] != cut.watched.shape:
         return ""
     batch, row = leak.output
@@ -389,7 +355,7 @@ def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
     n = tokens.shape[1]
     shown = sorted({row, column, *(int(i) for i in torch.linspace(0, n - 1, min(n, _ROWS)).round())})
     try:
-        call = Call.record(event.module, *event.arguments)
+        call = Call.record(event.module, event.args, event.kwargs)
         leaf = tokens.detach().clone().requires_grad_()
         with torch.enable_grad():
             output = first_tensor(call(leaf))
@@ -403,7 +369,7 @@ def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
         only[batch, i] = True
         seen = _gains(subject, output, leaf, only)[batch] > 0
         lines.append(f"{i:>5} " + " ".join("■" if bool(seen[j]) else "·" for j in shown))
-    mask = next((v for k, v in event.arguments[1].items() if "mask" in k and isinstance(v, Tensor)), None)
+    mask = next((v for k, v in event.kwargs.items() if "mask" in k and isinstance(v, Tensor)), None)
     lines.append(
         "it received no mask" if mask is None else f"it received a mask of shape {tuple(mask.shape)}, {str(mask.dtype)[6:]}"
     )
