@@ -170,14 +170,13 @@ KINDS = {
 
 
 def store() -> str:
-    """The tables of a store as they are after all migrations."""
-    from lipscope.runs.schema import APPLICATION_ID, KEY_COLUMNS, VERSION, migrate
+    """The tables of a store."""
+    from lipscope.runs.schema import APPLICATION_ID, KEY_COLUMNS, VERSION, create
 
     connection = sqlite3.connect(":memory:")
-    migrate(connection)
+    create(connection)
     parts = [
-        "# The store", f"{NOTE} The tables are read from a new store, which has gone through all migrations of "
-        "`lipscope.runs.schema`.",
+        "# The store", f"{NOTE} The tables are read from a new store, which `lipscope.runs.schema` makes.",
         f"A store is one SQLite file: schema version {VERSION} (`PRAGMA user_version`), application id "
         f"`0x{APPLICATION_ID:X}`, in write-ahead mode while a sweep runs. One process writes; any number may read. "
         "`lipscope export` flattens it into one table; [Sweep](../how-to/sweep.md#take-the-rows-elsewhere) says what the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import sqlite3
@@ -15,13 +14,12 @@ import pytest
 
 import command
 from lipscope.runs import Store, export
-from lipscope.runs.rows import connect, digest, to_record
-from lipscope.runs.schema import APPLICATION_ID, VERSION, StoreWarning, migrate
+from lipscope.runs.schema import APPLICATION_ID, VERSION
 from test_sweep_store import WHERE, filled, made_up_outcome, made_up_task
 
 TASKS = 4
 TABLES = {
-    "plans": ("id", "digest", "text", "created"),
+    "plans": ("id", "digest", "text", "created", "task_count"),
     "environments": ("id", "digest", "content"),
     "runs": ("id", "plan", "engine", "environment", "started", "finished"),
     "tasks": (
@@ -126,50 +124,17 @@ def test_a_wrong_number_in_the_header_costs_nothing(sound: Path, tmp_path: Path,
     assert found["rows"] == content(sound)["rows"]
 
 
-def older_store(path: Path, version: int) -> None:
-    """A store as lipscope wrote it before records had checksums."""
-    with closing(connect(path)) as db:
-        migrate(db, version)
-        db.execute("INSERT INTO plans VALUES (1, ?, 'plan', 'then')", (digest("plan"),))
-        db.execute("INSERT INTO environments VALUES (1, ?, ?)", (digest(WHERE), json.dumps(WHERE)))
-        db.execute("INSERT INTO runs VALUES (1, 1, 'none', 1, 'then', NULL)")
-        for outcome in map(made_up_outcome, range(TASKS)):
-            task = outcome.task
-            db.execute(
-                "INSERT INTO tasks (key, status, identity, labels, row_count, seconds, flops, run, environment, finished) "
-                "VALUES (?, 'done', ?, ?, 3, 1, 1, 1, 1, 'then')",
-                (task.key, json.dumps(task.identity), json.dumps(task.labels)),
-            )
-            for key, row in outcome.rows:
-                db.execute(f"INSERT INTO rows VALUES (NULL, {', '.join('?' * 15)})", to_record(key, task, row))
-            if version > 1:
-                db.execute("INSERT INTO plan_tasks VALUES (1, ?)", (task.key,))
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    "change",
-    [
-        "UPDATE tasks SET identity = replace(identity, '\"n\": 8', '\"n\": 9')",
-        "UPDATE plans SET text = 'other plan'",
-        "UPDATE environments SET content = '{}'",
-        "UPDATE tasks SET labels = CAST(x'ff' AS TEXT) WHERE id = 1",
-        "PRAGMA user_version = 3",
-    ],
-)
-def test_an_older_store_is_believed_as_far_as_it_can_be_checked(
-    sound: Path, tmp_path: Path, version: int, change: str
-) -> None:
-    path = tmp_path / "run.db"
-    older_store(path, version)
+@pytest.mark.parametrize("where", ["task = (SELECT max(task) FROM plan_tasks)", "true"])
+def test_a_task_that_vanished_from_a_plan_is_missed(sound: Path, tmp_path: Path, where: str) -> None:
+    path = Path(shutil.copy(sound, tmp_path / "run.db"))
     with closing(sqlite3.connect(path)) as db:
-        db.execute(change)
+        db.execute(f"DELETE FROM plan_tasks WHERE {where}")
         db.commit()
-    with pytest.warns(StoreWarning, match="The store was damaged"), Store(path) as store:
-        rows = store.rows()
-    truth = content(sound)["rows"]
-    assert len(rows) >= 3 * (TASKS - 1)
-    assert all(truth[row["key"]] == row for row in rows)
+    found = content(path)
+    assert "1 plans lack some of their tasks" in str(found["recovery"])
+    assert "entries which say what a plan asked for" in str(found["recovery"])
+    assert found["rows"] == content(sound)["rows"]
+    assert content(path)["recovery"] is None
 
 
 def test_commands_name_what_is_lost_and_say_so_by_their_exit_code(sound: Path, tmp_path: Path) -> None:

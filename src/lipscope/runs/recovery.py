@@ -2,8 +2,8 @@
 
 A task survives when its own record and all its rows are readable and their checksums fit; any other task counts as not
 measured and is measured again. Records are looked up one by one by their number, so a broken page costs its records only.
-When the file's first page is gone, so is the list of tables; as every store is laid out by the same migrations, the first
-page of a fresh one stands in for it.
+When the file's first page is gone, so is the list of tables; as every store is laid out alike, the first page of a fresh one
+stands in for it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.rounding import printable
-from lipscope.runs.rows import connect, is_record, is_sound, seal
-from lipscope.runs.schema import KEY_COLUMNS, RECORD, SEALED, UNREADABLE, VERSION, is_damage, layout_version, migrate
+from lipscope.runs.rows import connect, count_tasks, is_record, is_sound, seal
+from lipscope.runs.schema import KEY_COLUMNS, RECORD, SEALED, UNREADABLE, create, is_damage
 from lipscope.runs.writing import write_file
 
 # No record of ours is smaller, which bounds their number by the file's size.
 _SMALLEST_RECORD = 64
+# Of a plan: whether its list of tasks is not as long as it was.
+_SHORT = "task_count != (SELECT count(*) FROM plan_tasks WHERE plan = plans.id)"
 
 
 @dataclass(frozen=True)
@@ -67,33 +69,28 @@ def damage(connection: sqlite3.Connection) -> str | None:
         verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
             return " ".join(str(verdict).split())
-        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-        if 0 < version < VERSION:
-            # An older store is looked at as what it will become.
-            with closing(connect(":memory:")) as copy:
-                connection.backup(copy)
-                migrate(copy)
-                return _changed(copy, unsealed=True)
-        return _changed(connection) if version else None
+        return _changed(connection)
     except UNREADABLE as error:
         if not is_damage(error):
             raise
         return str(error)
 
 
-def _changed(db: sqlite3.Connection, *, unsealed: bool = False) -> str | None:
+def _changed(db: sqlite3.Connection) -> str | None:
     broken = {"rows": sum(not is_sound(record) for record in db.execute(f"SELECT {RECORD} FROM rows"))}
     for table, columns in SEALED.items():
         records = db.execute(f"SELECT {columns}, checksum FROM {table}")
-        broken[table] = sum(not is_record(table, record, unsealed=unsealed) for record in records)
+        broken[table] = sum(not is_record(table, record) for record in records)
     if any(broken.values()):
         return f"{' and '.join(f'{count} {table}' for table, count in broken.items() if count)} do not fit their checksums"
-    short, astray = db.execute(
-        "SELECT (SELECT count(*) FROM tasks WHERE row_count != (SELECT count(*) FROM rows WHERE rows.task = tasks.key)), "
-        "(SELECT count(*) FROM rows WHERE task NOT IN (SELECT key FROM tasks))"
-    ).fetchone()
-    if short or astray:
-        return f"{short} tasks lack some of their rows" if short else f"{astray} rows lack their task"
+    missing = {
+        "tasks lack some of their rows": "tasks WHERE row_count != (SELECT count(*) FROM rows WHERE rows.task = tasks.key)",
+        "rows lack their task": "rows WHERE task NOT IN (SELECT key FROM tasks)",
+        "plans lack some of their tasks": f"plans WHERE {_SHORT}",
+    }
+    for words, where in missing.items():
+        if count := db.execute(f"SELECT count(*) FROM {where}").fetchone()[0]:
+            return f"{count} {words}"
     return None
 
 
@@ -132,10 +129,6 @@ class _Found:
 def _collect(path: Path) -> _Found:
     found = _Found()
     with closing(connect(path)) as db, suppress(*UNREADABLE):
-        if (version := layout_version(db)) is not None:
-            db.execute("PRAGMA synchronous = OFF")
-            db.execute(f"PRAGMA user_version = {version}")  # the tables know better than the header
-        migrate(db)
         most = path.stat().st_size // _SMALLEST_RECORD + 1
         for record in _by_number(db, "rows", RECORD, most):
             if is_sound(record):
@@ -146,11 +139,13 @@ def _collect(path: Path) -> _Found:
             for record in _by_number(db, table, wanted, most) if numbered else db.execute(f"SELECT {wanted} FROM {table}"):
                 if table == "runs":
                     found.last_run = max(found.last_run, record[0])
-                if is_record(table, record, unsealed=True):
+                if is_record(table, record):
                     found.records[table].append(record)
                 else:
                     found.broken[table] += 1
         found.listed = True
+    asked = sum(record[4] for record in found.records["plans"])
+    found.broken["plan_tasks"] = max(found.broken["plan_tasks"], asked - len(found.records["plan_tasks"]))
     return found
 
 
@@ -173,7 +168,7 @@ def _write(path: Path, found: _Found) -> list[str]:
     with closing(connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = OFF")  # it goes to the disk as a whole, before it takes the old one's place
-        migrate(db)
+        create(db)
         db.execute("BEGIN")
         for table in ("plans", "environments", "runs", "plan_tasks"):
             db.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({_marks(SEALED[table])}, '')",
@@ -186,15 +181,18 @@ def _write(path: Path, found: _Found) -> list[str]:
                 db.execute(f"INSERT INTO tasks ({SEALED['tasks']}) VALUES ({_marks(SEALED['tasks'])})", task[:-1])
                 db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({_marks(RECORD)})", rows)
                 kept.append(key)
-        if not found.listed or found.broken["plan_tasks"]:
-            # At least what the plan of a run measured was asked for by it.
-            db.execute("INSERT OR IGNORE INTO plan_tasks SELECT plan, key, '' FROM tasks JOIN runs ON tasks.run = runs.id")
+        # At least what the plan of a run measured was asked for by it.
+        incomplete = f"plan IN (SELECT id FROM plans WHERE {_SHORT}) OR plan NOT IN (SELECT id FROM plans)"
+        listed = f"SELECT plan, key, '' FROM tasks JOIN runs ON tasks.run = runs.id WHERE {incomplete}"
+        db.execute(f"INSERT OR IGNORE INTO plan_tasks {listed}")
         if found.last_run > db.execute("SELECT coalesce(max(id), 0) FROM runs").fetchone()[0]:
             newest = "(SELECT coalesce(max(plan), 1) FROM (SELECT plan FROM plan_tasks UNION SELECT id FROM plans))"
             now = datetime.now(UTC).isoformat()
             db.execute(f"INSERT INTO runs VALUES (?, {newest}, 'lost', 0, ?, ?, '')", (found.last_run, now, now))
         for table in SEALED:
             seal(db, table)
+        for (plan,) in db.execute("SELECT id FROM plans").fetchall():
+            count_tasks(db, plan)
         db.execute("COMMIT")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with path.open("rb+") as file:
@@ -244,24 +242,19 @@ def _name(task: tuple[Any, ...] | None, rows: list[tuple[Any, ...]]) -> str:
 
 
 def _readable_copies(path: Path, directory: Path) -> Iterator[Path]:
-    """The file as it is, then with the first page of a fresh store, laid out from each schema version on."""
-    plain = directory / "plain.db"
+    """The file as it is, then with the first page of a fresh store."""
+    plain, fresh, patched = (directory / f"{name}.db" for name in ("plain", "fresh", "patched"))
     shutil.copy2(path, plain)
     if Path(f"{path}-wal").exists():
         shutil.copy2(f"{path}-wal", f"{plain}-wal")
     yield plain
     content = path.read_bytes()
-    for start in range(1, VERSION + 1):
-        fresh = directory / f"fresh-{start}.db"
-        with closing(connect(fresh)) as db:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = OFF")
-            migrate(db, start)
-            migrate(db)
-            size: int = db.execute("PRAGMA page_size").fetchone()[0]
-        page = bytearray(fresh.read_bytes()[:size])
-        # Its own idea of the file's length, in pages (bytes 28 to 31 of the file format).
-        page[28:32] = max(len(content) // size, 1).to_bytes(4, "big")
-        patched = directory / f"patched-{start}.db"
-        patched.write_bytes(bytes(page) + content[size:])
-        yield patched
+    with closing(connect(fresh)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        create(db)
+        size: int = db.execute("PRAGMA page_size").fetchone()[0]
+    page = bytearray(fresh.read_bytes()[:size])
+    # Its own idea of the file's length, in pages (bytes 28 to 31 of the file format).
+    page[28:32] = max(len(content) // size, 1).to_bytes(4, "big")
+    patched.write_bytes(bytes(page) + content[size:])
+    yield patched

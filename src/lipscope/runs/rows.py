@@ -46,6 +46,13 @@ def seal(connection: sqlite3.Connection, table: str, where: str = "true", *value
     connection.execute(f"UPDATE {table} SET checksum = seal({SEALED[table]}) WHERE {where}", values)
 
 
+def count_tasks(connection: sqlite3.Connection, plan: int) -> None:
+    """Note how many tasks a plan asks for, so that one that is deleted from the list is missed."""
+    count = "(SELECT count(*) FROM plan_tasks WHERE plan = ?1)"
+    connection.execute(f"UPDATE plans SET task_count = {count} WHERE id = ?1", (plan,))
+    seal(connection, "plans", "id = ?", plan)
+
+
 # What a row was measured with and on, in an export; the kind's own settings are JSON, fingerprints are cut short.
 IDENTITY_COLUMNS = {
     "seed": "integer", "rtol": "number", "delta_asked": "number", "interval": "number", "max_steps": "integer",
@@ -85,7 +92,7 @@ def from_record(record: Sequence[Any]) -> Row:
 def identity_columns(identity: Mapping[str, Any]) -> Row:
     """What tells a row from that of another measurement with the same model, text, layer and length.
 
-    Taken from the identity that the key of the task is the hash of, so stores of any age have it.
+    Taken from the identity that the key of the task is the hash of.
 
     Example:
         >>> about = identity_columns({"solver": {"rtol": 0.001}, "seed": 3, "threads": 1, "model": "0123456789abcdef"})
@@ -110,12 +117,9 @@ def is_sound(record: Sequence[Any]) -> bool:
         return False
 
 
-def is_record(table: str, record: Sequence[Any], *, unsealed: bool = False) -> bool:
-    """Whether a record of a table other than ``rows`` is as it was written: its checksum and its content hash fit.
-
-    With ``unsealed``, records without a checksum pass by their content hash: those of schema 1 and 2.
-    """
-    if not (is_sound(record) or (unsealed and record[-1] == "")):
+def is_record(table: str, record: Sequence[Any]) -> bool:
+    """Whether a record of a table other than ``rows`` is as it was written: its checksum and its content hash fit."""
+    if not is_sound(record):
         return False
     try:
         "".join(value for value in record if isinstance(value, str)).encode()

@@ -1,8 +1,4 @@
-"""The format of a store: its tables, as the sequence of migrations that made them, and what can go wrong with it.
-
-A new store runs through all migrations, an older one through those it lacks. A migration that was released is never changed,
-and every one changes the tables, so that they tell a wrong version number in the header from a newer store.
-"""
+"""The format of a store: its tables, and what can go wrong with it."""
 
 from __future__ import annotations
 
@@ -14,53 +10,48 @@ from pathlib import Path
 
 # "Lips" in ASCII: tells a store from other SQLite databases.
 APPLICATION_ID = 0x4C697073
+VERSION = 4
 
-MIGRATIONS = (
-    # 1: plans, runs, where they ran, tasks and rows. What was measured is JSON: its columns may grow. The checksum of a row
-    # covers all its other columns.
-    """
-    CREATE TABLE plans (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, text TEXT NOT NULL, created TEXT NOT NULL);
-    CREATE TABLE environments (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, content TEXT NOT NULL);
-    CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, plan INTEGER NOT NULL REFERENCES plans(id), engine TEXT NOT NULL,
-        environment INTEGER NOT NULL REFERENCES environments(id), started TEXT NOT NULL, finished TEXT
-    );
-    CREATE TABLE tasks (
-        id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL CHECK (status IN ('done', 'failed')),
-        identity TEXT NOT NULL, labels TEXT NOT NULL, row_count INTEGER NOT NULL, error TEXT, trace TEXT,
-        seconds REAL NOT NULL, flops REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id),
-        environment INTEGER NOT NULL REFERENCES environments(id), finished TEXT NOT NULL
-    );
-    CREATE TABLE rows (
-        id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, task TEXT NOT NULL REFERENCES tasks(key),
-        model TEXT, text TEXT, kind TEXT, layer INTEGER, head INTEGER, scope TEXT, mask TEXT, n INTEGER, input INTEGER,
-        document INTEGER, dtype TEXT, measured TEXT NOT NULL, checksum TEXT NOT NULL
-    );
-    """,
-    # 2: which tasks a plan asks for, so that one store can serve several plans; how often a task was tried.
-    """
-    CREATE TABLE plan_tasks (
-        plan INTEGER NOT NULL REFERENCES plans(id), task TEXT NOT NULL, PRIMARY KEY (plan, task)
-    ) WITHOUT ROWID;
-    INSERT INTO plan_tasks SELECT DISTINCT runs.plan, tasks.key FROM tasks JOIN runs ON tasks.run = runs.id;
-    ALTER TABLE tasks ADD COLUMN attempts INTEGER NOT NULL DEFAULT 1;
-    CREATE INDEX rows_of_task ON rows (task);
-    """,
-    # 3: a checksum for every record, not for rows alone. ``seal`` writes them; until then they are empty.
-    "".join(
-        f"ALTER TABLE {table} ADD COLUMN checksum TEXT NOT NULL DEFAULT '';"
-        for table in ("plans", "environments", "runs", "tasks", "plan_tasks")
-    ),
-)
-
-VERSION = len(MIGRATIONS)
+# What was measured is JSON: its columns may grow. A checksum covers all other columns of its record, and a plan knows how
+# many tasks it asks for. The order of the tables is part of the format: recovery counts on their first pages.
+_TABLES = """
+CREATE TABLE plans (
+    id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, text TEXT NOT NULL, created TEXT NOT NULL,
+    task_count INTEGER NOT NULL DEFAULT 0, checksum TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE environments (
+    id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, content TEXT NOT NULL, checksum TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, plan INTEGER NOT NULL REFERENCES plans(id), engine TEXT NOT NULL,
+    environment INTEGER NOT NULL REFERENCES environments(id), started TEXT NOT NULL, finished TEXT,
+    checksum TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE tasks (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL CHECK (status IN ('done', 'failed')),
+    identity TEXT NOT NULL, labels TEXT NOT NULL, row_count INTEGER NOT NULL, error TEXT, trace TEXT,
+    seconds REAL NOT NULL, flops REAL NOT NULL, run INTEGER NOT NULL REFERENCES runs(id),
+    environment INTEGER NOT NULL REFERENCES environments(id), finished TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 1,
+    checksum TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE plan_tasks (
+    plan INTEGER NOT NULL REFERENCES plans(id), task TEXT NOT NULL, checksum TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (plan, task)
+) WITHOUT ROWID;
+CREATE TABLE rows (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, task TEXT NOT NULL REFERENCES tasks(key),
+    model TEXT, text TEXT, kind TEXT, layer INTEGER, head INTEGER, scope TEXT, mask TEXT, n INTEGER, input INTEGER,
+    document INTEGER, dtype TEXT, measured TEXT NOT NULL, checksum TEXT NOT NULL
+);
+CREATE INDEX rows_of_task ON rows (task);
+"""
 
 # Columns of a row that say what it is; everything else it holds was measured.
 KEY_COLUMNS = ("model", "text", "kind", "layer", "head", "scope", "mask", "n", "input", "document", "dtype")
 RECORD = f"key, task, {', '.join(KEY_COLUMNS)}, measured, checksum"
 # What the checksums of the other tables cover.
 SEALED = {
-    "plans": "id, digest, text, created",
+    "plans": "id, digest, text, created, task_count",
     "environments": "id, digest, content",
     "runs": "id, plan, engine, environment, started, finished",
     "tasks": "id, key, status, identity, labels, row_count, error, trace, seconds, flops, run, environment, finished, "
@@ -69,34 +60,29 @@ SEALED = {
 }
 
 
-def migrate(connection: sqlite3.Connection, to: int = VERSION) -> int:
-    """Bring a store to schema version ``to``, each step in one transaction; returns the version it had."""
-    had: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    for version in range(had + 1, to + 1):
-        # PRAGMAs take no parameters; both numbers are our own.
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {MIGRATIONS[version - 1]} PRAGMA application_id = {APPLICATION_ID}; "
-            f"PRAGMA user_version = {version}; COMMIT;"
-        )
-    return had
+def create(connection: sqlite3.Connection) -> None:
+    """Make the tables, in one transaction."""
+    # PRAGMAs take no parameters; both numbers are our own.
+    connection.executescript(
+        f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; COMMIT;"
+    )
 
 
-def layout_version(connection: sqlite3.Connection) -> int | None:
-    """The schema version whose tables these are; None when they are not ours."""
-    tables = _tables(connection)
-    return next((version for version in range(1, VERSION + 1) if _tables_of(version) == tables), None)
+def has_our_tables(connection: sqlite3.Connection) -> bool:
+    """Whether tables and columns are those of a store, whatever the header says."""
+    return _columns(connection) == _our_columns()
 
 
-def _tables(connection: sqlite3.Connection) -> set[tuple[str, str]]:
+def _columns(connection: sqlite3.Connection) -> set[tuple[str, str]]:
     query = "SELECT t.name, c.name FROM sqlite_schema AS t, pragma_table_info(t.name) AS c WHERE t.type = 'table'"
     return {(table, column) for table, column in connection.execute(query) if not table.startswith("sqlite_")}
 
 
 @cache
-def _tables_of(version: int) -> set[tuple[str, str]]:
+def _our_columns() -> set[tuple[str, str]]:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
-        migrate(fresh, version)
-        return _tables(fresh)
+        create(fresh)
+        return _columns(fresh)
 
 
 class StoreWarning(UserWarning):
@@ -115,8 +101,8 @@ class LockedStoreError(StoreError):
     """Another process writes to the store."""
 
 
-class NewerStoreError(StoreError):
-    """The store was written by a newer lipscope."""
+class StoreVersionError(StoreError):
+    """The store was written by a lipscope whose stores have another format."""
 
 
 class ForeignFileError(StoreError):

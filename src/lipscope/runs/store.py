@@ -23,6 +23,7 @@ from lipscope.runs.rows import (
     IDENTITY_COLUMNS,
     VIEW_COLUMNS,
     connect,
+    count_tasks,
     digest,
     from_record,
     identity_columns,
@@ -32,18 +33,16 @@ from lipscope.runs.rows import (
 from lipscope.runs.schema import (
     APPLICATION_ID,
     RECORD,
-    SEALED,
     UNREADABLE,
     VERSION,
     DamagedStoreWarning,
     ForeignFileError,
     LockedStoreError,
-    NewerStoreError,
-    StoreWarning,
+    StoreVersionError,
+    create,
     explained,
+    has_our_tables,
     is_damage,
-    layout_version,
-    migrate,
 )
 from lipscope.runs.writing import open_log, refuse_special
 
@@ -108,11 +107,6 @@ def _owner(text: str) -> str:
 
 # The kind of tasks that look at tokens: what they measure is no row of the table.
 VIEWS = "tokens"
-_ASK = "INSERT OR IGNORE INTO plan_tasks VALUES (?1, ?2, seal(?1, ?2))"
-_CONVERTED = (
-    "Rows fit their checksums and tasks their keys; times, names, errors and the list of planned tasks had none: they are "
-    "taken as they were, and have checksums from now on"
-)
 _LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
 
 
@@ -122,7 +116,7 @@ class Store:
     Args:
         path: the file, made when it does not exist and ``write`` is on; None for a store in memory.
         write: hold the lock and allow writing.
-        notice: called with what the user should know: that the store was damaged, or converted. By default it is a warning.
+        notice: called when the store was damaged, with what was lost; by default it is a warning.
 
     Every record is checked against its checksum when a store is opened, and tasks, plans and environments against the hash
     that they are known by. What does not fit is left out as if it had never been measured, and said.
@@ -133,7 +127,7 @@ class Store:
 
     Raises:
         LockedStoreError: when another process writes to it.
-        NewerStoreError: when it comes from a newer lipscope.
+        StoreVersionError: when it comes from a lipscope with another format.
         ForeignFileError: when the file is something else.
     """
 
@@ -145,7 +139,7 @@ class Store:
         if path is None:
             self.path = Path("memory")
             self.connection = connect(":memory:")
-            migrate(self.connection)
+            create(self.connection)
             return
         # One file has one lock, whatever links lead to it.
         self.path = refuse_special(Path(path).resolve())
@@ -172,18 +166,17 @@ class Store:
                         f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
                         "is: name another --store"
                     )
-                _say(notice, str(self.recovery), DamagedStoreWarning)
+                if notice is not None:
+                    notice(str(self.recovery))
+                else:
+                    warnings.warn(str(self.recovery), DamagedStoreWarning, stacklevel=4)
             self.connection = connect(self.path)
             if write:
                 self.connection.execute("PRAGMA journal_mode = WAL")
                 self.connection.execute("PRAGMA synchronous = FULL")
-            if (had := self.connection.execute("PRAGMA user_version").fetchone()[0]) < VERSION:
+            if not self.connection.execute("PRAGMA user_version").fetchone()[0]:
                 with self._alone():
-                    migrate(self.connection)
-                    for table in SEALED:
-                        seal(self.connection, table)
-                if had:
-                    _say(notice, f"{self.path} comes from an older lipscope. {_CONVERTED}", StoreWarning)
+                    create(self.connection)
             if not write:
                 self.connection.execute("PRAGMA query_only = ON")
 
@@ -205,20 +198,20 @@ class Store:
                 connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
             )
             tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-            layout = layout_version(connection)
+            ours = has_our_tables(connection)
         except UNREADABLE as error:
             if is_damage(error):
                 return str(error)
             raise
         else:
-            if tables and layout is None and kind != APPLICATION_ID:
+            if tables and not ours and kind != APPLICATION_ID:
                 raise ForeignFileError(f"{self.path} is a database, but not a lipscope store: name another --store")
-            if layout is None and version > VERSION:
-                raise NewerStoreError(
-                    f"{self.path} was written by a newer lipscope (schema {version}; this one knows up to {VERSION}). "
-                    "Update lipscope; the store was not changed"
+            if not ours and version not in (0, VERSION):
+                raise StoreVersionError(
+                    f"{self.path} was written by another version of lipscope (schema {version}; this one knows {VERSION}): "
+                    "read it with that version, or name another --store. It was not changed"
                 )
-            if tables and (layout, APPLICATION_ID) != (version, kind):
+            if tables and (not ours or (version, kind) != (VERSION, APPLICATION_ID)):
                 return f"its header says schema {version} of kind {kind:#x}, but its tables do not"
             return damage(connection) if tables else None
         finally:
@@ -244,9 +237,8 @@ class Store:
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO plans (digest, text, created) VALUES (?, ?, ?)", (digest(plan), plan, _now()))
             number: int = db.execute("SELECT id FROM plans WHERE digest = ?", (digest(plan),)).fetchone()[0]
-            seal(db, "plans", "id = ?", number)
             db.execute("DELETE FROM plan_tasks WHERE plan = ?", (number,))
-            db.executemany(_ASK, ((number, task.key) for task in tasks))
+            self._ask(number, tasks)
             run = db.execute(
                 "INSERT INTO runs (plan, engine, environment, started) VALUES (?, ?, ?, ?)",
                 (number, engine, self._environment(environment), _now()),
@@ -259,7 +251,12 @@ class Store:
         """Note further tasks that the plan of a run asks for."""
         with self._transaction() as db:
             (plan,) = db.execute("SELECT plan FROM runs WHERE id = ?", (run,)).fetchone()
-            db.executemany(_ASK, ((plan, task.key) for task in tasks))
+            self._ask(plan, tasks)
+
+    def _ask(self, plan: int, tasks: Iterable[Task]) -> None:
+        ask = "INSERT OR IGNORE INTO plan_tasks VALUES (?1, ?2, seal(?1, ?2))"
+        self.connection.executemany(ask, ((plan, task.key) for task in tasks))
+        count_tasks(self.connection, plan)
 
     def finish_run(self, run: int) -> None:
         """Note that a run came to its end."""
@@ -403,13 +400,6 @@ class Store:
 
 def _planned(all_plans: bool) -> str:
     return "" if all_plans else f" AND task IN (SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN})"
-
-
-def _say(notice: Callable[[str], None] | None, words: str, kind: type[StoreWarning]) -> None:
-    if notice is not None:
-        notice(words)
-    else:
-        warnings.warn(words, kind, stacklevel=4)
 
 
 def _now() -> str:
