@@ -1,10 +1,13 @@
-"""Tables on a terminal: they fit where they can, and cut no number where they cannot."""
+"""On a terminal, tables fit where they can and cut no number where they cannot, and nothing steers it."""
 
 from __future__ import annotations
 
+import io
+import logging
+
 import pytest
 
-from lipscope.cli.terminal import print_table
+from lipscope.cli.terminal import filtered_logs, print_table
 
 NAMES = ["layer", "head", "n", "median σ", "lower", "upper", "|x|", "entropy", "on first", "α (σ ~ n^α)"]
 ROWS = [
@@ -38,3 +41,19 @@ def test_no_number_is_cut_on_the_narrowest_terminal(capsys, monkeypatch) -> None
     for row in ROWS:
         for cell in row:
             assert any(cell in line for line in lines), cell
+
+
+def test_log_messages_of_libraries_hold_nothing_that_a_terminal_obeys() -> None:
+    log, written = logging.getLogger("some.library"), io.StringIO()
+    handler = logging.StreamHandler(written)
+    log.addHandler(handler)
+    with filtered_logs():
+        log.error("no file %s", "\x1b]0;owned\x07name")
+        try:
+            raise ValueError("\x1b[2J")
+        except ValueError:
+            log.exception("what happened")
+    log.removeHandler(handler)
+    assert "\x1b" not in written.getvalue()
+    assert r"no file \x1b]0;owned\x07name" in written.getvalue()
+    assert r"ValueError: \x1b[2J" in written.getvalue()

@@ -107,6 +107,13 @@ def test_weights_come_from_the_directory_and_from_safetensors(tmp_path: Path, fi
             lipscope.load(directory, allow_pickle=True)
 
 
+def test_an_adapter_does_not_lead_to_another_model(tmp_path: Path) -> None:
+    other, directory = saved(tmp_path / "other"), saved(tmp_path / "model")
+    (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other), "peft_type": "LORA"}))
+    with pytest.raises(ValueError, match=r"holds an adapter .*merge_and_unload"):
+        lipscope.load(directory)
+
+
 def test_a_pickle_called_safetensors(tmp_path: Path) -> None:
     torch.save({}, indexed(tmp_path, "part.safetensors") / "part.safetensors")
     with pytest.raises(ValueError, match=r"damaged: part\.safetensors"):

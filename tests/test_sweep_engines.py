@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging.handlers
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ TESTS, SOURCE = Path(__file__).parent, Path(lipscope.__file__).parent.parent
 class Cluster:
     """A scheduler and two workers, each a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, workers: int = 2) -> None:
         self.environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "DASK_LOGGING__DISTRIBUTED": "error"}
         self.directory = directory
         self.processes = [self._start("scheduler", "--port", "0", "--no-dashboard", "--no-show")]
@@ -38,7 +40,7 @@ class Cluster:
             assert time.monotonic() < deadline
             assert self.processes[0].poll() is None
             time.sleep(0.05)
-        self.workers = [self._start("worker", "--no-nanny", "--nthreads", "1", "--no-dashboard") for _ in range(2)]
+        self.workers = [self._start("worker", "--no-nanny", "--nthreads", "1", "--no-dashboard") for _ in range(workers)]
         self.processes += self.workers
         self.address = _address(file)
 
@@ -114,11 +116,19 @@ def test_a_killed_worker_changes_nothing(
     # One worker is left: another number of workers, the same table.
     alone = run_plan(expansion, tmp_path / "alone.db", engine=Dask(cluster.address))
     assert (alone.digest, alone.failed) == (here.digest, 0)
+    # A scheduler that dies ends the sweep with one clear sentence, and no word from Dask's event loop.
+    words = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("distributed.client").addHandler(words)
+    lost = Dask(cluster.address)
+    with pytest.raises(EngineError, match="Finished tasks are kept: run the same command again"):
+        run_plan(expansion, tmp_path / "lost.db", engine=lost, progress=lambda _: cluster.processes[0].kill())
+    assert words.buffer == []
     # And a cluster without workers says so.
     cluster.workers[1].kill()
     cluster.workers[1].wait()
-    with pytest.raises(EngineError, match=r"has had no worker for 0\.5 s"):
-        run_plan(expansion, tmp_path / "nobody.db", engine=Dask(cluster.address, patience=0.5))
+    deserted = Cluster(tmp_path, workers=0)
+    with closing(deserted), pytest.raises(EngineError, match=r"has had no worker for 0\.5 s"):
+        run_plan(expansion, tmp_path / "nobody.db", engine=Dask(deserted.address, patience=0.5))
 
 
 def test_local_workers_from_the_command_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from lipscope.cli.show import corpora, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
 from lipscope.cli.sweep import export, sweep
-from lipscope.cli.terminal import echo, told_warnings
+from lipscope.cli.terminal import echo, filtered_logs, told_warnings
 
 app = typer.Typer(
     name="lipscope", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
@@ -106,7 +106,8 @@ def main() -> None:
     # Libraries that talk about missing kernels would drown the one clear line.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        code = app(standalone_mode=False)
+        with filtered_logs():
+            code = app(standalone_mode=False)
     except KeyboardInterrupt:
         echo("lipscope: interrupted", err=True)
         sys.exit(130)

@@ -207,9 +207,6 @@ def paper(
         from lipscope.studies.paper.plan import MODES
         from lipscope.studies.paper.run import STORE, reproduce
 
-        for name, count in (("workers", workers), ("threads", threads)):
-            if count is not None and count < 1:
-                raise ValueError(f"--{name} must be at least 1, got {count}")
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out must be a directory, but {out} is a file")
         settings = MODES["full" if full else "quick"]

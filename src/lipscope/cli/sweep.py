@@ -90,8 +90,6 @@ def sweep(
         granted = (tuple(trust_module or ()), allow_pickle, trust_remote_code)
         chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None}, granted)
         ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
-        if workers is not None and workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {workers}")
         if dry_run:
             from lipscope.runs.sweep import dry_run as preview
 

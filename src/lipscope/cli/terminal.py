@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -82,6 +83,25 @@ def echo(message: str, *, err: bool = False, data: bool = False) -> None:
 def notice(message: str) -> None:
     """A line on standard error."""
     echo(message, err=True)
+
+
+@contextmanager
+def filtered_logs() -> Iterator[None]:
+    """Inside, log messages of all libraries hold nothing that a terminal would obey."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        made.msg, made.args = printable(made.getMessage()), ()
+        if made.exc_info:
+            made.exc_text = printable(logging.Formatter().formatException(made.exc_info))
+        return made
+
+    logging.setLogRecordFactory(record)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 @contextmanager

@@ -81,6 +81,11 @@ def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
     _refuse_quantised(str(directory), config)
     if re.search(r'"_?(attn|experts)_implementation\w*": "[^"]*/', json.dumps(config)):
         raise ValueError(f"{directory} wants attention code from the hub: take attn_implementation out of its config.json")
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(
+            f"{directory} holds an adapter (adapter_config.json), and its model may lie elsewhere: merge the two "
+            "(peft: merge_and_unload), save the result, and load that"
+        )
     named = {str(config["transformers_weights"])} if "transformers_weights" in config else set()
     for index in {
         *directory.glob("*.index.json" if allow_pickle else "*.safetensors.index.json"),
@@ -130,8 +135,9 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
     try:
         from huggingface_hub import hf_hub_download
 
-        with contextlib.suppress(Exception):  # most models have none, and what is wrong with the connection comes up below
-            hf_hub_download(name, "model.safetensors.index.json", local_files_only=local)
+        for file in ("model.safetensors.index.json", "adapter_config.json"):
+            with contextlib.suppress(Exception):  # most have none; what is wrong with the connection comes up below
+                hf_hub_download(name, file, local_files_only=local)
         refuse_files(Path(hf_hub_download(name, "config.json", local_files_only=local)).parent, allow_pickle=allow_pickle)
         model = auto_model(name, local_files_only=local, **options)
         tokenizer = auto_tokenizer(name, local_files_only=local, trust_remote_code=trust_remote_code)

@@ -8,6 +8,7 @@ needs neither torch nor transformers.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 import warnings
@@ -106,23 +107,24 @@ class Dask:
     ) -> None:
         if (scheduler is None) == (workers is None):
             raise ValueError("give either the address of a scheduler or a number of workers")
-        if workers is not None and workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+        if workers is not None:
+            check_workers(workers)
         if find_spec("distributed") is None:
             raise EngineError("Dask is not installed: pip install 'lipscope[cluster]'")
         self.scheduler, self.workers, self.timeout, self.patience = scheduler, workers, timeout, patience
         self.name = f"dask {scheduler}" if scheduler else f"dask, {workers} local workers"
         self._client: Any = None
         self._cluster: Any = None
-        self._log_level = logging.NOTSET
+        self._log_levels: dict[logging.Logger, int] = {}
         self._seen: tuple[float, dict[str, Any]] = (0.0, {})
 
     def __enter__(self) -> Dask:
         distributed = import_module("distributed")
         # Lost workers and connections are this engine's to report; tracebacks of the event loop help nobody.
-        log = logging.getLogger("distributed")
-        self._log_level = log.level
-        log.setLevel(logging.CRITICAL)
+        for name in ("distributed", "distributed.client", "asyncio", "tornado", "tornado.application"):
+            log = logging.getLogger(name)
+            self._log_levels.setdefault(log, log.level)
+            log.setLevel(logging.CRITICAL + 1)
         if self.workers is not None:
             with warnings.catch_warnings(), import_module("dask").config.set(_LOCAL_WORKERS):
                 # Its status page may have to move to another port; nobody asked for one.
@@ -159,7 +161,8 @@ class Dask:
                     part.close()
         self._client = self._cluster = None
         self._seen = (0.0, {})
-        logging.getLogger("distributed").setLevel(self._log_level)
+        for log, level in self._log_levels.items():
+            log.setLevel(level)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """The outcomes, job by job, as workers finish them. Few jobs are under way at once: a plan may have very many."""
@@ -246,6 +249,13 @@ class Dask:
                     f"worker {address} cannot import lipscope ({found}): install it there, in the same version"
                 )
             _refuse_other_versions(f"worker {address}", found)
+
+
+def check_workers(workers: int) -> None:
+    """Refuse numbers of processes that this machine cannot serve."""
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= workers <= most:
+        raise ValueError(f"workers must be at least 1 and at most {most}, four for each core of this machine; got {workers}")
 
 
 # Dask's workers give memory back whenever 64 KiB are free, so every step of the solver pays for its pages anew: measured,

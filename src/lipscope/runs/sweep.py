@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lipscope.runs.engines import Engine, InProcess
+from lipscope.runs.engines import Engine, InProcess, check_workers
 from lipscope.runs.estimate import Estimate, Work, calibrate, estimate
 from lipscope.runs.plan import Plan
 from lipscope.runs.recovery import Recovery
@@ -205,6 +205,7 @@ def dry_run(
 
     Rates of tasks that the store has already are taken from there.
     """
+    check_workers(workers)
     expansion = expand(plan)
     known: dict[Any, float] = {}
     finished: set[str] = set()
