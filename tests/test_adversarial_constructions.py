@@ -1,5 +1,6 @@
 """Constructed inputs: closed forms equal what a dense Jacobian says, predictions are kept, and the sets are respected."""
 
+import dataclasses
 import math
 
 import pytest
@@ -13,7 +14,7 @@ import reference
 from lipscope.bounds import pairs
 from lipscope.bounds.domain import ball, image
 from lipscope.bounds.pairs import matrices
-from lipscope.studies.worst_case import NAMES, construct, grouped_sigma
+from lipscope.studies.worst_case import NAMES, construct, constructions, grouped_sigma
 from lipscope.studies.worst_case.constructions import group_gain
 
 ROTATION = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
@@ -194,6 +195,15 @@ def test_the_head_with_the_largest_sigma_of_the_layer_is_chosen():
 def test_bad_input(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         construct(cases.layer(), **arguments)
+
+
+def test_no_start_vector_ranks_heads_by_a_value_below_the_largest(monkeypatch):
+    """A start vector that hardly sees the largest singular value: 27.1 where σ is 40.9, so that another head was chosen."""
+    at = lipscope.load("gpt2-mini").record(input_ids=torch.arange(16))[2]
+    ranking = dataclasses.replace(constructions._RANKING, seed=0)
+    monkeypatch.setattr(constructions, "_RANKING", ranking)
+    (pair,) = construct(at.weights().for_input(0), 16, norm=at.norm, names=["pair"])
+    assert pair.sigma.lower > 40
 
 
 def test_a_layer_made_for_another_length_is_refused():

@@ -48,3 +48,33 @@ def test_regimes(files):
     refused = CliRunner().invoke(app, ["bounds", files[0], "--mask", "window:3", "--radius", "2", "--regimes"])
     assert refused.exit_code == 2
     assert "regimes hold for full and causal masks" in refused.output
+
+
+def test_the_map_of_a_head_is_drawn(files, tmp_path):
+    asked = [
+        "bounds",
+        files[0],
+        "--heads",
+        "2",
+        "--radius",
+        "0.5",
+        "--regimes",
+        "--head",
+        "1",
+        "--out",
+        str(tmp_path / "map"),
+    ]
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads((tmp_path / "map" / "regimes.json").read_text())
+    radii = [border["radius"] for border in found["borders"]]
+    assert radii == sorted(radii)
+    assert all(at["lower"] <= at["upper"] for at in found["bounds"])
+    rows = json.loads((tmp_path / "map" / "rows.json").read_text())
+    assert {row["head"] for row in rows} == {1}
+    # Every σ that was reached lies below the bound that the map draws for its length.
+    allowed = {at["n"]: at["upper"] for at in found["bounds"]}
+    assert all(row["lower"] <= allowed[row["n"]] for row in rows if row["n"] in allowed)
+    assert (tmp_path / "map" / "regimes.png").stat().st_size > 200
+    refused = CliRunner().invoke(app, ["bounds", files[0], "--radius", "2", "--n", "5", "--out", str(tmp_path / "no")])
+    assert "--out belongs to --regimes" in refused.output

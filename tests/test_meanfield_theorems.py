@@ -1,7 +1,9 @@
 """The theorems for n → ∞: searches for counter-examples, and measures that attain the lower bounds."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from lipscope.masks import as_mask
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant
 from lipscope.studies.mean_field.attention import mean_field_operator
 from lipscope.studies.mean_field.pairs import ascend, pair_ratio, set_bound
-from lipscope.studies.worst_case import maximise
+from lipscope.studies.worst_case import grouped_sigma, maximise
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
@@ -263,3 +265,33 @@ def test_several_heads_in_every_distance(p):
     heads = [sets.refined_unmasked(layer.head(h), 1.0, p=p).value for h in (0, 1)]
     joined = sum(value ** min(p, 2.0) for value in heads) ** (1 / min(p, 2.0))
     assert sets.refined_unmasked(layer, 1.0, p=p).value == pytest.approx(joined, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_independent_tokens_tend_to_the_derivative_at_their_law(seed):
+    """Theorem 7 at laws of three points, where n tokens cost no more than three; the limit with code of its own."""
+    G = generator(seed)
+    A, V, x = normal(G, 2, 2), normal(G, 2, 2), normal(G, 3, 2)
+    w = normal(G, 3).softmax(-1)
+    P = torch.softmax(x @ A.mT @ x.mT + w.log(), -1)
+    apart = (x @ V.mT)[None] - (P @ x @ V.mT)[:, None]
+    K = torch.einsum("ij,ab->iajb", P, V) + torch.einsum("ij,ija,ib->iajb", P, apart, x @ A.mT)
+    K = K * w.sqrt()[:, None, None, None] / w.sqrt()[None, None, :, None]
+    B = torch.einsum("ij,ija,jb->iab", P, apart, x @ A)
+    J = K.reshape(6, 6) + torch.block_diag(*B)
+    limit = max(float(torch.linalg.matrix_norm(J, 2)), float(torch.linalg.matrix_norm(B, 2).max()))
+    layer = plain_layer(A, V)
+    assert local_constant(MeanFieldAttention(layer), Measure(x, w), splitting=True).estimate == pytest.approx(
+        limit, rel=1e-9
+    )
+    n = 10**10
+    drawn = np.random.default_rng(seed).multinomial(n, (w / w.sum()).numpy())
+    assert grouped_sigma(layer, x, drawn.tolist()) == pytest.approx(limit, rel=1e-3)
+
+
+def test_a_causal_sequence_never_becomes_smoother():
+    """Theorem 8: σ of the first n tokens does not fall with n, whatever the tokens."""
+    X, identity = 2 * normal(generator(0), 24, 2), torch.eye(2, dtype=torch.float64)
+    layer = plain_layer(-identity, identity, "causal")
+    values = [float(lipscope.local_lipschitz(layer, X[:n]).estimate) for n in range(1, 25)]
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(values))

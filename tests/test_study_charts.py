@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,20 @@ import torch
 import lipscope
 from chart_cases import assert_drawn_alike
 from lipscope.report.charts import Panel
-from lipscope.studies.charts import comparison_chart, growth_chart, history_chart, plateau_chart, tokens_chart
+from lipscope.studies.charts import (
+    comparison_chart,
+    growth_chart,
+    history_chart,
+    plateau_chart,
+    regime_chart,
+    tokens_chart,
+)
 from lipscope.studies.mean_field.attention import MeanFieldAttention
 from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.study import convergence_study
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.variants import compare, random_layer
-from lipscope.studies.worst_case import growth
+from lipscope.studies.worst_case import growth, regime_map
 from lipscope.studies.worst_case.tokens import TokenAttack, Trial
 from paper_cases import CAST, text_rows
 from test_paper_findings import adversarial, difference, norms
@@ -44,6 +52,25 @@ def test_charts_of_an_attack(radius: float) -> None:
     steps = history_chart(found, "ascent")
     assert_drawn_alike(steps)
     assert [list(one.y) for one in steps.series] == found.history.T.tolist()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("where", ["ball", "sphere", "ellipsoid"])
+def test_map_of_a_head(mask: str, where: str) -> None:
+    gains = torch.tensor([1.1, 0.7], dtype=torch.float64) if where == "ellipsoid" else torch.ones(2, dtype=torch.float64)
+    on: dict[str, Any] = {"radius": 1.4} if where == "ball" else {"norm": lipscope.RMSNorm(gains, eps=0.0)}
+    found = regime_map(lipscope.Attention(-EYE, EYE, EYE, scale=1.0, mask=mask), [2, 4, 8], **on, restarts=4, steps=5)
+    chart = regime_chart(found, "regimes")
+    assert_drawn_alike(chart)
+    curves = {one.name: dict(zip(one.x, one.y, strict=True)) for one in chart.series}
+    # Past both borders the lower bound no longer grows and the upper one does not leave it behind.
+    assert found.here.log_plateau < math.log(found.lengths[-1])
+    assert found.upper[-1] < 7 * found.lower[-1]
+    for name in ("constructions", "ascent"):
+        assert all(value <= curves["upper bound"][n] for n, value in curves[name].items())
+    assert all(found.lower[k] <= found.lower[k + 1] for k in range(len(found.lower) - 1))
+    with pytest.raises(ValueError, match="a map is of one head, got 2"):
+        regime_map(lipscope.Attention(EYE, EYE, EYE, heads=2), radius=1.0)
 
 
 def test_chart_of_substitutions() -> None:

@@ -38,13 +38,17 @@ def bounds(
         bool, option("Instead, the lengths at which the worst σ of every head stops growing as √n.", "--regimes")
     ] = False,
     target: Target = Target(),
+    out: Annotated[
+        Path | None, option("With --regimes: directory for rows and figure of one head's (n, R) map.", panel=opt.OUTPUT)
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """List how large σ could be: for all tokens of norm at most R, and provably at given ones."""
     found = find(source, target, seed=seed, text=text, say=say)
     if by_regime:
-        _print_regimes(found, radius, n or 1024, as_json)
+        _print_regimes(found, radius, n or 1024, head, out, as_json)
         return
+    refuse(["--out"] if out is not None else [], "--regimes", "these are bounds")
     if found.model is None:
         from lipscope.attention.io import load_tokens
         from lipscope.bounds.registry import table
@@ -225,7 +229,7 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
 
 
-def _print_regimes(found: Found, radius: float | None, n: int, as_json: bool) -> None:
+def _print_regimes(found: Found, radius: float | None, n: int, head: int | None, out: Path | None, as_json: bool) -> None:
     from lipscope.bounds.domain import domain_of
     from lipscope.bounds.exponent import regimes
 
@@ -238,6 +242,18 @@ def _print_regimes(found: Found, radius: float | None, n: int, as_json: bool) ->
     assert layer is not None
     domain = domain_of(radius, norm, layer.width)
     rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
+    if out is not None:
+        from lipscope.studies.charts import regime_chart
+        from lipscope.studies.rows import identified, write_study
+        from lipscope.studies.worst_case.regimes import regime_map
+
+        chosen = max(rows, key=lambda row: row["exponent"])["head"] if head is None else head
+        with progress_bar() as progress:
+            drawn = regime_map(layer.head(chosen), radius=radius, norm=norm, progress=progress)
+        chart = regime_chart(drawn, f"Regimes of {found.title(chosen)}, mask {layer.mask}")
+        write_study(out, identified(drawn.found.to_rows(), **found.identity(chosen)), chart)
+        write_file(out / "regimes.json", json.dumps(drawn.to_dict(), indent=1))
+        notice(f"rows and figure of head {chosen} are in {out}")
     if as_json:
         echo(json.dumps(rows, indent=2))
         return

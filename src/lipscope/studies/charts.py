@@ -1,4 +1,4 @@
-"""Charts of the studies: a comparison of kinds of attention, an attack, and the mean-field limit."""
+"""Charts of the studies: a comparison of kinds of attention, an attack, the regimes of a head, and the mean-field limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lipscope.studies.mean_field.study import PlateauStudy
 from lipscope.studies.variants import Comparison
 from lipscope.studies.worst_case.ascent import Ascent
 from lipscope.studies.worst_case.growth_in_n import Growth
+from lipscope.studies.worst_case.regimes import RegimeMap
 from lipscope.studies.worst_case.tokens import TokenAttack
 
 # Name in the legend, colour and look of every curve; curves without a name here are called by their own.
@@ -101,6 +102,38 @@ def growth_chart(study: Growth, title: str) -> Chart:
     words = f"Worst σ found: {', '.join(f'{float(w.sigma.estimate):.3g} at n = {w.n}' for w in study.worst)}."
     panel = Panel(series, "number of tokens n", "local Lipschitz constant σ", x_log=True, y_log=True, x_ticks=n)
     return Chart("growth", title, [panel], words)
+
+
+def regime_chart(found: RegimeMap, title: str) -> Chart:
+    """The (n, R) plane with its two borders, and at one radius bounds, constructions and ascent over n."""
+    radii, ends = [R for R, _ in found.borders], [regime for _, regime in found.borders]
+    growing, level = ([getattr(r, name) / math.log(10) for r in ends] for name in ("log_growth", "log_plateau"))
+    own, n, last = found.found.radius, [w.n for w in found.found.worst], found.found.worst[-1].n
+    plane = [
+        Series("plateau above: n ≥ κ", radii, level, "dashes", "blue", group="fit"),
+        Series("√n growth below: n ≤ 1 + e^E", radii, growing, "line", "orange", group="fit"),
+        Series("between", radii, level, "band", "silver", growing, [max(pair) for pair in zip(growing, level, strict=True)]),
+        Series(f"measured here, n ≤ {last}", [own] * len(n), [math.log10(k) for k in n], "points", "black"),
+    ]
+    curves = [
+        Series("upper bound", found.lengths, found.upper, "line", "blue", group="fit"),
+        Series("lower bound", found.lengths, found.lower, "dashes", "green", group="fit"),
+        Series(
+            "constructions", n, [max(float(c.sigma.lower) for c in w.built) for w in found.found.worst], "points", "amber"
+        ),
+        Series("ascent", n, [float(w.ascent.sigma.lower) for w in found.found.worst if w.ascent], "marks", "black"),
+    ]
+    heights, borders = [min(found.lower), max(found.upper)], [found.here.log_growth, found.here.log_plateau]
+    for name, at in zip(("n = 1 + e^E", "n = κ"), borders, strict=True):
+        if at < math.log(found.lengths[-1]):
+            curves.append(Series(name, [math.exp(at)] * 2, heights, "dots", "grey", group="guide"))
+    words = f"E = {found.here.exponent:.3g}: √n growth up to n = 10^{borders[0] / math.log(10):.3g}, "
+    words += f"no growth from n = 10^{borders[1] / math.log(10):.3g}; n = {last} is {found.here.at(last)}."
+    panels = [
+        Panel(plane, "radius R of the set", "log₁₀ n", "regimes", x_log=True),
+        Panel(curves, "number of tokens n", "worst σ of the head", f"{found.found.domain}", x_log=True, y_log=True),
+    ]
+    return Chart("regimes", title, panels, words, columns=2)
 
 
 def history_chart(found: Ascent, title: str) -> Chart:
