@@ -80,7 +80,7 @@ def test_dry_run_prints_counts_and_writes_nothing() -> None:
 
 
 def test_limited_memory_is_announced_as_by_a_scan() -> None:
-    flags = [*FLAGS, "--memory", "1GiB", "--no-certificate"]
+    flags = [*FLAGS, "--memory", "1GiB", "--certificate", "none"]
     swept = runner.invoke(app, ["sweep", *flags])
     assert swept.exit_code == 0, swept.output
     scanned = runner.invoke(app, ["scan", "tiny", *flags[2:]])

@@ -176,7 +176,7 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
         if value is True:
             line.append(f"--{spelled}")
         elif value is False and name == "certificate":
-            line.append("--no-certificate")
+            line += ["--certificate", "none"]
         elif value not in (None, False):
             line += [f"--{spelled}", str(value)]
     return shlex.join(line)

@@ -28,6 +28,16 @@ def option(help: str, *names: str, panel: str | None = None, default: bool | str
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=default)
 
 
+def as_certificate(word: str) -> Any:
+    """What ``certificate=`` takes in Python: a rung, or False for none."""
+    from lipscope.measure.scopes import check_certificate
+
+    try:
+        return word != "none" and check_certificate(word)
+    except ValueError:
+        raise typer.BadParameter(f"{word!r} is not one of none, fast, tight, verified") from None
+
+
 # What is measured.
 Source = Annotated[
     str,
@@ -72,7 +82,15 @@ Seed = Annotated[int, option("Seed of everything drawn: where in a text the inpu
 Rtol = Annotated[float, option("Relative accuracy of the estimates.", default=True)]
 Dtype = Annotated[Precision | None, option("Compute in this precision.")]
 Memory = Annotated[str | None, option("Most memory above the weights, such as 4GiB: re-plans or refuses, and says so.")]
-Certificate = Annotated[bool | None, option("Also compute certified upper ends; by default where they are cheap.")]
+Certificate = Annotated[
+    Any,
+    typer.Option(
+        parser=as_certificate,
+        metavar="none|fast|tight|verified",
+        help="Also compute certified upper ends; fast ones by default, where they are cheap.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[int | None, option("torch threads of every task, 1 by default.")]
 Workers = Annotated[int | None, option("So many worker processes on this machine.")]
 Scheduler = Annotated[str | None, option("An existing Dask cluster, tcp://host:8786.")]

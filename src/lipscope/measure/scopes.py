@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
 
 SCOPES = {
     "head": "one attention head, before the output matrix",
@@ -15,6 +16,24 @@ SCOPES = {
 
 # What an attention layer by itself has: the others need the block or model around it.
 LAYER_SCOPES = ("attention", "head", "norm+attention")
+
+
+# How much a certified upper end may cost: see docs/concepts/certificates.md.
+RUNGS = {
+    "fast": "closed form, at most about the cost of the measurement",
+    "tight": "closer, at up to twenty times that cost",
+    "verified": "within a few per cent, from a factorisation of J Jᵀ",
+}
+Rung: TypeAlias = Literal["fast", "tight", "verified"]
+# True stands for the cheapest rung, False for none, None for the cheapest where it costs no more than the measurement.
+Certificate: TypeAlias = bool | Rung | None
+
+
+def check_certificate(certificate: Any) -> Certificate:
+    """What may be asked for as a certificate, as it is; refuses anything else."""
+    if not isinstance(certificate, bool | None) and certificate not in RUNGS:
+        raise ValueError(f"certificate must be true, false or one of {', '.join(RUNGS)}, got {certificate!r}")
+    return certificate  # type: ignore[no-any-return]
 
 
 def check_scope(scope: str, known: Iterable[str] = SCOPES, of: str = "a model") -> str:

@@ -20,7 +20,7 @@ from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_upper, height_within
 from lipscope.measure.memory import plan_memory, read_bytes
-from lipscope.measure.scopes import LAYER_SCOPES
+from lipscope.measure.scopes import LAYER_SCOPES, Certificate, Rung, check_certificate
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
@@ -36,7 +36,7 @@ def local_lipschitz(
     solver: Solver | None = None,
     dtype: torch.dtype | None = None,
     norm: Normalisation | None = None,
-    certificate: bool | None = None,
+    certificate: Certificate = None,
     memory: float | str | None = None,
 ) -> SpectralNorm:
     """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
@@ -56,8 +56,9 @@ def local_lipschitz(
         norm: the normalisation of scope ``"norm+attention"``.
         certificate: for an ``Attention``, also compute the certified upper bound, and report the least upper end with its
             kind. It is computed in float64, up to 2,048 tokens from a dozen n×n matrices of one head at a time, beyond (or
-            within a small ``memory``) from strips of rows, in memory that grows like n. None: when that is estimated to
-            cost no more than the measurement and the value is not exact already.
+            within a small ``memory``) from strips of rows, in memory that grows like n. ``"fast"`` (or True), ``"tight"`` or
+            ``"verified"`` says how much it may cost. None: ``"fast"``, when that is estimated to cost no more than the
+            measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
             ``measure.memory.plan_memory`` for what is done to keep to it.
 
@@ -127,7 +128,7 @@ def sigma(
     X: Tensor | None = None,
     norm: Normalisation | None = None,
     heads: Sequence[int] | None = None,
-    certificate: bool | None = None,
+    certificate: Certificate = None,
     memory: int | None = None,
 ) -> SpectralNorm:
     """From the Jacobian to σ: the one place that solves, allows for rounding, enters the certificate and shapes the result.
@@ -225,12 +226,15 @@ def certificate_at(
     scope: str = "attention",
     norm: Normalisation | None = None,
     memory: int | None = None,
+    rung: Rung = "fast",
 ) -> Tensor:
     """Certified upper bounds at tokens X (B, n, d), one per item of the operator: (B,), or (B·H,) for scope ``"head"``.
 
     For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its local norm at every token. The
     matrices take at most ``memory`` bytes.
     """
+    if rung != "fast":
+        raise ValueError(f"certificate {rung!r} is not available yet: ask for 'fast'")
     heads = 1 if scope == "head" else layer.heads
     height = None if memory is None else height_within(X.shape[1], heads, memory)
     if scope != "norm+attention" or norm is None:
@@ -244,7 +248,7 @@ def add_certificate(
     layer: Attention | None,
     X: Tensor,
     *,
-    wanted: bool | None = None,
+    wanted: Certificate = None,
     heads: Sequence[int] | None = None,
     norm: Normalisation | None = None,
     memory: int | None = None,
@@ -255,7 +259,7 @@ def add_certificate(
     measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
     measurement; one that does not exist is refused.
     """
-    if wanted is False:
+    if check_certificate(wanted) is False:
         return result
     scope = result.scope
     if layer is None or scope not in LAYER_SCOPES or (scope == "norm+attention" and norm is None):
@@ -267,7 +271,8 @@ def add_certificate(
         return result
     if wanted is None and not affordable(layer, X.shape[1], result, X.shape[0], scope):
         return result
-    certified = certificate_at(layer.to(device=X.device), X, scope, norm, memory)
+    rung: Rung = wanted if isinstance(wanted, str) else "fast"
+    certified = certificate_at(layer.to(device=X.device), X, scope, norm, memory, rung)
     if heads is not None:
         certified = certified[head_items(X.shape[0], layer.heads, heads).to(certified.device)]
     return with_certificate(result, certified)

@@ -30,7 +30,7 @@ from lipscope.attention.row_statistics import row_statistics
 from lipscope.bounds.registry import least
 from lipscope.doors import checked
 from lipscope.measure.columns import COLUMNS
-from lipscope.measure.scopes import LAYER_SCOPES, check_scope
+from lipscope.measure.scopes import LAYER_SCOPES, Certificate, check_scope
 from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
@@ -75,7 +75,7 @@ class Recorded(Recording):
         heads: Sequence[int] | None = None,
         scope: str = "attention",
         solver: Solver | None = None,
-        certificate: bool | None = None,
+        certificate: Certificate = None,
     ) -> list[dict[str, Any]]:
         """One row per layer, head and input; see ``RecordedLayer.rows``."""
         check_scope(scope)
@@ -236,7 +236,7 @@ class RecordedLayer:
         heads: Sequence[int] | None = None,
         solver: Solver | None = None,
         analytic: bool = True,
-        certificate: bool | None = None,
+        certificate: Certificate = None,
         memory: int | None = None,
     ) -> SpectralNorm:
         """σ at the recorded tokens, of shape (B,), or (B, heads) for scope ``head``.
@@ -274,7 +274,7 @@ class RecordedLayer:
         *,
         heads: Sequence[int] | None = None,
         solver: Solver | None = None,
-        certificate: bool | None = None,
+        certificate: Certificate = None,
         memory: int | None = None,
         first_input: int = 0,
     ) -> list[dict[str, Any]]:

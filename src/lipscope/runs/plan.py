@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lipscope.measure.scopes import SCOPES, check_scope
+from lipscope.measure.scopes import SCOPES, Certificate, check_certificate, check_scope
 from lipscope.runs.registry import Trust, kind_path, known_path, quantity_path
 
 
@@ -134,7 +134,8 @@ class Block:
         max_steps: most operator pairs (J, Jᵀ) per input.
         batch_tokens: most tokens in one forward pass. Inputs that share a pass share matrix products, so it is part of a
             row's identity.
-        certificate: also compute certified upper ends; by default where they cost no more than the measurement.
+        certificate: also compute certified upper ends, true, ``fast``, ``tight`` or ``verified``; by default fast ones where
+            they cost no more than the measurement.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included.
         views: look at so many of the worst layers or heads of every scope token by token; for kind ``text``.
         live: objects in place of names, for a run in this process; see ``Live``.
@@ -157,7 +158,7 @@ class Block:
     interval: float = 0.1
     max_steps: int = 300
     batch_tokens: int = 4096
-    certificate: bool | None = None
+    certificate: Certificate = None
     memory: int | str | None = None
     views: int = 0
     live: Live | None = None
@@ -175,8 +176,7 @@ class Block:
             raise ValueError(f"heads are measured at scope 'head', but the scopes are {', '.join(self.scopes)}")
         if not isinstance(self.dtype, str | None) or self.dtype not in (None, "float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
-        if not isinstance(self.certificate, bool | None):
-            raise ValueError(f"certificate must be true or false, got {self.certificate!r}")
+        check_certificate(self.certificate)
         if self.views and self.kind != "text":
             raise ValueError(f"views exist for kind 'text', not for {self.kind!r}")
         kind_path(self.kind)

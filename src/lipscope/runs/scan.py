@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lipscope.measure.columns import COLUMNS
+from lipscope.measure.scopes import Certificate
 from lipscope.models import load as model_loading
 from lipscope.models.model import Model
 from lipscope.runs.engines import InProcess
@@ -34,7 +35,7 @@ def scan(
     solver: Solver | None = None,
     seed: int = 0,
     pack: bool = False,
-    certificate: bool | None = None,
+    certificate: Certificate = None,
     batch_tokens: int = 4096,
     memory: float | str | None = None,
     views: int = 0,
@@ -55,7 +56,8 @@ def scan(
         seed: where in the text the inputs lie.
         pack: fill each input with several documents that do not see each other; rows of the chunk have ``document``
             None, rows of its documents their number. A text of one document is packed by paragraphs.
-        certificate: also compute certified upper ends; None: where they cost no more than the measurement.
+        certificate: also compute certified upper ends: ``"fast"`` (or True), ``"tight"`` or ``"verified"``; None: fast ones
+            where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included; see
             ``models.memory.plan_layers``. Looking at places token by token (``views``) is not planned.
