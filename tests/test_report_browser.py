@@ -20,7 +20,7 @@ from report_cases import HOSTILE, make_rows, make_view, write_run
 WORDS = ["[CLS]", "alice", " was", " beginning", " to", " get", " tired"]
 
 
-def show(browser: Any, address: str | Path, *, width: int = 1280, dark: bool = False) -> None:
+def show(browser: Any, address: str | Path, *, width: int = 1280, dark: bool = False, mark: str = "") -> None:
     """Open a page, wait until its first chart is drawn, and forget what the browser said before."""
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
@@ -28,7 +28,7 @@ def show(browser: Any, address: str | Path, *, width: int = 1280, dark: bool = F
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get("about:blank")
     browser.get_log("browser")
-    browser.get(address if isinstance(address, str) else address.resolve().as_uri())
+    browser.get((address if isinstance(address, str) else address.resolve().as_uri()) + mark)
     until(browser, "return performance.getEntriesByName('lipscope-shown').length > 0")
 
 
@@ -39,11 +39,12 @@ def until(browser: Any, condition: str) -> None:
 
 
 def draw_all(browser: Any) -> None:
-    """Charts are drawn when they come near the screen: scroll to one after the other until all of them are."""
+    """Charts are drawn when they come near the screen: scroll to one after the other until all that are shown are."""
     until(
         browser,
         """
-        const left = [...document.querySelectorAll('[data-chart]')].filter((place) => !place.querySelector('svg.main-svg'));
+        const shown = [...document.querySelectorAll('[data-chart]')].filter((place) => place.offsetParent);
+        const left = shown.filter((place) => !place.querySelector('svg.main-svg'));
         left[0]?.scrollIntoView();
         return left.length === 0;
     """,
@@ -80,7 +81,8 @@ def test_a_click_on_the_heat_map_changes_curve_bounds_and_tokens(browser: Any, p
     show(browser, page)
     detail = browser.find_element("css selector", "[data-detail]")
     assert detail.find_element("css selector", "[data-where]").text.startswith("Layer 2, head 3")
-    assert "“[CLS]” 50%" in detail.text
+    # The view is of a shorter input than the curve's last point, and says so.
+    assert "Worst tokens at n = 7: “[CLS]” 50%" in detail.text
     before = curve(browser)
     browser.find_element("css selector", '.heat button[aria-label^="layer 0, head 1"]').click()
     assert detail.find_element("css selector", "[data-where]").text.startswith("Layer 0, head 1")
@@ -89,8 +91,121 @@ def test_a_click_on_the_heat_map_changes_curve_bounds_and_tokens(browser: Any, p
     assert curve(browser) == pytest.approx(medians, rel=1e-4)
     assert curve(browser) != before
     assert "refined bound, tokens of that norm" in detail.text
-    assert "lipscope tokens toy --layer 0 --head 1" in detail.text
+    assert "lipscope tokens toy --layer 0 --head 1 --text book --n 32" in detail.text
+    assert "largest logit" in detail.text
     assert complaints(browser) == []
+
+
+def test_the_first_screen_answers_how_smooth_and_where(browser: Any, tmp_path: Path) -> None:
+    deep = make_rows(layers=30, heads=None, lengths=(16, 24, 32), model="deep")
+    runs = write_run(tmp_path / "a", make_rows()), write_run(tmp_path / "b", deep)
+    show(browser, write_report(runs[0], tmp_path / "report.html", compare=runs[1]))
+    first = browser.execute_script("""
+        const seen = (e) => e.getBoundingClientRect().bottom <= innerHeight;
+        return [...document.querySelectorAll('h1, .answer li, .warning')].filter(seen).map((e) => e.innerText)""")
+    assert first[0] == "How smooth are toy and deep?"
+    assert first[1].startswith("toy on book: least smooth in layer 2, head 3, where a small change of its 64 tokens")
+    assert first[2].startswith("deep on book: least smooth in layer 29, where a small change of its 32 tokens")
+    assert len(first) == 3  # no warning
+    browser.find_element("css selector", '[data-show="1"]').click()
+    assert browser.find_element("css selector", ".setting:not([hidden])").get_attribute("data-setting") == "1"
+
+
+def test_a_link_leads_to_a_place_and_a_choice_makes_one(browser: Any, page: Path, tmp_path: Path) -> None:
+    where = lambda: browser.find_element("css selector", ".setting:not([hidden]) [data-where]").text  # noqa: E731
+    show(browser, page, mark="#L1H2")
+    assert where().startswith("Layer 1, head 2")
+    assert in_view(browser, '.heat [aria-pressed="true"]')
+    browser.find_element("css selector", '.heat button[aria-label^="layer 0, head 1"]').click()
+    assert browser.execute_script("return location.hash") == "#L0H1"
+    browser.execute_script("location.hash = '#L9H9'")  # no such place: nothing changes
+    browser.execute_script("location.hash = '#L2H0'")
+    until(browser, "return document.querySelector('[data-where]').textContent.startsWith('Layer 2, head 0')")
+    rows = make_rows(heads=None) + make_rows(heads=None, scope="block")
+    show(browser, write_report(write_run(tmp_path / "run", rows), tmp_path / "report.html"), mark="#s2L1")
+    assert browser.find_element("css selector", ".setting:not([hidden])").get_attribute("data-setting") == "1"
+    assert where().startswith("Layer 1:")
+    assert complaints(browser) == []
+
+
+def in_view(browser: Any, selector: str) -> bool:
+    script = """const box = document.querySelector(arguments[0]).getBoundingClientRect();
+    return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight"""
+    return bool(browser.execute_script(script, selector))
+
+
+@pytest.mark.parametrize(("width", "what"), [(1400, "[data-where]"), (390, "[data-now]")])
+def test_the_chosen_place_stays_in_sight_beside_thirty_layers(browser: Any, tmp_path: Path, width: int, what: str) -> None:
+    run = write_run(tmp_path / "run", make_rows(layers=30, heads=None))
+    show(browser, write_report(run, tmp_path / "report.html"), width=width)
+    for layer in (2, 15, 27):
+        button = browser.find_element("css selector", f'.heat button[aria-label^="layer {layer},"]')
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].click()", button)
+        assert browser.find_element("css selector", what).text.startswith(f"Layer {layer}:")
+        assert in_view(browser, what)
+
+
+def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_path: Path) -> None:
+    rows = make_rows() + make_rows(heads=None)
+    views = [make_view(WORDS), make_view(WORDS, layer=1, head=1)]
+    show(browser, write_report(write_run(tmp_path / "run", rows, views=views), tmp_path / "report.html"), dark=True)
+    browser.execute_script("""addEventListener('beforeprint', () => {
+        const places = [...document.querySelectorAll('[data-chart], [data-growth]')];
+        window.onPaper = { places: places.length, theme: document.documentElement.dataset.theme,
+          widths: places.map((place) => Number(place.querySelector('svg.main-svg')?.getAttribute('width') ?? 0)),
+          ink: getComputedStyle(document.body).color, hidden: document.querySelectorAll('main [hidden]').length,
+          wide: Math.max(...places.map((place) => place.getBoundingClientRect().right)) };
+    })""")
+    pdf = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True, "paperWidth": 8.27, "paperHeight": 11.69})
+    assert len(pdf["data"]) > 50_000
+    paper = browser.execute_script("return window.onPaper")
+    assert paper["places"] == len(paper["widths"]) == 2 * (1 + 1 + 4) + 2  # growth, layers, four scatters; two views
+    assert all(100 < width <= 700 for width in paper["widths"])
+    assert (paper["theme"], paper["hidden"], paper["ink"]) == ("light", 0, "rgb(27, 31, 36)")
+    # On the screen everything is as it was.
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "auto"
+    assert browser.execute_script("return document.querySelectorAll('.setting[hidden], .view[hidden]').length") == 2
+    draw_all(browser)
+    assert complaints(browser) == []
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_legends_cover_no_data_and_logarithmic_axes_have_numbers(browser: Any, page: Path, width: int) -> None:
+    show(browser, page, width=width)
+    draw_all(browser)
+    found = browser.execute_script("""
+        const charts = [...document.querySelectorAll('.js-plotly-plot')];
+        return charts.filter((place) => place.layout.yaxis.type === 'log').map((place) => {
+          const plot = place.querySelector('.cartesianlayer').getBoundingClientRect();
+          const legend = place.querySelector('.legend')?.getBoundingClientRect();
+          const { tickvals, range: [low, high] } = place._fullLayout.yaxis;
+          const ticks = tickvals.map(Math.log10).filter((tick) => low <= tick && tick <= high).length;
+          return { covered: legend ? Math.max(0, plot.bottom - legend.top) : 0, ticks,
+                   ends: legend ? legend.bottom - place.getBoundingClientRect().bottom : 0 };
+        })""")
+    assert len(found) == 6
+    for chart in found:
+        assert chart["covered"] == 0
+        assert chart["ends"] <= 1
+        assert chart["ticks"] >= 2
+
+
+def test_tables_of_a_comparison_break_no_words(browser: Any, tmp_path: Path) -> None:
+    name = "sentence-transformers-all-minilm-l6-finetuned"
+    rows, other = make_rows(model="all-minilm-l6-v2"), make_rows(model=name)
+    runs = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", [row | {"upper": 2 * row["upper"]} for row in other])
+    show(browser, write_report(runs[0], tmp_path / "report.html", compare=runs[1]), width=1400)
+    assert f"{name} on book against all-minilm-l6-v2 on book" in browser.find_element("id", "compare").text
+    broken = browser.execute_script(r"""
+        const broken = [], range = document.createRange();
+        const walker = document.createTreeWalker(document.querySelector('#compare table'), NodeFilter.SHOW_TEXT);
+        while (walker.nextNode()) for (const word of walker.currentNode.data.matchAll(/[^\s-]+/g)) {
+          range.setStart(walker.currentNode, word.index);
+          range.setEnd(walker.currentNode, word.index + word[0].length);
+          if (range.getClientRects().length > 1) broken.push(word[0]);
+        }
+        return broken""")
+    assert broken == []
 
 
 def test_the_keyboard_reaches_every_cell(browser: Any, page: Path) -> None:
@@ -217,7 +332,7 @@ def test_two_runs_and_a_choice_of_settings(browser: Any, tmp_path: Path) -> None
     other = [row | {"estimate": 2 * row["estimate"], "lower": 2 * row["lower"], "upper": 2 * row["upper"]} for row in rows]
     first, second = write_run(tmp_path / "before", rows), write_run(tmp_path / "after", other)
     show(browser, write_report(first, tmp_path / "report.html", compare=second))
-    assert "after against before" in browser.find_element("id", "compare").text
+    assert "toy on book (after) against toy on book (before)" in browser.find_element("id", "compare").text
     assert browser.find_element("css selector", ".setting:not([hidden])").get_attribute("data-setting") == "0"
     before = curve(browser)
     from selenium.webdriver.support.ui import Select

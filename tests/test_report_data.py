@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from lipscope.report.compare import comparison_sentences, comparisons
 from lipscope.report.page import cell_facts, cell_table, page_view
-from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, rank_sentence, scopes_chart
+from lipscope.report.run_charts import (
+    growth,
+    growth_chart,
+    heat_map,
+    layers_chart,
+    rank_sentence,
+    scatter_charts,
+    scopes_chart,
+)
 from lipscope.report.settings import ReportData, report_data
 from lipscope.report.summary import against_guides, cards, closeness_sentence, growth_sentence, sentences, which_curve
 from lipscope.rounding import enclosure, number
@@ -262,6 +270,33 @@ def test_charts_hold_the_points_the_guides_and_the_bounds() -> None:
     assert top["layer 1"] == max(c.last.median for c in setting.cells if c.layer == 1)
 
 
+def test_scatters_show_what_the_correlation_speaks_of() -> None:
+    (setting,) = data_of(make_rows()).settings
+    medians = sorted(cell.last.median for cell in setting.cells)
+    for chart in scatter_charts(setting):
+        assert sorted(y for one in chart.series for y in one.y) == medians
+        assert "over 12 heads at n = 64" in chart.note or "With 12 heads at n = 64" in chart.note
+        assert chart.panels[0].y == "σ at n = 64, scope head"
+
+
+def test_growth_by_head_has_a_colour_and_a_line_of_the_legend_per_layer() -> None:
+    chart = growth(data_of(make_rows(layers=12, heads=12)))
+    listed = [one for one in chart.series if one.listed]
+    assert [one.name for one in listed] == [f"layer {layer}" for layer in range(12)]
+    assert len({one.colour for one in listed}) == 12
+    assert {one.hover[0].split(":")[0] for one in chart.series if one.look == "line"} >= {"layer 3, head 5, n = 8"}
+
+
+def test_a_bound_that_ends_early_says_where_and_why() -> None:
+    rows = [row | ({"certified": None} if row["n"] > 16 else {}) for row in make_rows()]
+    (setting,) = data_of(rows).settings
+    names = [one.name for one in growth_chart(setting, setting.worst).series]
+    assert "certificate, to n = 16" in names
+    assert "refined bound" in names
+    (told,) = [value for label, value in cell_facts(setting.worst) if label == "certificate at these inputs"]
+    assert told.endswith("at n = 16; beyond, it would cost more than σ")
+
+
 def test_scopes_stand_side_by_side_at_a_shared_length() -> None:
     rows = make_rows(heads=None) + make_rows(heads=None, scope="norm+attention", lengths=(8, 16, 32))
     chart = scopes_chart(data_of(rows).settings)
@@ -285,6 +320,7 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     assert "larger in 3 of 3 layers" in text
     assert "In 1 of them the change is clear" in text
     assert "The largest factor is 3.00, in layer 1" in text
+    assert comparison.names == ("toy on book (before)", "toy on book (after)")
     assert comparisons(report_data(runs[:1])) == []
     other = load_run(write_run(tmp_path / "other", make_rows(heads=None, scope="block")))
     assert comparisons(report_data([runs[0], other])) == []
@@ -292,7 +328,8 @@ def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     stranger = [row | {"model": "another"} for row in rows]
     same, fewer = (load_run(write_run(tmp_path / name, some)) for name, some in (
         ("same", stranger), ("fewer", [row for row in stranger if row["layer"] < 2])))  # fmt: skip
-    assert len(comparisons(report_data([runs[0], same]))) == 1
+    (unlike,) = comparisons(report_data([runs[0], same]))
+    assert unlike.names == ("toy on book", "another on book")  # what they are, not where they lie
     assert comparisons(report_data([runs[0], fewer])) == []
 
 

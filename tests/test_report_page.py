@@ -166,7 +166,7 @@ def test_print_and_page_draw_the_same_numbers(rows: list[dict[str, Any]]) -> Non
 
 def test_no_chart_of_what_was_not_recorded() -> None:
     names = [chart.name for chart in scatter_charts(report_data([load_run_of(make_rows(radius_rms=None))]).settings[0])]
-    assert names == ["entropy", "sink"]
+    assert names == ["max-logit", "entropy", "sink"]
 
 
 def test_bounds_that_lie_far_away_get_a_part_of_the_axis_of_their_own() -> None:
@@ -220,7 +220,7 @@ def test_the_command_writes_page_and_figures_and_refuses_clearly(tmp_path: Path)
     done = runner.invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert str((tmp_path / "r.html").resolve()) in done.output.replace("\n", "")
-    stems = {"heat-map", "layers", "growth-worst", "radius", "entropy", "sink"}
+    stems = {"heat-map", "layers", "growth-worst", "radius", "max-logit", "entropy", "sink"}
     names = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "svg")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == names
     for wrong, message in (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
+from lipscope.report.page import _scopes_command, _tokens_command
+from lipscope.report.settings import report_data
 from lipscope.runs.plan import Plan
-from lipscope.runs.run import LONGEST_VIEW, load_run, worst_inputs
+from lipscope.runs.run import LONGEST_VIEW, Run, load_run, worst_inputs
 from lipscope.runs.sweep import run_plan
 from model_families import FAMILIES
 from report_cases import make_rows
@@ -236,3 +240,24 @@ def test_pieces_and_bytes_of_sentencepiece() -> None:
             return [["<s>", "▁Alice", "<0xE4>", "<0xB8>", "<0xAD>"][i] for i in ids]
 
     assert readable_tokens(Pieces(), range(5)) == ["<s>", " Alice", "中…", "…中…", "…中"]
+
+
+def test_what_the_report_suggests_works_for_a_model_without_a_norm_before_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ZOO, "post", Entry("post", "two layers", "none", "none", load_post))
+    rows = lipscope.scan("post", ["The quick brown fox jumps over the lazy dog. " * 9], lengths=[8], inputs=1).rows
+    Path("book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 9, encoding="utf-8")
+    (setting,) = report_data([load_run(Run(rows, {"text": "book.txt"}))]).settings
+    for command in (_scopes_command(setting), _tokens_command(setting, setting.worst)):
+        assert command is not None
+        done = runner.invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+        assert not re.search(r"failed\s+[1-9]", done.output), done.output
+
+
+def load_post(name: str, files: object = None) -> Loaded:
+    model = FAMILIES["bert"]()
+    model.resize_token_embeddings(256, mean_resizing=False)
+    return Loaded(model, ByteTokenizer(), name, ())

@@ -321,9 +321,10 @@ def _print_paper(done: Reproduction) -> None:
     echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
     for failure in s.failures[:3]:
         echo(f"failed: {failure['model']}, layer {failure['layer']}, n = {failure['n']}: {failure['error']}")
-    if done.textbook:
+    if book := done.textbook:
         echo(
-            f"The textbook loop would need about {duration(done.textbook['seconds'])} for the {done.textbook['points']} "
-            f"values of σ on real text (scaled up from {done.textbook['samples']} inputs measured now)."
+            f"The {book['points']} values of σ on real text took {duration(book['own_seconds'])} of the tasks' time, with "
+            f"upper ends; the textbook loop would need about {duration(book['seconds'])} for these values alone, without "
+            f"(scaled up from {book['samples']} inputs measured now)."
         )
     echo(f"Read {done.directory / 'FINDINGS.md'} (or findings.html) and {done.directory / 'reproduction.md'}.")

@@ -54,12 +54,8 @@ class Comparison:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the two are called: their runs, or their models where the runs share a name."""
-        if self.first.run_name != self.second.run_name:
-            return self.first.run_name, self.second.run_name
-        if self.first.model != self.second.model:
-            return str(self.first.model), str(self.second.model)
-        return f"{self.first.run_name} (first)", f"{self.second.run_name} (second)"
+        """What the two are called."""
+        return self.first.name, self.second.name
 
     def largest(self) -> list[Change]:
         """The changes with the largest factors, up or down."""

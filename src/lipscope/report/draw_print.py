@@ -153,11 +153,9 @@ def _size(chart: Chart, rows: int) -> tuple[float, float]:
 
 
 def _legends(figure: Any, drawn: list[tuple[list[Any], list[str]]], several: bool) -> None:
-    """One legend beside a single panel, where nothing that was measured lies under it; in a grid, one in every panel.
-
-    Panels with the same names share that of the first.
-    """
+    """Legends where no data are: beside a single panel, below the panels of a grid. Panels with the same names share one."""
     told: list[list[str]] = []
+    alike = all(names == drawn[0][1] for _, names in drawn)
     for axes, names in drawn:
         if names in told:
             continue
@@ -167,10 +165,13 @@ def _legends(figure: Any, drawn: list[tuple[list[Any], list[str]]], several: boo
         order = {label: place for place, label in enumerate(names)}
         found.sort(key=lambda pair: order.get(pair[1], len(order)))
         handles, labels = [handle for handle, _ in found], [label for _, label in found]
-        if handles and several:
-            axes[-1].legend(handles, labels, loc="best", fontsize=7)
-        elif handles:
+        if handles and not several:
             figure.legend(handles, labels, loc="outside right center", frameon=False, ncols=1 + (len(handles) > 16))
+        elif handles and alike:
+            figure.legend(handles, labels, loc="outside lower center", fontsize=7, frameon=False, ncols=min(6, len(handles)))
+        elif handles:
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+            axes[-1].legend(handles, labels, **below, fontsize=7, frameon=False, ncols=2 if len(handles) > 2 else 1)
 
 
 def _draw_panel(figure: Any, place: Any, panel: Panel, title: str) -> list[Any]:

@@ -12,11 +12,11 @@ from lipscope.report.compare import Comparison, comparison_chart, comparison_sen
 from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
 from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart
-from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting
-from lipscope.report.summary import cards, exponent, exponents, listed, sentences, tells
+from lipscope.report.settings import ABOUT, BOUNDS, Cell, Point, ReportData, Setting
+from lipscope.report.summary import answer, cards, exponent, exponents, listed, sentences, tells
 from lipscope.rounding import above, below, enclosure, number
 from lipscope.runs.fit import TOO_FEW
-from lipscope.runs.run import Row, Run
+from lipscope.runs.run import LIVE_DOCUMENTS, LONGEST_VIEW, Row, Run
 
 _RANKED = 20
 # Strongest pairs of tokens that a token view lists.
@@ -44,15 +44,14 @@ class Page:
         self._looks = Looks()
         self.charts: dict[str, dict[str, Any]] = {}
         matched = comparisons(data)
-        title, lead = _title(data, changes=bool(matched))
         settings = [self._setting(index, setting) for index, setting in enumerate(data.settings)]
         self.words: dict[str, Any] = {
-            "title": title, "lead": lead, "settings": [words for words, _ in settings],
+            "title": _title(data, matched), "settings": [words for words, _ in settings],
             "comparisons": [self._comparison(index, one) for index, one in enumerate(matched)],
-            "unmatched": "The two runs have no layers, scope and length in common, so nothing is compared layer by layer."
-            if len(data.runs) > 1 and not matched else "",
-            "runs": [_run_words(run) for run in data.runs], "count": sum(len(run.rows) for run in data.runs),
-            "columns": list(COLUMNS.items()),
+            "answers": [(setting.name if len(data.settings) > 1 else "", answer(setting)) for setting in data.settings],
+            "unmatched": len(data.runs) > 1 and not matched,
+            "runs": [_run_words(run, number, data) for number, run in enumerate(data.runs)],
+            "count": sum(len(run.rows) for run in data.runs), "columns": list(COLUMNS.items()),
         }  # fmt: skip
         self.script: dict[str, Any] = {
             "version": version, "palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": self._looks.all,
@@ -102,9 +101,10 @@ class Page:
     def _cell(self, setting: Setting, cell: Cell, view: int | None, views: Sequence[Row]) -> dict[str, Any]:
         return {
             "where": f"{cell.where[0].upper()}{cell.where[1:]}: σ ≈ {number(cell.last.median)} at n = {cell.last.n}",
+            "link": f"L{cell.layer}" + ("" if cell.head is None else f"H{cell.head}"),
             "facts": cell_facts(cell), "table": cell_table(cell), "view": view,
             "chart": page_chart(growth_chart(setting, cell), self._looks),
-            "tokens": worst_tokens(views[view]) if view is not None else "Its worst tokens were not measured; to see them:",
+            "tokens": [] if view is None else worst_tokens(views[view]), "at": None if view is None else views[view]["n"],
             "measure": None if view is not None else _tokens_command(setting, cell),
         }  # fmt: skip
 
@@ -123,22 +123,23 @@ class Page:
 _NAMED = 3
 
 
-def _title(data: ReportData, *, changes: bool) -> tuple[str, str]:
-    if changes:
-        names = " and ".join(run.name for run in data.runs)
-        return names, "Two runs side by side: how smooth is attention, and what changed?"
+def _title(data: ReportData, matched: Sequence[Comparison]) -> str:
+    if matched:
+        return " and ".join(matched[0].names)
     models = list(dict.fromkeys(str(setting.model or "this model") for setting in data.settings))
     if not models:
-        title = "Nothing measured yet"
-    elif len(models) <= _NAMED:
-        several = f"{', '.join(models[:-1])} and {models[-1]}" if len(models) > 1 else models[0]
-        title = f"How smooth {'are' if len(models) > 1 else 'is'} {several}?"
-    else:
-        title = f"How smooth are {len(models)} models?"
-    return title, "How far the output of attention can move when its input moves a little: σ, its local Lipschitz constant."
+        return "Nothing measured yet"
+    if len(models) > _NAMED:
+        return f"How smooth are {len(models)} models?"
+    return f"How smooth {'are' if len(models) > 1 else 'is'} {_and(models)}?"
 
 
-def _run_words(run: Run) -> dict[str, Any]:
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _run_words(run: Run, number: int, data: ReportData) -> dict[str, Any]:
+    names = list(dict.fromkeys(setting.name for setting in data.settings if setting.run == number))
     story = run.provenance
     facts = [("rows", str(len(run.rows))), ("lengths n", listed(sorted({row["n"] for row in run.rows})))]
     named = (
@@ -168,7 +169,8 @@ def _run_words(run: Run) -> dict[str, Any]:
         facts.append(("measured", story.created.replace("T", " ").replace("+00:00", " UTC")))
     if run.tasks is not None:
         facts.append(("tasks asked for, done, failed", ", ".join(map(str, run.tasks))))
-    return {"name": run.name, "facts": facts, "command": story.command, "plan": story.plan, "failures": run.failures[:50]}
+    name = _and(names) if 0 < len(names) <= _NAMED else run.name
+    return {"name": name, "facts": facts, "command": story.command, "plan": story.plan, "failures": run.failures[:50]}
 
 
 def cell_facts(cell: Cell) -> list[list[str]]:
@@ -180,17 +182,14 @@ def cell_facts(cell: Cell) -> list[list[str]]:
         growth = f"n^{exponent(fit.alpha)}" if fit.is_decided else TOO_FEW
         growth += f", {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
+    facts += [[label, number(point.about[name])] for name, label in ABOUT.items() if name in point.about]
     median = "" if point.inputs == 1 else " (median)"
     for label, bound in zip(_BOUND_FACTS, BOUNDS, strict=True):
         if (ratio := cell.over_sigma(bound)) is not None:
             facts.append([label, f"≤ {above(getattr(point, bound))}, {number(ratio)} × σ{median}"])
-    for label, value in (
-        ("token norm |x|", point.radius),
-        ("attention entropy", point.entropy),
-        ("on first token and sinks", point.sink_mass),
-    ):
-        if value is not None:
-            facts.append([label, number(value)])
+        elif shorter := [p for p in cell.points if getattr(p, bound) is not None]:
+            why = "beyond, it would cost more than σ" if bound == "certified" else "not for all longer inputs"
+            facts.append([label, f"≤ {above(getattr(shorter[-1], bound))} at n = {shorter[-1].n}; {why}"])
     return facts
 
 
@@ -222,7 +221,9 @@ def _tokens_command(setting: Setting, cell: Cell) -> str | None:
         return None
     place = ["--layer", str(cell.layer)]
     place += ["--head", str(cell.head)] if cell.head is not None else ["--scope", str(setting.scope)]
-    return shlex.join(["lipscope", "tokens", setting.model, *place, "--say", "…"])
+    n = max((p.n for p in cell.points if p.n <= LONGEST_VIEW), default=cell.points[0].n)
+    text = ["--text", setting.text] if setting.text not in (None, LIVE_DOCUMENTS) else []
+    return shlex.join(["lipscope", "tokens", setting.model, *place, *text, "--n", str(n)])
 
 
 def _views_command(run: Run) -> str:
@@ -233,8 +234,10 @@ def _views_command(run: Run) -> str:
 
 
 def _scopes_command(setting: Setting) -> str:
+    # Scopes that every model with blocks has.
     words = ["lipscope", "sweep", "--model", setting.model or "MODEL", "--text", setting.text or "TEXT"]
-    return shlex.join([*words, "--scope", "attention", "--scope", "norm+attention", "--scope", "attention+residual"])
+    words += ["--lengths", ",".join(map(str, setting.lengths))]
+    return shlex.join([*words, "--scope", "attention", "--scope", "attention+residual", "--scope", "block"])
 
 
 def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:

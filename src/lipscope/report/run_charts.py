@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from scipy.stats import spearmanr
 
@@ -14,8 +15,6 @@ from lipscope.report.summary import exponent, places
 from lipscope.rounding import enclosure, number
 from lipscope.runs.run import Source, load_run
 
-# A scatter of more rows than this shows the medians of its cells instead.
-_MOST_POINTS = 2500
 # A legend of more layers lists the first and the last, whose colours span the others.
 _MOST_NAMES = 12
 _BOUNDS = (
@@ -25,11 +24,12 @@ _BOUNDS = (
     ("refined_global", "refined, any input", "yellow"),
     ("castin2024_global", "paper's, any input", "black"),
 )
-# Column of the rows and attribute of a point, name of the file, title, label of the axis.
+# Column of the rows, name of the file, title, label of the axis.
 _SCATTERS = (
-    ("radius_rms", "radius", "radius", "σ and the norm of the tokens", "root mean square token norm |x|"),
-    ("entropy", "entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
-    ("sink_mass", "sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
+    ("radius_rms", "radius", "σ and the norm of the tokens", "root mean square token norm |x|"),
+    ("max_logit", "max-logit", "σ and the largest logit", "largest visible logit"),
+    ("entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
+    ("sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
 )
 
 
@@ -49,12 +49,17 @@ def growth(source: Source | ReportData) -> Chart:
     data = source if isinstance(source, ReportData) else report_data([load_run(source)])
     panels = []
     for setting in data.settings:
-        series, last = [], max(cell.layer for cell in setting.cells)
+        series: list[Series] = []
+        layers = sorted({cell.layer for cell in setting.cells})
         for cell in setting.cells:
-            series += _measured(cell, cell.where, cell.where, _depth(cell.layer, last), listed=False)
-        panels.append(_over_n(setting, series, data.label(setting)))
-    words = "; ".join(f"{panel.title}: {len(panel.series) // 2} curves" for panel in panels)
-    title = panels[0].title if len(panels) == 1 else "Growth of σ with the length"
+            name = f"layer {cell.layer}"
+            # Heads of a layer share its colour, and its line in the legend.
+            listed = _listed(cell.layer, layers) and all(name != one.name for one in series)
+            band, line = _measured(cell, name, name, _depth(cell.layer, layers[-1]), f"{cell.where}, ")
+            series += [replace(band, listed=False), replace(line, listed=listed)]
+        panels.append(_over_n(setting, series, data.label(setting) if len(data.settings) > 1 else ""))
+    words = "; ".join(f"{data.label(setting)}: {places(setting)}" for setting in data.settings)
+    title = data.label(data.settings[0]) if len(panels) == 1 else "Growth of σ with the length"
     return Chart("growth", title, panels, f"σ against the number of tokens. {words}.", columns=min(2, len(panels)))
 
 
@@ -70,13 +75,13 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     return Chart(name, f"Growth of σ with the length: {cell.where}", [panel], words)
 
 
-def _measured(cell: Cell, band: str, line: str, colour: str = "blue", *, listed: bool = True) -> list[Series]:
-    """A band that holds all inputs, which the legend may leave out, and a line through the medians."""
+def _measured(cell: Cell, band: str, line: str, colour: str = "blue", where: str = "") -> list[Series]:
+    """A band that holds all inputs, and a line through the medians."""
     points = cell.points
-    n, hover = [p.n for p in points], [_point_words(p) for p in points]
+    n, hover = [p.n for p in points], [f"{where}{_point_words(p)}" for p in points]
     low, high = [p.lower for p in points], [p.upper for p in points]
     return [
-        Series(band, n, [], "band", colour, low=low, high=high, listed=listed),
+        Series(band, n, [], "band", colour, low=low, high=high),
         Series(line, n, [p.median for p in points], colour=colour, hover=hover),
     ]
 
@@ -109,6 +114,7 @@ def _bounds(cell: Cell) -> Iterable[Series]:
         values = [(p.n, getattr(p, field)) for p in cell.points if getattr(p, field) is not None]
         if values:
             n, y = [v[0] for v in values], [v[1] for v in values]
+            label += "" if n[-1] == cell.last.n else f", to n = {n[-1]}"
             yield Series(label, n, y, "dashes" if field.endswith("global") else "line", colour, group="bound")
 
 
@@ -175,47 +181,33 @@ def heat_map(setting: Setting) -> HeatMap:
 
 
 def scatter_charts(setting: Setting) -> list[Chart]:
-    """σ against the norm of the tokens, the entropy of attention, and the attention on sinks, where they were recorded."""
-    charts = []
-    for column, attribute, name, title, label in _SCATTERS:
-        dots, shown = _dots(setting, column, attribute)
+    """σ against the norm of the tokens, the largest logit, the entropy of attention, and the attention on sinks.
+
+    A dot is a layer or head at the longest length, the median of its inputs: what the rank correlation is computed from.
+    """
+    charts, n = [], setting.lengths[-1]
+    for column, name, title, label in _SCATTERS:
+        dots = [cell for cell in setting.ranked() if column in cell.last.about and cell.last.median > 0]
+        layers = sorted({cell.layer for cell in dots})
         if not dots:
             continue
-        layers = sorted({dot[0] for dot in dots})
         series = []
         for layer in layers:
-            mine = [dot for dot in dots if dot[0] == layer]
+            mine = [cell for cell in dots if cell.layer == layer]
+            hover = [f"{c.where}: {number(c.last.about[column])}, median σ ≈ {number(c.last.median)}" for c in mine]
+            x, y = [c.last.about[column] for c in mine], [c.last.median for c in mine]
             colour, listed = _depth(layer, layers[-1]), _listed(layer, layers)
-            x, y, hover = [d[1] for d in mine], [d[2] for d in mine], [d[3] for d in mine]
             series.append(Series(f"layer {layer}", x, y, "points", colour, hover=hover, listed=listed))
-        panel = Panel(series, label, f"σ, scope {setting.scope}", y_log=True)
-        rank = rank_sentence(setting, attribute)
-        charts.append(Chart(name, title, [panel], f"{title}, {shown}. {rank}", note=rank))
+        panel = Panel(series, label, f"σ at n = {n}, scope {setting.scope}", y_log=True)
+        rank = rank_sentence(setting, column)
+        each = "head" if setting.by_head else "layer"
+        charts.append(Chart(name, title, [panel], f"{title}, one dot per {each} at n = {n}. {rank}", note=rank))
     return charts
 
 
-def _dots(setting: Setting, column: str, attribute: str) -> tuple[list[tuple[int, float, float, str]], str]:
-    """Layer, position, σ and words of every row; of every cell and length where there are too many rows."""
-    rows = [row for row in setting.rows if row[column] is not None and row["estimate"] > 0]
-    if len(rows) <= _MOST_POINTS:
-        dots = []
-        for row in rows:
-            head = "" if row["head"] is None else f", head {row['head']}"
-            words = f"layer {row['layer']}{head}, n = {row['n']}, input {row['input']}, σ ≈ {number(row['estimate'])}"
-            dots.append((row["layer"], row[column], row["estimate"], words))
-        return dots, "one dot per measurement"
-    return [
-        (c.layer, getattr(p, attribute), p.median, f"{c.where}, n = {p.n}, median σ ≈ {number(p.median)}")
-        for c in setting.cells for p in c.points if getattr(p, attribute) is not None and p.median > 0
-    ], "one dot per place and length, the median of its inputs"  # fmt: skip
-
-
-def rank_sentence(setting: Setting, attribute: str) -> str:
-    """Spearman's rank correlation of an attribute with σ over the cells at the longest length, where there are enough."""
-    pairs = [
-        (getattr(cell.last, attribute), cell.last.median) for cell in setting.ranked()
-        if getattr(cell.last, attribute) is not None
-    ]  # fmt: skip
+def rank_sentence(setting: Setting, column: str) -> str:
+    """Spearman's rank correlation of a column with σ over the cells at the longest length, where there are enough."""
+    pairs = [(cell.last.about[column], cell.last.median) for cell in setting.ranked() if column in cell.last.about]
     few = f"{places(setting, len(pairs))} at n = {setting.lengths[-1]}"
     if len(pairs) < 5 or len({x for x, _ in pairs}) < 2 or len({y for _, y in pairs}) < 2:
         return f"With {few}, no correlation is given."

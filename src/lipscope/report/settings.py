@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Row, Run, Source, by_place, load_run, mean
+from lipscope.runs.run import Row, Run, Source, by_place, load_run
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
 # Columns of bounds on σ, and attributes of a point.
 BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
+# Columns that stand beside σ, and what people call them.
+ABOUT = {
+    "radius_rms": "token norm |x|",
+    "max_logit": "largest logit",
+    "entropy": "attention entropy",
+    "sink_mass": "on first token and sinks",
+}
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,7 @@ class Point:
     castin2024: float | None  # the paper's, likewise
     refined_global: float | None  # the refined set bound for every input of the model
     castin2024_global: float | None  # the paper's
-    radius: float | None  # mean over inputs of the root mean square token norm
-    entropy: float | None  # mean entropy of attention rows
-    sink_mass: float | None  # mean attention on the first token and on sinks
+    about: Mapping[str, float]  # what of ``ABOUT`` was recorded: the mean over the inputs, of the logit the largest
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Setting:
     """One model on one text at one scope."""
 
     run: int  # number of the run it belongs to
-    run_name: str
+    name: str  # model and text, and the run where another one has the same
     model: str | None
     text: str | None  # name of the text, None when it is not known
     scope: str | None  # which map σ belongs to
@@ -145,9 +150,7 @@ class ReportData:
 
     def label(self, setting: Setting) -> str:
         """A setting by what tells it from the others."""
-        parts = [f"{setting.run_name}:"] if len(self.runs) > 1 else []
-        parts += [str(setting.model or "model"), *([f"on {setting.text}"] if setting.text else [])]
-        label = " ".join(parts) + f", scope {setting.scope or 'not recorded'}"
+        label = f"{setting.name}, scope {setting.scope or 'not recorded'}"
         for name in ("dtype", "kind", "options"):
             if len({getattr(other, name) for other in self.settings}) > 1 and getattr(setting, name):
                 label += f", {getattr(setting, name)}"
@@ -180,6 +183,11 @@ def report_data(runs: Sequence[Run]) -> ReportData:
         [(8, 1.1), (16, 1.2)]
     """
     settings: list[Setting] = []
+    named = [{_name(row) for row in run.rows} for run in runs]
+    tags = [""] * len(runs)
+    if len(runs) == 2 and named[0] & named[1]:
+        same = runs[0].name == runs[1].name
+        tags = [" (first)", " (second)"] if same else [f" ({run.name})" for run in runs]
     for number, run in enumerate(runs):
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in run.rows:
@@ -187,8 +195,9 @@ def report_data(runs: Sequence[Run]) -> ReportData:
             if row["document"] is None:
                 groups.setdefault(tuple(row[name] for name in _SETTING), []).append(row)
         for key, rows in sorted(groups.items(), key=lambda item: tuple(_order(part) for part in item[0])):
-            named = dict(zip(_SETTING, key, strict=True))
-            settings.append(Setting(number, run.name, **named, cells=_cells(rows)))
+            settings.append(
+                Setting(number, _name(rows[0]) + tags[number], **dict(zip(_SETTING, key, strict=True)), cells=_cells(rows))
+            )
     return ReportData(tuple(runs), tuple(settings))
 
 
@@ -198,6 +207,10 @@ def read_data(source: Source, compare: Source | None = None, all_plans: bool = F
 
 
 _SETTING = ("model", "text", "scope", "dtype", "kind", "options")
+
+
+def _name(row: Row) -> str:
+    return str(row["model"] or "model") + (f" on {row['text']}" if row["text"] else "")
 
 
 def _order(part: Any) -> tuple[int, str]:
@@ -226,9 +239,11 @@ def _point(n: int, rows: Sequence[Row]) -> Point:
         median=statistics.median(row["estimate"] for row in rows),
         upper=max(row["upper"] for row in rows),
         **{bound: _all_max(rows, bound) for bound in BOUNDS},
-        radius=mean(row["radius_rms"] for row in rows),
-        entropy=mean(row["entropy"] for row in rows),
-        sink_mass=mean(row["sink_mass"] for row in rows),
+        about={
+            name: float(max(values) if name == "max_logit" else statistics.fmean(values))
+            for name in ABOUT
+            if (values := [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])])
+        },
     )
 
 

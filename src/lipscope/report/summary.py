@@ -57,6 +57,21 @@ def places(setting: Setting, count: int | None = None) -> str:
     return f"{count} {'head' if setting.by_head else 'layer'}{'' if count == 1 else 's'}"
 
 
+def answer(setting: Setting) -> str:
+    """How smooth it is and where it is worst, in one sentence."""
+    cell, ranked = setting.worst, setting.ranked()
+    text = (
+        f"least smooth in {cell.where}, where a small change of its {cell.last.n} tokens can come out about "
+        f"{number(cell.last.median)} times as large"
+    )
+    if len(ranked) > 1:
+        middle = statistics.median(other.last.median for other in ranked)
+        text += f"; in the median of its {places(setting, len(ranked))}, {number(middle)} times"
+    if (ratio := cell.over_sigma("refined")) is not None:
+        text += f". The bound for all tokens of that norm allows {number(ratio)} times as much"
+    return f"{text}."
+
+
 def sentences(setting: Setting, run: Run) -> list[str]:
     """The summary of a setting."""
     cell, point = setting.worst, setting.worst.last
@@ -87,6 +102,8 @@ def sentences(setting: Setting, run: Run) -> list[str]:
     top, high = max(((c, p) for c in setting.cells for p in c.points), key=lambda pair: pair[1].median)
     if high.median > point.median and number(high.median) != number(point.median):
         found.append(f"At a shorter length σ was larger: about {number(high.median)} in {top.where} at n = {high.n}.")
+    if logits := [(c.last.about["max_logit"], c.where) for c in ranked if "max_logit" in c.last.about]:
+        found.append(f"The largest logit at that length is {number(max(logits)[0])}, in {max(logits)[1]}.")
     found.append(growth_sentence(cell))
     if close := closeness_sentence(cell):
         found.append(close)

@@ -24,10 +24,10 @@ from lipscope.models.tokens import token_view
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row, load_object
 from lipscope.runs.rows import SHORT_DIGEST, digest
+from lipscope.runs.run import LIVE_DOCUMENTS
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
-LIVE_DOCUMENTS = "a list of documents"
 
 Settings = tuple[dict[str, Any], ...]
 

@@ -29,6 +29,8 @@ Row = dict[str, Any]
 
 # Beyond it an influence matrix is more than a page shows, and its n² entries take longer than the scan itself.
 LONGEST_VIEW = 48
+# What stands for the name of a text that has none.
+LIVE_DOCUMENTS = "a list of documents"
 _SHOWN = 24
 _SQLITE = b"SQLite format 3\x00"
 _WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")

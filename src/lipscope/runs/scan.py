@@ -14,9 +14,8 @@ from lipscope.measure.scopes import Certificate
 from lipscope.models import load as model_loading
 from lipscope.models.model import Model
 from lipscope.runs.engines import InProcess
-from lipscope.runs.kinds import LIVE_DOCUMENTS
 from lipscope.runs.plan import Block, Live, Plan
-from lipscope.runs.run import Provenance, Run
+from lipscope.runs.run import LIVE_DOCUMENTS, Provenance, Run
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import Step, run_plan
 from lipscope.runs.tasks import expand

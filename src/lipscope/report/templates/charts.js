@@ -67,7 +67,7 @@ lipscope.spec = (panel, options) => {
   else if (panel.y.zero) layout.yaxis.rangemode = "tozero";
   lipscope.breakAxis(traces, layout);
   layout.showlegend = traces.filter((trace) => trace.showlegend !== false).length > 1;
-  layout.legend = { orientation: "h", y: -0.16, yanchor: "top", x: 0, xanchor: "left", font: { size: 11.5 }, bgcolor: "rgba(0,0,0,0)" };
+  layout.legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 11.5 }, bgcolor: "rgba(0,0,0,0)" };
   return { traces, layout };
 };
 
@@ -136,8 +136,14 @@ lipscope.draw = (place, chart, options = {}) => {
 
 lipscope.redraw = () => {
   for (const [place, { chart, options }] of lipscope.drawn) {
-    if (!place.isConnected) lipscope.drawn.delete(place);
-    else lipscope.draw(place, chart, options);
+    if (place.offsetParent) {
+      lipscope.draw(place, chart, options);
+      continue;
+    }
+    // Gone, or hidden: without a width it is drawn when it is seen again.
+    Plotly.purge(place);
+    lipscope.drawn.delete(place);
+    if (place.dataset.chart) lipscope.watcher.observe(place);
   }
 };
 
@@ -149,3 +155,22 @@ lipscope.watcher = new IntersectionObserver((entries) => {
     if (chart) lipscope.draw(entry.target, chart);
   }
 }, { rootMargin: "400px" });
+
+// Paper shows everything, in light colours and at its own width; style.css has the class. A page may have more to complete.
+lipscope.complete = () => {};
+addEventListener("beforeprint", () => {
+  const root = document.documentElement;
+  const hidden = [...document.querySelectorAll("main [hidden]")];
+  lipscope.screen = { hidden, theme: root.dataset.theme };
+  root.dataset.theme = "light";
+  root.classList.add("printing");
+  for (const part of hidden) part.hidden = false;
+  lipscope.complete();
+  for (const place of document.querySelectorAll("[data-chart]")) lipscope.draw(place, lipscope.data.charts[place.dataset.chart]);
+});
+addEventListener("afterprint", () => {
+  document.documentElement.dataset.theme = lipscope.screen.theme;
+  document.documentElement.classList.remove("printing");
+  for (const part of lipscope.screen.hidden) part.hidden = true;
+  lipscope.redraw();
+});

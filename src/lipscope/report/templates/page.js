@@ -40,6 +40,8 @@ lipscope.showCell = (part, index, moved = true) => {
   if (own && !(moved && part.contains(document.activeElement) && document.activeElement.closest(".heat"))) own.tabIndex = 0;
   else if (own) document.activeElement.tabIndex = 0;
   part.querySelector("[data-where]").textContent = cell.where;
+  part.querySelector("[data-now]").textContent = `${cell.where} ↓`;
+  if (moved) history.replaceState(null, "", `#${lipscope.data.settings.length > 1 ? `s${Number(part.dataset.setting) + 1}` : ""}${cell.link}`);
   const facts = part.querySelector("[data-facts]");
   facts.replaceChildren(...cell.facts.map(([name, value]) => {
     const line = lipscope.element("div");
@@ -60,11 +62,11 @@ lipscope.showTokens = (part, cell) => {
   const line = part.querySelector("[data-tokens]");
   line.replaceChildren();
   if (cell.view === null) {
-    line.append(`${cell.tokens} `);
-    if (cell.measure) line.append(lipscope.element("code", cell.measure));
+    line.append("Its worst tokens were not measured. ");
+    if (cell.measure) line.append("To see them: ", lipscope.element("code", cell.measure));
     return;
   }
-  line.append("Worst tokens: ");
+  line.append(`Worst tokens at n = ${cell.at}: `);
   for (const [token, share] of cell.tokens) line.append(lipscope.element("bdi", `“${token}”`), ` ${share}, `);
   const link = lipscope.element("a", "see the token view", { href: "#tokens" });
   line.append(link, ".");
@@ -75,6 +77,22 @@ lipscope.showView = (part, index) => {
   const select = part.querySelector("[data-views]");
   if (select) select.value = String(index);
   for (const view of part.querySelectorAll(".view")) view.hidden = Number(view.dataset.view) !== index;
+};
+
+// #L4H10, or #s2L4H10 where there are several settings, is a place.
+lipscope.follow = () => {
+  const [, number, link] = location.hash.match(/^#(?:s(\d+))?(L\d+(?:H\d+)?)$/) || [];
+  const places = lipscope.data.settings.map((setting) => setting.cells.findIndex((cell) => cell.link === link));
+  const wanted = number ? Number(number) - 1 : places.findIndex((place) => place >= 0);
+  if (!(places[wanted] >= 0)) return false;
+  lipscope.chosen.setting = wanted;
+  lipscope.chosen.cells[wanted] = places[wanted];
+  return true;
+};
+
+lipscope.reveal = () => {
+  const part = document.querySelector(".setting:not([hidden])");
+  part.querySelector(innerWidth < 960 ? ".detail" : '.heat [aria-pressed="true"]').scrollIntoView({ block: "center" });
 };
 
 lipscope.drawGrowth = (part) => {
@@ -154,6 +172,12 @@ lipscope.listen = () => {
       lipscope.drawGrowth(part);
     }
     if (event.target.id === "download") lipscope.download();
+    const show = event.target.closest("[data-show]");
+    if (show) {
+      lipscope.chosen.setting = Number(show.dataset.show);
+      lipscope.show();
+      document.getElementById("summary").scrollIntoView();
+    }
   });
   content.addEventListener("change", (event) => {
     const part = event.target.closest(".setting");
@@ -171,6 +195,19 @@ lipscope.listen = () => {
     lipscope.setTheme(order[(order.indexOf(document.documentElement.dataset.theme) + 1) % 3]);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", lipscope.redraw);
+  addEventListener("hashchange", () => {
+    if (!lipscope.follow()) return;
+    lipscope.show();
+    lipscope.reveal();
+  });
+};
+
+lipscope.complete = () => {
+  for (const part of document.querySelectorAll(".setting")) {
+    const number = Number(part.dataset.setting);
+    lipscope.showCell(part, lipscope.chosen.cells[number] ?? lipscope.data.settings[number].worst, false);
+    for (const view of part.querySelectorAll(".view")) view.hidden = false;
+  }
 };
 
 lipscope.syncTools = () => {
@@ -199,5 +236,7 @@ lipscope.show = () => {
   document.documentElement.dataset.theme = theme;
   document.getElementById("theme-name").textContent = theme;
   lipscope.listen();
+  const linked = lipscope.follow();
   lipscope.show();
+  if (linked) lipscope.reveal();
 })();

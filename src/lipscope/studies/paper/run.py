@@ -129,7 +129,8 @@ def _textbook(
     rows: Sequence[Row], cast: Cast, settings: Settings, fingerprints: Mapping[ModelChoice, str]
 ) -> dict[str, Any]:
     """The textbook loop on one input each of the first models whose weights make plain attention."""
-    points = [(row["n"], row["width"]) for row in analysis.of(rows, GROWTH, LONG)]
+    ours = list(analysis.of(rows, GROWTH, LONG))
+    points = [(row["n"], row["width"]) for row in ours]
     samples: list[tuple[Attention, torch.Tensor]] = []
     n = settings.lengths[len(settings.lengths) // 2]
     for member in cast.members:
@@ -145,4 +146,5 @@ def _textbook(
         samples.append((weights, scope_tokens(handle.layer(layer), recording, "attention")[0]))
     if not samples or not points:
         return {}
-    return textbook_seconds(samples, points) | {"points": len(points)}
+    own = sum(row["seconds"] for row in ours)
+    return textbook_seconds(samples, points) | {"points": len(points), "own_seconds": own}
