@@ -16,12 +16,13 @@ import torch
 import transformers
 from hypothesis import strategies as st
 
+import command
 import lipscope
 from lipscope.models import checkpoints
 from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.load import ZOO, ByteTokenizer, load_named
 from lipscope.models.model import Model
-from lipscope.models.text import Chunker, parse_lengths, special_tokens
+from lipscope.models.text import Chunker, bare_ids, parse_lengths, special_tokens
 from lipscope.runs.fit import fit_growth
 from model_families import FAMILIES
 
@@ -188,7 +189,7 @@ def test_a_text_has_the_tokens_that_its_tokenizer_gives_it(name: str) -> None:
     @hypothesis.given(st.text("ab !'1é中\u0301\n\t\xa0\u2028[X]\x0b\x1d\x85", min_size=1, max_size=30))
     def holds(text: str) -> None:
         hypothesis.assume(text.strip())
-        assert Chunker([text], tokenizer).ids == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        assert bare_ids(tokenizer, text) == tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     holds()
 
@@ -248,6 +249,50 @@ def test_directories_and_pickles(tmp_path: Path) -> None:
     assert load_named(str(pickled), allow_pickle=True).name == "pickled"
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_named(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Bert", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        ("T5Encoder", {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "vocab_size": 300}),
+        ("Qwen3", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                   "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 300}),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_does_not_know_the_text_is_refused(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
+    """Without tokenizer files, transformers makes one up of a few words."""
+    settings = getattr(transformers, f"{family.removesuffix('Encoder')}Config")(**config)
+    getattr(transformers, f"{family}Model")(settings).save_pretrained(tmp_path)
+    for again in range(2):
+        done = command.run("scan", tmp_path, "--lengths", "8", "--inputs", "1", "--part", "encoder", *["--pack"] * again)
+        assert done.returncode == 2, done.stdout
+        assert "name one that fits with --tokenizer NAME_OR_DIR" in done.stderr
+    said = command.run("tokens", tmp_path, "--say", "hello you", "--part", "encoder")
+    assert "the tokenizer does not know this text" in said.stderr
+    if family == "Bert":
+        found = command.run("scan", tmp_path, "--lengths", "8", "--inputs", "1", "--tokenizer", "minilm-l6", "--json")
+        assert len(json.loads(found.stdout)) == 1, found.stderr
+        with pytest.raises(FileNotFoundError, match="there is no tokenizer 'nowhere'"):
+            lipscope.load(tmp_path, tokenizer="nowhere")
+        plan = lipscope.runs.Plan.of(
+            models=[{"name": str(tmp_path), "tokenizer": "minilm-l6"}], texts=["python-docs"], lengths=[8], inputs=1
+        )
+        assert len(lipscope.runs.expand(plan).tasks) == 1
+        (bare,) = lipscope.scan(tmp_path, ["some words and one \N{PILE OF POO} more"], lengths=[8], inputs=1,
+                                tokenizer="minilm-l6").rows  # fmt: skip
+        assert bare["n"] == 8
+
+
+def test_code_of_a_model_is_refused_by_the_option_that_would_allow_it(tmp_path: Path) -> None:
+    FAMILIES["gpt2"]().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    code = {"AutoConfig": "code.Config", "AutoModel": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "mine", "auto_map": code}))
+    done = command.run("scan", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "brings code of its own" in done.stderr
+    assert "--trust-remote-code" in done.stderr
 
 
 def test_unreachable_names_fail_at_once_and_name_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:

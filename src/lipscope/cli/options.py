@@ -96,11 +96,17 @@ Workers = Annotated[int | None, option("So many worker processes on this machine
 Scheduler = Annotated[str | None, option("An existing Dask cluster, tcp://host:8786.")]
 RetryFailed = Annotated[bool, option("Also measure tasks that failed before.", "--retry-failed")]
 
+Tokenizer = Annotated[
+    str | None, option("Another tokenizer than the model's own: a directory or a name.", panel=FOR_A_MODEL)
+]
+
 # What may run.
 AllowPickle = Annotated[
     bool, option("Accept pickled weights, which can run code when opened.", "--allow-pickle", panel=FOR_A_MODEL)
 ]
-TrustRemoteCode = Annotated[bool, option("Run model code from the hub.", "--trust-remote-code", panel=FOR_A_MODEL)]
+TrustRemoteCode = Annotated[
+    bool, option("Run the code that a model or its tokenizer brings.", "--trust-remote-code", panel=FOR_A_MODEL)
+]
 
 # What comes out.
 Top = Annotated[int, option("Lines of the table.", panel=OUTPUT, default=True)]
@@ -130,6 +136,7 @@ class Loading(Group):
 
     part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
     dtype: Annotated[Precision | None, option("Compute in this precision.", panel=FOR_A_MODEL)] = None
+    tokenizer: Tokenizer = None
     allow_pickle: AllowPickle = False
     trust_remote_code: TrustRemoteCode = False
 

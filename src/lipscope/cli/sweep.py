@@ -60,6 +60,7 @@ def sweep(
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
     retry_failed: opt.RetryFailed = False,
+    tokenizer: opt.Tokenizer = None,
     allow_pickle: opt.AllowPickle = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     trust_module: Annotated[
@@ -81,6 +82,7 @@ def sweep(
         "rtol": rtol,
         "seed": seed,
         "dtype": None if dtype is None else dtype.value,
+        "tokenizer": tokenizer,
         "threads": threads,
         "certificate": certificate,
         "memory": memory,
@@ -142,7 +144,8 @@ def _plan(file: Path | None, flags: dict[str, Any], granted: tuple[tuple[str, ..
     if not {"models", "texts"} <= flags.keys():
         raise ValueError("give a plan file, or at least one --model and one --text")
     _, pickles, code = granted
-    flags["models"] = [ModelChoice(name, allow_pickle=pickles, trust_remote_code=code) for name in flags["models"]]
+    loading = {"allow_pickle": pickles, "trust_remote_code": code, "tokenizer": flags.pop("tokenizer", None)}
+    flags["models"] = [ModelChoice(name, **loading) for name in flags["models"]]
     for name in ("layers", "heads"):
         if name in flags:
             flags[name] = indices(_flag(name)[2:], flags[name]) or "all"

@@ -178,6 +178,13 @@ def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only:
         model, told = made_by.from_pretrained(
             str(source), local_files_only=local_files_only, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} brings code of its own, which would run on this machine: read it, and if you trust it, allow it with "
+            "--trust-remote-code (trust_remote_code=True in Python)"
+        ) from error
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -162,15 +162,29 @@ def tokenise(handle: Model, text: str | Sequence[str]) -> tuple[Tensor, Tensor |
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(t.strip() for t in texts):
         raise ValueError("text is empty")
-    rows = [tokenizer(t)["input_ids"] for t in texts]
-    if min(map(len, rows)) == 0:
-        raise ValueError("text has no tokens")
+    rows = [refuse_unknown(tokenizer, tokenizer(t)["input_ids"]) for t in texts]
     longest = max(map(len, rows))
     if min(map(len, rows)) == longest:
         return torch.tensor(rows), None
     pad = tokenizer.pad_token_id or 0
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
     return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+
+
+def refuse_unknown(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The token ids of a text, unless the tokenizer does not know it: more than a few of them are its unknown token."""
+    unknown: Any = getattr(tokenizer, "unk_token_id", None)
+    special = {*getattr(tokenizer, "all_special_ids", ())} - {unknown}
+    words = [i for i in ids if i not in special]
+    missed = words.count(unknown)
+    # A few words of a sentence may be strange to it.
+    if not words or (missed > 0.05 * len(words) and missed >= min(3, len(words) / 2)):
+        found = f"{missed} of {len(words)} tokens are unknown to it" if words else "it makes no tokens of it"
+        raise ValueError(
+            f"the tokenizer does not know this text: {found}. Its files are missing, or it is made for "
+            "something else: name one that fits with --tokenizer NAME_OR_DIR (tokenizer=… in Python)"
+        )
+    return ids
 
 
 def require_tokenizer(handle: Model) -> Any:
@@ -181,7 +195,8 @@ def require_tokenizer(handle: Model) -> Any:
     if takes != "input_ids":
         raise ValueError(f"{handle.name} takes {takes}, not text: give them with .measure(inputs={{{takes!r}: …}})")
     raise ValueError(
-        f"{handle.name} has no tokenizer, so it cannot read text: load it with one, or use .measure(input_ids=…)"
+        f"{handle.name} has no tokenizer, so it cannot read text: name one with --tokenizer NAME_OR_DIR (tokenizer=… in "
+        "Python), or use .measure(input_ids=…)"
     )
 
 

@@ -80,6 +80,21 @@ def load_named(name: str, *, allow_pickle: bool = False, trust_remote_code: bool
         raise FileNotFoundError(f"{error}. {_offline_choices()}") from error
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a zoo model, a directory or a hub name."""
+    if name in ZOO:
+        found = load_named(name).tokenizer
+    else:
+        place = Path(name).expanduser()
+        try:
+            found = auto_tokenizer(place if place.is_dir() else name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise FileNotFoundError(f"there is no tokenizer {name!r}, neither here nor in the Hugging Face cache") from error
+    if found is None:
+        raise FileNotFoundError(f"{name!r} has no tokenizer")
+    return found
+
+
 class ByteTokenizer:
     """One token per UTF-8 byte: enough for random weights, which know no vocabulary."""
 
@@ -209,7 +224,7 @@ def load(
     Args:
         model: a name from ``lipscope models`` (``"minilm-l6"``, ``"gpt2-random"``, …), a directory with a saved
             transformers model, a hub name, or a module in eval mode.
-        tokenizer: replaces the model's own.
+        tokenizer: replaces the model's own; a tokenizer, or the name or directory of one.
         part: ``"encoder"`` of an encoder–decoder model.
         dtype: float32 or float64; that of the weights by default, float32 for half precision.
         allow_pickle: accept pickled weights, which can run code when opened.
@@ -233,6 +248,8 @@ def load(
     """
     if isinstance(model, Model):
         return model
+    if isinstance(tokenizer, (str, os.PathLike)):
+        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
     if isinstance(model, nn.Module):
         return Model(model, tokenizer, part=part, dtype=dtype, check=check)
     found = load_named(os.fspath(model), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)

@@ -114,7 +114,10 @@ _NAMED = 4
 def backbone(model: nn.Module, part: str | None) -> nn.Module:
     """The model without its task head; the chosen part of an encoder–decoder model."""
     get_encoder: Any = getattr(model, "get_encoder", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and get_encoder is not None:
+    # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
+    both = isinstance(getattr(model, "encoder", None), nn.Module) and isinstance(getattr(model, "decoder", None), nn.Module)
+    config = getattr(model, "config", None)
+    if config is not None and (both or getattr(config, "is_encoder_decoder", False)) and get_encoder is not None:
         encoder: nn.Module = get_encoder()
         if encoder is model:
             return model

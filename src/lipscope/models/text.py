@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lipscope.models.inputs import check_length, require_tokenizer
+from lipscope.models.inputs import check_length, refuse_unknown, require_tokenizer
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -32,7 +32,7 @@ class Chunker:
         if not text.strip():
             raise ValueError("text is empty")
         self.prefix, self.suffix = special_tokens(tokenizer)
-        self.ids = bare_ids(tokenizer, text)
+        self.ids = refuse_unknown(tokenizer, bare_ids(tokenizer, text))
 
     def chunks(self, lengths: Sequence[int], inputs: int, seed: int = 0) -> dict[int, list[list[int]]]:
         """``inputs`` disjoint chunks of exactly n tokens for every length n; refuses a text that is too short for them."""
@@ -118,6 +118,7 @@ def packed_chunks(
         documents = [part for part in re.split(r"\n\s*\n", documents[0]) if part.strip()]
     prefix, suffix = special_tokens(tokenizer)
     tokenised = [bare_ids(tokenizer, part) for part in documents]
+    refuse_unknown(tokenizer, [i for ids in tokenised for i in ids])
     least = len(prefix) + len(suffix) + 1
     queue = [[*prefix, *ids, *suffix] for ids in tokenised if ids]
     available = sum(map(len, queue))

@@ -80,6 +80,7 @@ class ModelChoice:
         part: ``"encoder"`` of an encoder–decoder model.
         allow_pickle: accept pickled weights; a plan file may only ask for it, see ``lipscope.runs.registry.Trust``.
         trust_remote_code: run model code from the hub; likewise.
+        tokenizer: the name or directory of another tokenizer than the model's own.
         loader: a name or ``"package.module:function"`` that turns the name and a dtype (or None) into a
             ``lipscope.Model``, in place of ``lipscope.load``; workers must be able to import it.
     """
@@ -88,12 +89,13 @@ class ModelChoice:
     part: str | None = None
     allow_pickle: bool = False
     trust_remote_code: bool = False
+    tokenizer: str | None = None
     loader: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name of a model must be a string, got {self.name!r}")
-        for setting in ("part", "loader", "allow_pickle", "trust_remote_code"):
+        for setting in ("part", "tokenizer", "loader", "allow_pickle", "trust_remote_code"):
             value, flag = getattr(self, setting), setting in ("allow_pickle", "trust_remote_code")
             if not isinstance(value, bool if flag else str | None):
                 words = "true or false" if flag else "a string"

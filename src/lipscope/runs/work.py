@@ -165,7 +165,7 @@ def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
             raise ValueError(f"loader {choice.loader} must return a lipscope.Model, got {type(made).__name__}")
         return made
     return model_loading.load(
-        choice.name, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
+        choice.name, choice.tokenizer, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
         trust_remote_code=choice.trust_remote_code, check=check,
     )  # fmt: skip
 
