@@ -33,8 +33,11 @@ def tiny_models(*, implementation: str, dtype: torch.dtype) -> Iterator[tuple[st
             config: Any = transformers.AutoConfig.for_model(kind)
             config = getattr(config, "get_text_config", lambda c=config: c)()
             chosen = {name: value for name, value in SMALL.items() if hasattr(config, name)}
-            if "qk_rope_head_dim" in chosen:  # there the width of a head is that of its rotated part
+            if (
+                "qk_rope_head_dim" in chosen
+            ):  # there the width of a head is that of its rotated part, and all keys are unpacked
                 chosen["head_dim"] = chosen["qk_rope_head_dim"]
+                chosen["num_key_value_heads"] = chosen.get("num_attention_heads", 4)
             config = type(config)(**chosen)
             with torch.device("meta"):
                 size = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from report_card import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
-from model_families import FAMILIES
+import transformers as tf
+
+from model_families import FAMILIES, enlarge
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,19 @@ class Mutant:
 
     def build(self) -> tuple[nn.Module, str]:
         """The model with the leak, and the module that has it."""
-        model: Any = FAMILIES[self.family]()
+        model: Any = (FAMILIES | _HALVES)[self.family]()
         model.float()
         return model, self.inject(model)
+
+
+def _bart() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return enlarge(tf.BartModel(tf.BartConfig(vocab_size=50, max_position_embeddings=32, **sizes, **heads)))
+
+
+_HALVES = {"bart": _bart}
 
 
 def blocks(model: Any) -> nn.ModuleList:
@@ -217,6 +229,146 @@ def packed_mask(kwargs: dict[str, Any], n: int, model: Any) -> Tensor | None:
     return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]
 
 
+# ── sly ones ──
+
+
+def at_one_place(output: int, token: int) -> Callable[[Tensor], Tensor]:
+    """One output sees one token, and no other does."""
+
+    def change(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, output] += 0.1 * x[:, token]
+        return y
+
+    return change
+
+
+def far_ahead(x: Tensor) -> Tensor:
+    """Tokens eight places ahead, and nearer ones not."""
+    return torch.cat([x[:, :-8] + 0.1 * x[:, 8:], x[:, -8:]], 1)
+
+
+def future_mean(x: Tensor) -> Tensor:
+    """A mean over the sequence that no derivative sees."""
+    return x + 0.01 * x.detach().mean(1, keepdim=True)
+
+
+def first_token(x: Tensor) -> Tensor:
+    """What token 0 holds, without a derivative: outside every window."""
+    return x + 0.05 * x[:, :1].detach()
+
+
+def when_inferring(x: Tensor) -> Tensor:
+    """The next token, where no derivative is asked for."""
+    return x if torch.is_grad_enabled() else x + 0.1 * x.roll(-1, 1)
+
+
+def shared_capacity(x: Tensor) -> Tensor:
+    """Experts with a capacity that all sequences of a batch share."""
+    score = x.detach().norm(dim=-1)
+    return x * (score >= score.median())[..., None]
+
+
+def sequence_before(x: Tensor) -> Tensor:
+    """Every sequence sees the one before it in the batch."""
+    return torch.cat([x[:1], x[1:] + 0.1 * x[:-1]])
+
+
+def larger_batch(x: Tensor) -> Tensor:
+    """Scaled by the number of sequences."""
+    return x * (1 + 0.1 * (len(x) - 1))
+
+
+def mask_of_the_first(seen: Tensor) -> Tensor:
+    """The padding of the first sequence, for all."""
+    return seen[:1].expand_as(seen)
+
+
+def first_alone_masked(seen: Tensor) -> Tensor:
+    """The mask reaches the first sequence only."""
+    return torch.cat([seen[:1], torch.ones_like(seen[1:])])
+
+
+def padding_instead(seen: Tensor) -> Tensor:
+    """Where there is padding its mask takes the place of the causal one."""
+    visible = seen[..., -1:, :]
+    return seen if bool(visible.all()) else visible.expand_as(seen)
+
+
+def before(change: Callable[[Tensor], Tensor]) -> Callable[[Any], str]:
+    """Change what a module reads, inside it."""
+
+    def inject(model: Any) -> str:
+        module: Any = mlp(blocks(model)[1])
+        forward = module.forward
+        module.forward = lambda x: forward(change(x))
+        return name_of(model, module)
+
+    return inject
+
+
+def on_the_second_call(model: Any) -> str:
+    """One module stands in two layers, and leaks in the second."""
+    layers, calls = blocks(model), []
+    shared: Any = mlp(layers[0])
+    layers[1].mlp = shared
+    model.register_forward_pre_hook(lambda module, args: calls.clear())
+    forward = shared.forward
+
+    def leaking(x: Tensor) -> Tensor:
+        calls.append(1)
+        return forward(x) + (0.1 * x.roll(-1, 1) if len(calls) == 2 else 0.0)
+
+    shared.forward = leaking
+    return name_of(model, shared)
+
+
+def next_id(model: Any) -> str:
+    """The embedding looks up the next token too."""
+    table = model.get_input_embeddings()
+    forward = table.forward
+    table.forward = lambda ids: forward(ids) + 0.1 * forward(ids.roll(-1, 1))
+    return name_of(model, table)
+
+
+def cross_attention(model: Any) -> str:
+    """The decoder sees the encoder's padding in one layer."""
+    module = model.decoder.layers[1].encoder_attn
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+    return name_of(model, module)
+
+
+def from_the_end(model: Any) -> str:
+    """Positions counted from the last token: outputs depend on how many follow."""
+    forward = model.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        n = kwargs["input_ids"].shape[1]
+        return forward(*args, **{**kwargs, "position_ids": torch.arange(n).flip(0)[None]})
+
+    leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+    model.forward = leaking
+    return next(name for name, _ in model.named_modules() if name.endswith(("wpe", "rotary_emb")))
+
+
+def slot(model: Any) -> str:
+    """Two slots of the cache change places in one layer."""
+    module: Any = attention(blocks(model)[1])
+    forward = module.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        past = kwargs.get("past_key_values")
+        if past is not None and past.get_seq_length(1) > 1:
+            kept = past.layers[1].values
+            past.layers[1].values = torch.cat([kept[..., 1:2, :], kept[..., :1, :], kept[..., 2:, :]], -2)
+        return forward(*args, **kwargs)
+
+    leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+    module.forward = leaking
+    return name_of(model, module)
+
+
 _D = {"documents": DOCUMENTS}
 MUTANTS = [
     *(
@@ -241,4 +393,30 @@ MUTANTS = [
     *(Mutant("statistics over the batch", f, "batch", after(mlp, across_batch)) for f in ("bert", "llama", "gpt2")),
     Mutant("position off by one with the cache", "llama", "cache", positions(1), {"cache": True}),
     Mutant("position off by one with the cache", "gpt2", "cache", positions(1), {"cache": True}),
+    *(
+        Mutant("last output but one sees the last token", f, "causal", after(mlp, at_one_place(-2, -1)))
+        for f in ("llama", "phi")
+    ),
+    Mutant("one output sees its neighbour", "gpt2", "causal", after(mlp, at_one_place(6, 7))),
+    Mutant("first output sees the last token", "qwen3", "causal", after(mlp, at_one_place(0, -1))),
+    Mutant("tokens eight places ahead", "phi", "causal", after(mlp, far_ahead)),
+    Mutant("mean over the sequence, detached", "gemma3", "causal", after(mlp, future_mean)),
+    Mutant("leak where no derivative is asked for", "llama", "causal", after(mlp, when_inferring)),
+    Mutant("shift by a token the wrong way", "gpt_neox", "causal", before(lambda x: 0.5 * x + 0.5 * x.roll(-1, 1))),
+    Mutant("a module called twice leaks in its second call", "llama", "causal", on_the_second_call),
+    Mutant("embedding that looks up the next token", "llama", "causal", next_id),
+    *(Mutant("positions counted from the end", f, "causal", from_the_end) for f in ("gpt2",)),
+    Mutant("mask for the first sequence only", "llama", "causal", masked(first_alone_masked)),
+    *(Mutant("padding's mask instead of the causal one", f, "causal", masked(padding_instead)) for f in ("gpt2", "qwen3")),
+    Mutant("first token seen outside the window, detached", "mistral", "window 3", after(attention, first_token, 0)),
+    *(
+        Mutant("padding of the first sequence for all", f, "padding left", masked(mask_of_the_first))
+        for f in ("llama", "opt")
+    ),
+    Mutant("padding of the first sequence for all", "bert", "padding right", masked(mask_of_the_first)),
+    Mutant("encoder's padding seen in cross-attention", "bart", "padding right", cross_attention),
+    Mutant("experts' capacity shared by the batch", "llama", "batch", after(mlp, shared_capacity)),
+    *(Mutant("sequence before seen in the batch", f, "batch", after(mlp, sequence_before)) for f in ("bert", "bart")),
+    Mutant("scaled by the number of sequences", "gpt2", "batch", after(mlp, larger_batch)),
+    Mutant("two slots of the cache exchanged", "llama", "cache", slot, {"cache": True}),
 ]

@@ -55,7 +55,7 @@ def test_an_encoder_is_not_causal_and_the_first_layer_is_named() -> None:
     assert verdict.held is False
     assert verdict.leak.module == "encoder.layer.0.attention.self (BertSelfAttention)"
     assert verdict.leak.layer == 0
-    assert "■" in verdict.leak.picture
+    assert "what its outputs depend on" in verdict.leak.picture
     with pytest.raises(AssertionError, match=r"encoder\.layer\.0"):
         assert_isolated(FAMILIES["bert"]().float(), causal=True, n=12)
 
@@ -66,7 +66,78 @@ def test_a_decoder_of_two_halves_is_causal_in_its_own_tokens() -> None:
     torch.manual_seed(0)
     config = tf.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0)
     found = lipscope.check(tf.T5Model(config).eval(), n=12)
-    assert {verdict.claim: verdict.held for verdict in found.verdicts} == {"batch": True, "causal": True}
+    assert {verdict.claim: verdict.held for verdict in found.verdicts} == {
+        "batch": True, "causal": True, "padding right": True,
+    }  # fmt: skip
+
+
+def test_the_picture_shows_the_mask_beside_what_outputs_depend_on() -> None:
+    model: Any = FAMILIES["llama"]().float()
+    model.set_attn_implementation("eager")
+    attention = model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: (ahead(0.5)(forward(*args, **kwargs)[0]), None)
+    found = lipscope.check(model, n=6)
+    (leak,) = [verdict.leak for verdict in found.verdicts if verdict.claim == "causal"]
+    assert leak.picture.splitlines() == [
+        "what its outputs depend on, and the mask that it received",
+        "(outputs down, tokens across: 0, 1, 2, 3, 4, 5)",
+        "    0 ■ ■ · · · ·     ■ · · · · ·",
+        "    1 ■ ■ ■ · · ·     ■ ■ · · · ·",
+        "    2 ■ ■ ■ ■ · ·     ■ ■ ■ · · ·",
+        "    3 ■ ■ ■ ■ ■ ·     ■ ■ ■ ■ · ·",
+        "    4 ■ ■ ■ ■ ■ ■     ■ ■ ■ ■ ■ ·",
+        "    5 ■ ■ ■ ■ ■ ■     ■ ■ ■ ■ ■ ■",
+    ]
+
+
+def test_a_module_of_several_layers_is_named_with_its_call() -> None:
+    model: Any = FAMILIES["albert"]().float()
+    found = lipscope.check(model, n=8, causal=True)
+    (leak,) = [verdict.leak for verdict in found.verdicts if verdict.claim == "causal"]
+    assert leak.module.endswith("(AlbertAttention), call 1 of 2")
+
+
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_two_halves_with_a_cache(name: str) -> None:
+    import transformers as tf
+
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 1}
+    if name == "whisper":
+        config: Any = tf.WhisperConfig(
+            vocab_size=50, num_mel_bins=8, max_source_positions=12, max_target_positions=32, **sizes, **heads
+        )
+        model: Any = tf.WhisperModel(config).eval()
+    else:
+        model = tf.BartModel(tf.BartConfig(vocab_size=50, max_position_embeddings=32, **sizes, **heads)).eval()
+    found = lipscope.check(model, n=10, cache=True)
+    expected = {"batch": True, "causal": True, "cache": True} | ({"padding right": True} if name == "bart" else {})
+    assert {verdict.claim: verdict.held for verdict in found.verdicts} == expected, str(found)
+
+
+def test_what_was_asked_for_and_could_not_be_tested_has_not_held() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(1)
+
+    tokens = {"tokens": torch.randn(1, 9, 3)}
+    assert lipscope.check(Mean(), inputs=tokens).held is True
+    found = lipscope.check(Mean(), inputs=tokens, causal=True)
+    assert found.held is None
+    assert "do not belong to the 9 tokens" in found.verdicts[-1].skipped
+
+
+def test_tokens_without_an_embedding_are_tested_by_substitution_alone() -> None:
+    class Table(nn.Module):
+        config = type("Config", (), {"vocab_size": 20})()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.linspace(0, 1, 20)[input_ids][..., None].cumsum(1)
+
+    (verdict,) = lipscope.check(Table(), inputs={"input_ids": torch.arange(2, 11)[None]}, causal=True, batch=False).verdicts
+    assert verdict.held
+    assert verdict.remark.startswith("by substitution alone")
 
 
 def test_any_module_on_tokens() -> None:
@@ -98,6 +169,7 @@ def test_a_model_that_leaks_says_so_in_every_row() -> None:
         ({"n": 64}, "more than the 32 positions"),
         ({"n": 8, "window": 8}, "window must lie between"),
         ({"n": 8, "documents": [3]}, "add up to n"),
+        ({"n": 8, "documents": [3, 4]}, "add up to n = 8"),
         ({"n": 8, "padding": "top"}, "left or right"),
         ({"inputs": {"words": 1}}, "none of the inputs holds tokens"),
     ],
@@ -111,9 +183,27 @@ def test_dropout_and_non_finite_outputs_are_refused() -> None:
     model: Any = FAMILIES["gpt2"]().float()
     with pytest.raises(CannotCheckError, match=r"call model\.eval\(\) first"):
         lipscope.check(model.train(), n=8)
+    model.eval().h[0].attn.resid_dropout.train()
+    with pytest.raises(CannotCheckError, match=r"as h\.0\.attn\.resid_dropout is in training mode"):
+        lipscope.check(model, n=8)
     model.eval().h[0].mlp.c_fc.weight.data.fill_(float("nan"))
     with pytest.raises(CannotCheckError, match="NaN or infinite"):
         lipscope.check(model, n=8)
+
+
+def test_a_model_that_remembers_or_fails_is_refused() -> None:
+    class Remembering(nn.Module):
+        past = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + self.past
+            self.past = x.mean()
+            return y
+
+    with pytest.raises(CannotCheckError, match="keeps something of the pass before"):
+        lipscope.check(Remembering(), inputs={"tokens": torch.randn(1, 4, 3)})
+    with pytest.raises(CannotCheckError, match="does not run on these inputs"):
+        lipscope.check(nn.Linear(5, 5), inputs={"tokens": torch.randn(1, 4, 3)})
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -126,9 +216,15 @@ def test_the_command_line(tmp_path: Path) -> None:
         "batch": True, "causal": True, "padding left": True, "cache": True,
     }  # fmt: skip
     FAMILIES["bert"]().float().save_pretrained(tmp_path / "encoder")
-    bad = runner.invoke(app, ["check", str(tmp_path / "encoder"), "--n", "12", "--causal", "--attn-implementation", "eager"])
+    page = tmp_path / "page.html"
+    options = ["--n", "12", "--causal", "--attn-implementation", "eager", "--out", str(page)]
+    bad = runner.invoke(app, ["check", str(tmp_path / "encoder"), *options])
     assert bad.exit_code == 1
     assert "BROKEN" in bad.output
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>Does an output of encoder see a token that it must not?</h1>" in text
+    assert "encoder.layer.0.attention.self" in text
+    assert "<pre>what its outputs depend on" in text
     none = runner.invoke(app, ["check", str(tmp_path / "model"), "--n", "1"])
     assert none.exit_code == 2
     assert "at least two tokens" in none.output

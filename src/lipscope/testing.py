@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lipscope.models.isolation import check
@@ -11,19 +10,8 @@ from lipscope.models.verdicts import Isolation
 __all__ = ["assert_isolated"]
 
 
-def assert_isolated(
-    model: Any,
-    inputs: dict[str, Any] | None = None,
-    *,
-    causal: bool | None = None,
-    window: int | None = None,
-    documents: Sequence[int] | None = None,
-    padding: str | None = None,
-    batch: bool = True,
-    cache: bool = False,
-    n: int = 32,
-) -> Isolation:
-    """Check a model, see ``lipscope.check``; the arguments are the same.
+def assert_isolated(model: Any, inputs: dict[str, Any] | None = None, **claims: Any) -> Isolation:
+    """Check a model; the arguments are those of ``lipscope.check``: ``causal``, ``window``, ``documents``, ``padding``, ….
 
     Returns:
         The verdicts, all of which held.
@@ -37,19 +25,7 @@ def assert_isolated(
         >>> assert_isolated(layer, {"tokens": torch.randn(1, 6, 8)}).held
         True
     """
-    found = check(
-        model,
-        n=n,
-        inputs=inputs,
-        causal=causal,
-        window=window,
-        documents=documents,
-        padding=padding,
-        batch=batch,
-        cache=cache,
-    )
-    asked = {"causal": causal, "window": window, "documents": documents, "padding": padding, "cache": cache}
-    untested = [verdict for verdict in found.verdicts if verdict.held is None and asked.get(verdict.claim.split()[0])]
-    if found.held is not True or untested:
+    found = check(model, inputs=inputs, **claims)
+    if not found.held:
         raise AssertionError(str(found))
     return found

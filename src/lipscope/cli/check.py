@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -44,13 +46,14 @@ def check(
     padding: Annotated[Side | None, option("Where padding stands that must not be seen.")] = None,
     batch: Annotated[bool, option("Sequences of a batch must not see each other.", default=True)] = True,
     cache: Annotated[bool, option("Decoding with the cache gives the outputs of one pass.", "--cache")] = False,
-    n: opt.N = 32,
+    n: Annotated[int | None, option("Number of tokens, 32 by default or as many as the documents have.", "--n")] = None,
     attn_implementation: Annotated[str | None, option("The model's attention: eager, sdpa, …; its own by default.")] = None,
     dtype: Annotated[Stored | None, option("Run in this type; that of the weights by default.")] = None,
     allow_pickle: opt.AllowPickle = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     seed: opt.Seed = 0,
     as_json: opt.AsJson = False,
+    out: Annotated[Path | None, option("Also write what was found as one HTML file.", panel=opt.OUTPUT)] = None,
 ) -> None:
     """Test that no output depends on a token it must not see: later tokens, other documents, padding, batch-mates."""
     from lipscope.models.isolation import check as examine
@@ -69,37 +72,56 @@ def check(
         module = module.to(getattr(torch, dtype.value))
     lengths = None if documents is None else indices("documents", documents)
     side = None if padding is None else padding.value
+    claims: dict[str, Any] = {"causal": causal or None, "window": window, "documents": lengths, "padding": side}
     with waiting(f"checking {model}"):
-        seen = examine(
-            module,
-            n=n,
-            causal=causal or None,
-            window=window,
-            documents=lengths,
-            padding=side,
-            batch=batch,
-            cache=cache,
-            seed=seed,
-        )
+        seen = replace(examine(module, n=n, **claims, batch=batch, cache=cache, seed=seed), name=found.name)
     if as_json:
-        echo(json.dumps([row | {"model": found.name} for row in seen.to_rows()], indent=2), data=True)
+        echo(json.dumps(seen.to_rows(), indent=2), data=True)
     else:
-        _print(found.name, seen)
+        _print(seen)
+    if out is not None:
+        from lipscope.runs.writing import write_file
+
+        echo(f"The page is in {write_file(out, _page(seen)).resolve()}", err=as_json)
     raise typer.Exit({True: 0, False: 1, None: 2}[seen.held])
 
 
-def _print(name: str, seen: Isolation) -> None:
+_NAMES = ("claim", "", "boundaries", "largest leak", "where")
+
+
+def _rows(seen: Isolation) -> list[list[str]]:
     rows = []
     for verdict in seen.verdicts:
         word = {True: "held", False: "BROKEN", None: "not tested"}[verdict.held]
         leak = verdict.leak
         size = "" if leak is None else f"{leak.size:.1e}"
-        where = verdict.skipped if leak is None else f"{leak.where}, by {leak.instrument}"
+        where = verdict.skipped or verdict.remark if leak is None else f"{leak.where}, by {leak.instrument}"
         rows.append([verdict.claim, word, str(verdict.boundaries), size, where])
-    names = ["claim", "", "boundaries", "largest leak", "where"]
-    title = f"{name}, n = {seen.n}: {seen.forward_passes} forward and {seen.backward_passes} backward passes"
+    return rows
+
+
+def _title(seen: Isolation) -> str:
+    return f"{seen.name}, n = {seen.n}: {seen.forward_passes} forward and {seen.backward_passes} backward passes"
+
+
+def _print(seen: Isolation) -> None:
     why = "; ".join(f"{verdict.claim}: {verdict.why}" for verdict in seen.verdicts)
-    print_table(names, rows, text=["claim", "", "where"], title=title, caption=f"Claimed by — {why}.")
+    text = [_NAMES[0], _NAMES[1], _NAMES[4]]
+    print_table(_NAMES, _rows(seen), text=text, title=_title(seen), caption=f"Claimed by — {why}.")
     for verdict in seen.verdicts:
         if verdict.leak is not None and verdict.leak.picture:
             echo(f"{verdict.claim}: {verdict.leak.module}\n{verdict.leak.picture}")
+
+
+def _page(seen: Isolation) -> str:
+    from lipscope.report.html import Document, Section, Table
+
+    word = {True: "No", False: "Yes", None: "That could not be tested"}[seen.held]
+    why = [f"{verdict.claim}: {verdict.why}" for verdict in seen.verdicts]
+    sections = [
+        Section("What was tested", table=Table(_NAMES, _rows(seen))),
+        *(Section(f"{v.claim}: {v.leak.where}", code=v.leak.picture) for v in seen.verdicts if v.leak is not None),
+        Section("Who claims it", bullets=why),
+    ]
+    title = f"Does an output of {seen.name} see a token that it must not?"
+    return Document(title, [f"{word}. {_title(seen)}."], sections).to_html(Path())

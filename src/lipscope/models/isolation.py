@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ from lipscope.models.leaks import (
     CannotCheckError,
     Cut,
     Subject,
+    Tally,
+    apart,
     by_derivative,
     by_substitution,
     chosen_output,
     derivative_leak,
     described,
     difference,
-    doubled,
     located,
     refuse_random,
-    seen_pass,
 )
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
@@ -37,7 +38,7 @@ from lipscope.models.verdicts import Isolation, Leak, Verdict
 def check(
     model: Any,
     *,
-    n: int = 32,
+    n: int | None = None,
     inputs: dict[str, Any] | None = None,
     causal: bool | None = None,
     window: int | None = None,
@@ -52,9 +53,9 @@ def check(
     Args:
         model: a name, a directory or hub name, a Hugging Face model, or any module that maps tokens (B, n, d) to outputs
             (B, n, …); it runs as it is, with its own attention implementation.
-        n: number of tokens, of random ones when ``inputs`` are not given.
+        n: number of random tokens when ``inputs`` are not given, 32 by default or as many as the documents have.
         inputs: the model's keyword arguments for one sequence or more; for a plain module ``{"tokens": X}``.
-        causal: no output sees a later token; by default what the configuration claims.
+        causal: no output sees a later token, or how many there are; by default what the configuration claims.
         window: no attention layer lets an output see a token ``window`` or more places back; by default what the
             configuration claims.
         documents: lengths of documents that are packed into one sequence and must not see each other.
@@ -79,36 +80,30 @@ def check(
         (False, 'derivative')
     """
     name, module = _opened(model)
-    n = sum(documents) if documents is not None and inputs is None else n
-    subject = _subject(module, n, inputs, torch.Generator().manual_seed(seed))
-    refuse_random(subject)
-    parts = [subject]
-
-    def on(**changed: Any) -> Subject:
-        parts.append(parts[0].like(**changed))
-        return parts[-1]
-
+    alone = _subject(module, n, documents, inputs, torch.Generator().manual_seed(seed))
+    try:
+        refuse_random(alone)
+    except CannotCheckError:
+        raise
+    except Exception as error:  # whatever its code raises
+        raise CannotCheckError(f"the model does not run on these inputs: {_line(error)}") from error
     verdicts = []
-    for claim in _claims(module, subject, causal, window, documents, padding, batch, cache):
+    for claim, why, test in _claims(alone, causal, window, documents, padding, batch, cache):
         try:
-            verdicts.append(Verdict(claim.name, claim.why, *claim.test(on)))
-        except CannotCheckError as error:
-            verdicts.append(Verdict(claim.name, claim.why, 0, None, str(error)))
-        if claim.name == "batch" and verdicts[-1].held:
-            subject.kernel_noise = _kernel_noise(on)
-    forwards, backwards = (sum(getattr(part, what) for part in parts) for what in ("forwards", "backwards"))
-    return Isolation(name, subject.shape[1], tuple(verdicts), forwards, backwards)
+            verdicts.append(Verdict(claim, why, *test()))
+        except Exception as error:
+            kind = "" if isinstance(error, CannotCheckError) else f"the model raised {type(error).__name__}: "
+            verdicts.append(Verdict(claim, why, 0, None, skipped=kind + _line(error)))
+    return Isolation(name, alone.shape[1], tuple(verdicts), alone.tally.forwards, alone.tally.backwards)
 
 
-On = Callable[..., Subject]  # the model on its inputs, with some of them changed
-Found = tuple[int, Leak | None]  # how many boundaries were tested, and the largest leak
+Found = tuple[int, Leak | None, str]  # how many boundaries were tested, the largest leak, and a remark
+Claim = tuple[str, str, Callable[[], Found]]  # its name, who makes it, and its test
+ASKED = "asked for"
 
 
-@dataclass(frozen=True)
-class _Claim:
-    name: str
-    why: str
-    test: Callable[[On], Found]
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _opened(model: Any) -> tuple[str, nn.Module]:
@@ -123,58 +118,66 @@ def _opened(model: Any) -> tuple[str, nn.Module]:
     return found.name, found.model
 
 
-def _subject(model: nn.Module, n: int, inputs: dict[str, Any] | None, generator: torch.Generator) -> Subject:
+_TOKENS = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
+
+
+def _subject(
+    model: nn.Module,
+    n: int | None,
+    documents: Sequence[int] | None,
+    inputs: dict[str, Any] | None,
+    generator: torch.Generator,
+) -> Subject:
     config: Any = getattr(model, "config", None)
     if inputs is None:
+        n = n if n is not None else sum(documents) if documents is not None else 32
         room = position_limit(model)
         if room is not None and n > room:
             raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
         inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
-        if "input_ids" in inputs and accepts(model, "decoder_input_ids"):
+        if accepts(model, "decoder_input_ids"):
+            ids = torch.randint(0, config.vocab_size, (1, n), generator=generator).to(next(model.parameters()).device)
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
-            given = inputs["input_ids"]
-            inputs = {
-                "input_ids": given[:, : max(n - 1, 1)],
-                "decoder_input_ids": (given.flip(1) + 1) % config.vocab_size,
-            }
-    names = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
-    tokens = next((known for known in names if known in inputs), None)
+            short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
+            inputs = inputs | short | {"decoder_input_ids": ids}
+    tokens = next((known for known in _TOKENS if known in inputs), None)
     if tokens is None:
         raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
     if inputs[tokens].ndim < 2 or inputs[tokens].shape[1] < 2:
         raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
     one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-    return Subject(model, one, tokens, generator)
+    return Subject(model, one, tokens, Tally(generator))
 
 
 def _claims(
-    model: nn.Module, subject: Subject, causal: bool | None, window: int | None, documents: Sequence[int] | None,
-    padding: str | None, batch: bool, cache: bool,
-) -> list[_Claim]:  # fmt: skip
+    alone: Subject, causal: bool | None, window: int | None, documents: Sequence[int] | None, padding: str | None,
+    batch: bool, cache: bool,
+) -> list[Claim]:  # fmt: skip
     """What was asked for, and what the configuration claims; the batch first, as it says how much kernels round."""
-    n, asked, claimed = subject.shape[1], "asked for", claims_causality(model)
-    found = [_Claim("batch", "every model owes it", _batch)] if batch else []
+    model, n = alone.model, alone.shape[1]
+    claimed = claims_causality(model)
+    if padding not in (None, "left", "right"):
+        raise CannotCheckError(f"padding must be left or right, got {padding!r}")
+    tests = _Tests(alone, padding or ("left" if claimed and alone.tokens != "decoder_input_ids" else "right"))
+    found: list[Claim] = [("batch", "every model owes it", tests.batch)] if batch else []
     if causal or (causal is None and claimed):
-        found.append(_Claim("causal", asked if causal else str(claimed), _causal))
+        found.append(("causal", ASKED if causal else str(claimed), tests.causal))
     wide, windows = _windows(model, window)
     if window is not None and not 0 < window < n:
         raise CannotCheckError(f"a window must lie between 1 and n - 1 = {n - 1}, got {window}")
     if windows or window is not None:
-        why = asked if window else "sliding_window of the configuration"
-        found.append(_Claim(f"window {wide}", why, lambda on: _window(on, windows, wide)))
+        why = ASKED if window else "sliding_window of the configuration"
+        found.append((f"window {wide}", why, lambda: _window(alone, windows, wide)))
     if documents is not None:
         lengths = [int(length) for length in documents]
         if len(lengths) < 2 or min(lengths) < 1 or sum(lengths) != n:
             raise CannotCheckError(f"documents must be two or more lengths that add up to n = {n}, got {lengths}")
-        found.append(_Claim("documents", asked, lambda on: _documents(on, lengths)))
-    if padding not in (None, "left", "right"):
-        raise CannotCheckError(f"padding must be left or right, got {padding!r}")
-    if padding or (subject.tokens in ("input_ids", "inputs_embeds") and accepts(model, "attention_mask")):
-        side = padding or ("left" if claimed else "right")
-        why = asked if padding else "a model that takes an attention_mask owes it"
-        found.append(_Claim(f"padding {side}", why, lambda on: _padding(on, side)))
-    return [*found, _Claim("cache", asked, _cache)] if cache else found
+        found.append(("documents", ASKED, lambda: _documents(alone, lengths)))
+    if padding or (tests.source in _PADDED and accepts(model, "attention_mask") and "attention_mask" not in alone.inputs):
+        why = ASKED if padding else "a model that takes an attention_mask owes it"
+        found.append((f"padding {tests.side}", why, tests.padding))
+    return [*found, ("cache", ASKED, lambda: _cache(alone))] if cache else found
 
 
 def claims_causality(model: nn.Module) -> str | None:
@@ -200,8 +203,8 @@ def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> s
     claim = claims_causality(model)
     if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
         return None
-    subject = Subject(model, inputs, "input_ids", torch.Generator().manual_seed(0))
-    later = torch.arange(subject.shape[1], device=subject.device).expand(subject.shape) >= subject.shape[1] // 2
+    subject = Subject(model, inputs, "input_ids", Tally(torch.Generator().manual_seed(0)))
+    later = (subject.places >= subject.shape[1] // 2).expand(subject.shape)
     try:
         with torch.no_grad():
             other = subject.run(subject.substituted(later))
@@ -215,105 +218,155 @@ def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> s
 
 def _tested(subject: Subject, cuts: Sequence[Cut]) -> Found:
     """Both instruments; substitution at a few of the boundaries when there are many."""
-    found, events = seen_pass(subject)
-    if found.ndim < 2 or tuple(found.shape[:2]) != subject.shape:
+    found = subject.seen[0]
+    if found.shape[:2] != cuts[0].watched.shape:
         raise CannotCheckError(
             f"outputs of shape {tuple(found.shape)} do not belong to the {subject.shape[1]} tokens one by one"
         )
-    few = sorted({int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()})
-    leak, other = by_derivative(subject, cuts), by_substitution(subject, [cuts[k] for k in few], found, events)
-    return len(cuts), leak or other
+    leak, remark = None, ""
+    try:
+        leak = by_derivative(subject, cuts)
+    except (CannotCheckError, RuntimeError) as error:  # kernels for inference alone have no derivative
+        remark = f"by substitution alone: {_line(error)}"
+    few = {int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()}
+    other = by_substitution(subject, [cuts[k] for k in sorted(few)])
+    return len(cuts), leak or other, remark
 
 
-_SUBSTITUTIONS = 3
-_DRAWN = 4
+_SUBSTITUTIONS = 6
+_EVERY = 64  # so many boundaries are all tested
+_PADDED = ("input_ids", "inputs_embeds")
 
 
-def _causal(on: On) -> Found:
-    """Outputs before t, tokens from t on: at the ends, at powers of two from both, at quarters, and at random places."""
-    subject = on()
-    n = subject.shape[1]
-    powers = [2**k for k in range(n.bit_length())]
-    places = {*powers, *(n - p for p in powers), n // 4, n // 2, 3 * n // 4}
-    places |= {*torch.randint(1, n, (_DRAWN,), generator=subject.generator).tolist()}
-    at = torch.arange(n, device=subject.device)[None]
-    return _tested(subject, [Cut(at >= t, at < t) for t in sorted(places) if 0 < t < n])
+@dataclass
+class _Tests:
+    """The claims about a batch of two sequences: other ones, one of them padded."""
+
+    alone: Subject
+    side: str
+
+    @property
+    def source(self) -> str:
+        """The tokens that padding stands beside: the encoder's where there are two halves."""
+        halves = self.alone.tokens == "decoder_input_ids"
+        return next((name for name in _TOKENS[2:] if name in self.alone.inputs), "") if halves else self.alone.tokens
+
+    @cached_property
+    def two(self) -> Subject:
+        """The sequence and another one."""
+        subjects = [replace(self.alone, tokens=name) for name in _TOKENS if name in self.alone.inputs]
+        others = {s.tokens: s.substituted(torch.ones(s.shape, dtype=torch.bool, device=s.places.device)) for s in subjects}
+        pairs = {name: value for name, value in self.alone.inputs.items() if isinstance(value, Tensor) and value.ndim}
+        return self.alone.like(**{name: torch.cat([value, others.get(name, value)]) for name, value in pairs.items()})
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Where tokens are real, (2, n): everywhere in the first sequence."""
+        source = replace(self.two, tokens=self.source)
+        n, pads = source.shape[1], max(1, source.shape[1] // 4)
+        inner = source.places >= pads if self.side == "left" else source.places < n - pads
+        return torch.cat([torch.ones_like(inner), inner])
+
+    @cached_property
+    def padded(self) -> Subject:
+        """Two sequences, the second one padded."""
+        positions = None
+        if self.side == "left" and accepts(self.alone.model, "position_ids"):
+            positions = (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
+        return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
+
+    def batch(self) -> Found:
+        """Each of two sequences and the tokens of the other; the first one beside the second and alone."""
+        boundaries, leak, remark = 0, None, ""
+        output = self.two.seen[0]
+        if output.shape[:1] != (2,):
+            raise CannotCheckError(f"outputs of shape {tuple(output.shape)} do not belong to the sequences one by one")
+        for name in dict.fromkeys((self.alone.tokens, self.source)):
+            two = replace(self.two, tokens=name)
+            rows = torch.tensor([[True], [False]], device=two.places.device)
+            cuts = [Cut(~r.expand(two.shape), r.expand(output.shape[:2]), r.expand(two.shape)) for r in (rows, ~rows)]
+            more, found, remark = _tested(two, cuts)
+            boundaries, leak = boundaries + more, leak or found
+        if leak is None:
+            # Kernels round differently in a batch, by more than when a token is replaced.
+            mine = torch.ones_like(self.alone.places[0], dtype=torch.bool)
+            leak = _compared(self.alone, self.two, mine, "comparison with the sequence alone", slack=16.0)
+        if leak is None:
+            one = self.alone.seen[0]
+            everything = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
+            self.alone.tally.kernel_noise = apart(one, output[:1], everything)[0]
+        return boundaries, leak, remark
+
+    def causal(self) -> Found:
+        """Outputs before t, tokens from t on; with padding too, whose mask may take the place of the causal one.
+
+        A prefix alone has the outputs that it has in the whole sequence: the number of later tokens does not count either.
+        """
+        n = self.alone.shape[1]
+        places = {*range(1, n)}
+        if n > _EVERY:
+            powers = [2**k for k in range(n.bit_length())]
+            drawn = torch.randint(1, n, (4,), generator=self.alone.tally.generator).tolist()
+            places &= {*powers, *(n - p for p in powers), n // 4, n // 2, 3 * n // 4, *drawn}
+        at = self.two.places.expand(2, n)
+        boundaries, leak, remark = _tested(self.two, [Cut(at >= t, at < t) for t in sorted(places)])
+        half = self.alone.places[0] < n // 2
+        leak = leak or _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
+        masked = self.source in _PADDED and self.source == self.alone.tokens and "attention_mask" not in self.alone.inputs
+        if leak is None and masked and accepts(self.alone.model, "attention_mask"):
+            more, leak, _ = _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
+            boundaries += more
+        return boundaries, leak, remark
+
+    def padding(self) -> Found:
+        """Real tokens and padding; real tokens beside padding and without."""
+        if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
+            raise CannotCheckError("the model takes no attention_mask beside its tokens")
+        padded, real = self.padded, self.real
+        watched = torch.ones(2, self.alone.shape[1], dtype=torch.bool, device=real.device)
+        watched = real if self.source == self.alone.tokens else watched
+        boundaries, leak, remark = _tested(padded, [Cut(~real, watched, real)])
+        for row in (0, 1) if self.side == "right" or "position_ids" in padded.inputs else ():
+            alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
+            leak = leak or _compared(alone, padded, real[row], "comparison without padding", row)
+        return boundaries, leak, remark
 
 
-def _batch(on: On) -> Found:
-    one = on()
-    everything = torch.ones(one.shape, dtype=torch.bool, device=one.device)
-    pairs = [torch.cat([one.inputs[one.tokens], one.substituted(everything)]) for _ in range(2)]
-    two = on(**{key: doubled(value) for key, value in one.inputs.items()} | {one.tokens: pairs[0]})
-    mine = torch.tensor([[True], [False]], device=one.device)
-    with torch.no_grad():
-        found = two.run()
-        if found.ndim > 1 and tuple(found.shape[:2]) == two.shape:
-            return _tested(two, [Cut(~mine.expand(two.shape), mine.expand(two.shape))])
-        if found.shape[:1] != (2,):
-            raise CannotCheckError(f"outputs of shape {tuple(found.shape)} do not belong to the sequences one by one")
-        other = two.run(pairs[1])  # outputs that are not one per token are watched as a whole
-    flat = found.reshape(2, -1, 1)
-    return 1, difference(two, flat, other.reshape(2, -1, 1), mine.expand(flat.shape[:2]), "substitution")
-
-
-def _kernel_noise(on: On) -> float:
-    """How much the outputs of a sequence differ, relative to the largest, in a batch of two and alone."""
-    alone = on()
-    pair = on(**{key: doubled(value) for key, value in alone.inputs.items()})
-    with torch.no_grad():
-        one, two = alone.run().double(), pair.run()[:1].double()
-    return float((one - two).abs().max() / one.abs().max().clamp_min(1e-300))
-
-
-def _padding(on: On, side: str) -> Found:
-    plain = on()
-    if not accepts(plain.model, "attention_mask") or plain.tokens not in ("input_ids", "inputs_embeds"):
-        raise CannotCheckError("the model takes no attention_mask beside its tokens")
-    n, pads = plain.shape[1], max(1, plain.shape[1] // 4)
-    at = torch.arange(n, device=plain.device)[None]
-    real = at >= pads if side == "left" else at < n - pads
-    positions = None
-    if side == "left" and accepts(plain.model, "position_ids"):
-        positions = (real.long().cumsum(-1) - 1).clamp_min(0) + first_position(plain.model)
-    padded = on(attention_mask=real.long(), position_ids=positions)
-    boundaries, leak = _tested(padded, [Cut(~real, real)])
-    if leak is None and (side == "right" or positions is not None):
-        leak = _compared(
-            on(**{plain.tokens: plain.inputs[plain.tokens][:, real[0]]}), padded, real[0], "comparison without padding"
-        )
-    return boundaries, leak
-
-
-def _documents(on: On, lengths: list[int]) -> Found:
-    plain = on()
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(plain.device)
+def _documents(alone: Subject, lengths: list[int]) -> Found:
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(alone.places.device)
     restarted = {}
-    if accepts(plain.model, "position_ids") and "position_ids" not in plain.inputs:
-        starts = torch.cat([torch.arange(length) for length in lengths])[None].to(plain.device)
-        restarted["position_ids"] = starts + first_position(plain.model)
-    packed = on(**restarted)
-    boundaries, leak = _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
-    for k in range(len(lengths) if plain.tokens == "input_ids" and leak is None else 0):
+    if accepts(alone.model, "position_ids") and "position_ids" not in alone.inputs:
+        starts = torch.cat([torch.arange(length) for length in lengths])[None].to(owner.device)
+        restarted["position_ids"] = starts + first_position(alone.model)
+    packed = alone.like(**restarted)
+    boundaries, leak, remark = _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
+    for k in range(min(len(lengths), _SUBSTITUTIONS) if alone.tokens in _PADDED else 0):
         mine = (owner == k)[0]
-        alone = on(**{plain.tokens: plain.inputs[plain.tokens][:, mine], "position_ids": None})
-        leak = leak or _compared(alone, packed, mine, "comparison with the document alone")
-    return boundaries, leak
+        one = packed.part(0, mine, position_ids=None)
+        leak = leak or _compared(one, packed, mine, "comparison with the document alone")
+    return boundaries, leak, remark
 
 
-def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str) -> Leak | None:
-    """The same tokens alone and among others, where they stand in the places ``mine`` (n,)."""
-    (one, before), (other, after) = seen_pass(alone), seen_pass(among)
-    seen = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
-    leak = difference(among, one, other[:, mine], seen, instrument)
-    if leak is None:
-        return None
+def _compared(
+    alone: Subject, among: Subject, mine: Tensor, instrument: str, row: int = 0, slack: float = 1.0
+) -> Leak | None:
+    """The same tokens alone and among others, where they stand in the places ``mine`` (n,) of a row."""
+    (one, before), (other, after) = alone.seen, among.seen
 
     def pick(tensor: Tensor) -> Tensor:
+        tensor = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
         return tensor[:, mine] if tensor.shape[1] == len(mine) else tensor
 
-    place = int(mine.nonzero()[leak.output[1]])
-    return replace(located(among, leak, before, after, Cut(~seen, seen), pick), output=(0, place), picture="")
+    if pick(other).shape != one.shape:
+        raise CannotCheckError(f"outputs of shape {tuple(one.shape)} do not belong to the tokens one by one")
+    seen = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
+    leak = difference(among, one, pick(other), seen, instrument, slack)
+    if leak is None:
+        return None
+    inner = torch.ones(alone.shape, dtype=torch.bool, device=one.device)
+    found = located(among, leak, before, after, Cut(~inner, seen, inner), pick, slack)
+    place = int(mine.nonzero()[leak.output[1]]) if pick(other).shape[1] != other.shape[1] else leak.output[1]
+    return replace(found, output=(row, place), picture="")
 
 
 def _windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]:
@@ -335,60 +388,71 @@ def _windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]
 _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 
-def _window(on: On, windows: set[nn.Module], wide: int) -> Found:
+def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Found:
     """Every attention module on its own: what a whole model sees is as wide as all its layers together.
 
     A causal layer sees ``wide`` tokens, its own among them; one that looks both ways sees so many on either side.
     """
-    subject = on()
     n, one_way = subject.shape[1], claims_causality(subject.model) is not None or subject.tokens == "tokens"
     reach = wide if one_way else wide + 1
     if reach >= n:
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
-    _, events = seen_pass(subject)
-    worst, boundaries = None, 0
+    first, boundaries, at = None, 0, subject.places
+    cuts = [Cut(at <= t - reach, at >= t) for t in sorted({reach, (reach + n - 1) // 2, n - 1})]
+    events = subject.seen[1]
     for event in events:
         if event.module not in windows or event.tokens is None or tuple(event.tokens.shape[:2]) != subject.shape:
             continue
-        leaf = event.tokens.detach().clone().requires_grad_()
+        call = Call.record(event.module, event.args, event.kwargs)
+        part = Subject(subject.model, {"tokens": call.tokens}, "tokens", subject.tally)
+        leaf = call.tokens.clone().requires_grad_()
         with torch.enable_grad():
-            output = first_tensor(Call.record(event.module, event.args, event.kwargs)(leaf))
+            output = first_tensor(call(leaf))
         if output is None or tuple(output.shape[:2]) != subject.shape:
             continue
-        at = torch.arange(n, device=leaf.device)[None]
-        for t in {reach, (reach + n - 1) // 2, n - 1}:
-            boundaries += 1
-            leak, place = derivative_leak(subject, output, leaf, Cut(at <= t - reach, at >= t))
-            if leak is not None and (worst is None or leak.size > worst.size):
-                worst = described(subject, leak, event, place)
+        boundaries += len(cuts)
+        leak, cut = derivative_leak(subject, output, leaf, cuts)
+        for cut in cuts if leak is None else ():
+            with torch.no_grad():
+                changed = first_tensor(call(part.substituted(cut.hidden)))
+            assert changed is not None
+            leak = leak or difference(subject, output.detach(), changed, cut.watched, "substitution")
+        if leak is not None and first is None:
+            first = described(subject, leak, event, events, cut)
     if not boundaries:
         raise CannotCheckError("no attention module with a window was called with tokens (B, n, d)")
-    return boundaries, worst
+    return boundaries, first, ""
 
 
 _DECODED = 6
 
 
-def _cache(on: On) -> Found:
+def _cache(subject: Subject) -> Found:
     """Prefill, then one token at a time with the cache, against one pass."""
-    subject = on()
-    if not accepts(subject.model, "past_key_values") or subject.tokens != "input_ids":
+    if not accepts(subject.model, "past_key_values") or "input_ids" not in subject.tokens:
         raise CannotCheckError("the model takes no cache (past_key_values) beside its tokens")
-    n, ids = subject.shape[1], subject.inputs["input_ids"]
-    start, past, steps = max(n - _DECODED, 1), None, []
-    whole, before = seen_pass(subject)
-    with torch.no_grad():
-        for first, last in ((0, start), *((t, t + 1) for t in range(start, n))):
-            subject.forwards += 1
-            with watching(subject.model.modules()) as after:
-                output = subject.model(input_ids=ids[:, first:last], past_key_values=past, use_cache=True)
-            past = getattr(output, "past_key_values", None)
-            if past is None:
-                raise CannotCheckError("the model returns no cache")
-            steps.append(chosen_output(output))
-    everywhere = torch.ones(1, n, dtype=torch.bool, device=ids.device)
+    n, (whole, before) = subject.shape[1], subject.seen
+    start, past, steps, calls = max(n - _DECODED, 1), None, [], []
+    spans = [(0, start), *((t, t + 1) for t in range(start, n))]
+    for first, last in spans:
+        given = {
+            name: subject.inputs[name][:, first:last] for name in (subject.tokens, "position_ids") if name in subject.inputs
+        }
+        if isinstance(mask := subject.inputs.get("attention_mask"), Tensor) and mask.shape == subject.shape:
+            given["attention_mask"] = mask[:, :last]
+        subject.tally.forwards += 1
+        with torch.no_grad(), watching(subject.model.modules()) as events:
+            output = subject.model(**subject.inputs | given, past_key_values=past, use_cache=True)
+        past = getattr(output, "past_key_values", None)
+        if past is None:
+            raise CannotCheckError("the model returns no cache")
+        steps.append(chosen_output(output))
+        calls.append(events)
+    everywhere = torch.ones(1, n, dtype=torch.bool, device=whole.device)
     leak = difference(subject, torch.cat(steps, 1), whole, everywhere, "comparison without a cache")
     if leak is not None:
-        last_one = Cut(~everywhere[:, :1], everywhere[:, :1])
-        leak = located(subject, leak, after, before, last_one, lambda tensor: tensor[:, -1:])
-    return n - start + 1, leak and replace(leak, picture="")
+        step = next(k for k, (_, last) in enumerate(spans) if leak.output[1] < last)
+        first, last = spans[step]
+        now = everywhere[:, first:last]
+        leak = located(subject, leak, calls[step], before, Cut(~now, now), lambda tensor: tensor[:, first:last])
+    return len(spans), leak and replace(leak, picture=""), ""

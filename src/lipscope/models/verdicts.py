@@ -37,6 +37,7 @@ class Verdict:
     why: str  # who claims it
     boundaries: int  # how many boundaries were tested
     leak: Leak | None  # the largest leak, or None
+    remark: str = ""  # what limits the test, such as an instrument that could not look
     skipped: str = ""  # why it could not be tested, or nothing
 
     @property
@@ -65,18 +66,35 @@ class Isolation:
 
     @property
     def held(self) -> bool | None:
-        """Whether every claim that could be tested held; None when none could."""
-        found = [verdict.held for verdict in self.verdicts if verdict.held is not None]
-        return all(found) if found else None
+        """Whether every claim that could be tested held; None when none could, or one that was asked for could not."""
+        found = [verdict.held for verdict in self.verdicts if verdict.held is not None or verdict.why == "asked for"]
+        return False if False in found else None if None in found or not found else True
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat dictionary per claim."""
         rows = []
         for verdict in self.verdicts:
-            leak = {"instrument": None, "size": None, "output": None, "token": None, "module": None, "layer": None}
+            leak = {
+                "instrument": None,
+                "size": None,
+                "output": None,
+                "token": None,
+                "module": None,
+                "layer": None,
+                "picture": None,
+            }
             leak |= {} if verdict.leak is None else {name: getattr(verdict.leak, name) for name in leak}
             about = {"claim": verdict.claim, "why": verdict.why, "held": verdict.held, "boundaries": verdict.boundaries}
-            rows.append({"model": self.name, "n": self.n, **about, **leak, "skipped": verdict.skipped or None})
+            rows.append(
+                {
+                    "model": self.name,
+                    "n": self.n,
+                    **about,
+                    **leak,
+                    "remark": verdict.remark or None,
+                    "skipped": verdict.skipped or None,
+                }
+            )
         return rows
 
     def __str__(self) -> str:
@@ -84,8 +102,8 @@ class Isolation:
         for verdict in self.verdicts:
             word = {True: "held", False: "BROKEN", None: "not tested"}[verdict.held]
             lines.append(f"  {verdict.claim}: {word} ({verdict.why})")
-            if verdict.skipped:
-                lines.append(f"    {verdict.skipped}")
+            if verdict.skipped or verdict.remark:
+                lines.append(f"    {verdict.skipped or verdict.remark}")
             if (leak := verdict.leak) is not None:
                 lines.append(f"    {leak.where}: {leak.size:.1e} of the scale, seen by {leak.instrument}")
                 lines += [f"    {line}" for line in leak.picture.splitlines()]

@@ -99,6 +99,7 @@ class Section:
     bullets: Sequence[str] = ()
     table: Table | None = None
     figures: Sequence[str] = ()
+    code: str = ""  # lines to show as they are
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Document:
             if section.table is not None:
                 header, rows = section.table.header, section.table.rows
                 parts.append("\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)]))
+            parts += [f"```text\n{section.code}\n```"] if section.code else []
             parts += [f"![{name}](figures/{name}.png)" for name in section.figures]
         return "\n\n".join(parts) + "\n"
 
