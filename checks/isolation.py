@@ -62,8 +62,10 @@ def look_for_false_alarms(implementation: str, dtype: torch.dtype, n: int = 16) 
             found = lipscope.check(model, n=n)
         except Exception as error:
             counts["did not run"] += 1
-            said.append(f"{kind} did not run ({type(error).__name__})")
+            said.append(f"{kind} did not run: {' '.join(str(error).split())[:120]}")
             continue
+        said += [f"{kind}: {v.claim} not tested, {v.skipped}" for v in found.verdicts if v.held is None]
+        said += [f"{kind}: {v.claim} {v.remark}" for v in found.verdicts if v.remark]
         broken = [verdict for verdict in found.verdicts if verdict.held is False]
         if not broken:
             counts["passed"] += 1
