@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
+from lipscope.runs.kinds import Text
+from lipscope.runs.run import Run
 from model_families import FAMILIES
 
 runner = CliRunner()
@@ -55,6 +59,73 @@ def test_scan_prints_writes_and_agrees(tmp_path: Path) -> None:
     table = runner.invoke(app, SCAN)
     assert "random weights" in table.output
     assert "causal" in table.output
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt(), ArithmeticError("nine is not a good number")])
+def test_a_scan_that_is_stopped_shows_and_keeps_what_it_has_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException
+) -> None:
+    whole = json.loads(runner.invoke(app, [*SCAN, "--json"]).output)
+    measure, calls = Text.measure, itertools.count()
+
+    def stopped(*arguments: Any) -> list[dict[str, Any]]:
+        if next(calls) == 3:
+            raise how
+        return measure(*arguments)
+
+    monkeypatch.setattr(Text, "measure", stopped)
+    first = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
+    assert first.exit_code == (130 if isinstance(how, KeyboardInterrupt) else 2)
+    assert "σ of tiny on python-docs" in first.stdout
+    assert f"{str(how) or 'interrupted'}; what is shown was measured before. Run the same command again" in first.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["about"]["stopped"] == (str(how) or "interrupted")
+    for file in ("rows.json", "rows.csv"):
+        (tmp_path / file).unlink()  # as after a kill: the store has them
+    assert len(Run.read(tmp_path)) == 6
+    again = runner.invoke(app, [*SCAN, "--out", str(tmp_path), "--json"])
+    assert next(calls) == 3 + 1 + 3  # the task that failed, and those after it
+    timeless = [[row | {"seconds": 0} for row in rows] for rows in (json.loads(again.stdout), whole)]
+    assert timeless[0] == timeless[1]
+    assert "stopped" not in json.loads((tmp_path / "run.json").read_text())["about"]
+    monkeypatch.setattr(Text, "measure", lambda *_: pytest.fail("nothing is measured twice"))
+    assert runner.invoke(app, [*SCAN, "--out", str(tmp_path)]).exit_code == 0
+
+
+def test_what_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipscope.cli.measure.load_model", lambda *_: pytest.fail("it was loaded"))
+    (tmp_path / "file").touch()
+    for place, message in ((tmp_path / "file", "file' cannot be used: it is not a directory"),
+                           (Path("/proc/x"), "'/proc/x' cannot be used: No such file or directory")):  # fmt: skip
+        result = runner.invoke(app, [*SCAN, "--out", str(place)])
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_the_table_is_printed_whatever_becomes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "rows.csv")
+
+    monkeypatch.setattr("lipscope.runs.files.write_run", full)
+    result = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "σ of tiny on python-docs" in result.stdout
+    assert "'rows.csv' cannot be used: No space left on device" in result.stderr
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then_and_quiet_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("lipscope.cli.terminal._SECONDS_BETWEEN_LINES", 0.0)
+    told = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
+    assert "n = 6, layer 1: 33% done after" in told.stderr
+    assert " left" in told.stderr
+    quiet = runner.invoke(app, [*SCAN, "--quiet", "--out", str(tmp_path / "other")])
+    assert (quiet.stderr, quiet.stdout) == ("", told.stdout)
+
+
+def test_short_help() -> None:
+    assert runner.invoke(app, ["scan", "-h"]).output == runner.invoke(app, ["scan", "--help"]).output
+    assert "--show-completion" in runner.invoke(app, ["-h"]).output
 
 
 @pytest.mark.parametrize(

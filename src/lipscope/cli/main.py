@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import os
@@ -18,20 +19,21 @@ from lipscope import __version__
 from lipscope.cli.bounds import attack, bounds
 from lipscope.cli.check import check
 from lipscope.cli.measure import measure, scan, tokens
-from lipscope.cli.options import Debug
+from lipscope.cli.options import Debug, Quiet
 from lipscope.cli.show import corpora, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
 from lipscope.cli.sweep import export, sweep
-from lipscope.cli.terminal import echo, filtered_logs, told_warnings
+from lipscope.cli.terminal import echo, filtered_logs, quietly, told_warnings
 
 app = typer.Typer(
-    name="lipscope", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
-)
+    name="lipscope", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 
 
 def as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as the parser sees it: groups spread out, ``--debug`` added, and errors as one clear line."""
+    """The command as the parser sees it: groups spread out, ``--quiet`` and ``--debug`` added, errors as one clear line."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters: dict[str, inspect.Parameter] = {}
@@ -43,11 +45,12 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
             found = {name: (hints[name], parameter.default)}
         for key, (hint, default) in found.items():
             parameters[key] = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
-    parameters["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=Debug, default=False)
+    for name, hint in (("quiet", Quiet), ("debug", Debug)):
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=False)
 
     @functools.wraps(command)
-    def run(*, debug: bool = False, **given: Any) -> None:
-        with _OneClearLine(debug), told_warnings():
+    def run(*, debug: bool = False, quiet: bool = False, **given: Any) -> None:
+        with _OneClearLine(debug), told_warnings(), quietly(quiet):
             for name, group in groups.items():
                 given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             command(**given)
@@ -69,7 +72,11 @@ class _OneClearLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or self.debug or not isinstance(error, Exception) or isinstance(error, typer.Exit):
             return
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:  # the system's own words
+            why = "it is not a directory" if error.errno == errno.EEXIST else error.strerror
+            message = f"{os.fspath(error.filename)!r} cannot be used: {why}"
+        message = " ".join(message.split())
         echo(f"lipscope: {message}", err=True)
         raise typer.Exit(2)
 

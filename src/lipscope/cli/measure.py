@@ -13,7 +13,7 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, read_ids
-from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar
+from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import interval, printable, round_down, round_up, span
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def scan(
     """Measure σ of a model's layers, or heads, on a text."""
     from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
+    from lipscope.runs.run import SCAN_STORE
     from lipscope.runs.scan import scan as run
+    from lipscope.runs.store import Store
     from lipscope.spectral.solvers import Auto
 
     chosen = indices("layers", layers)
@@ -64,40 +66,39 @@ def scan(
     # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
     cheap = out is not None and not pack and what in ("head", "attention")
     looks = (3 if cheap else 0) if views is None else views
-    handle = load_model(model, loading)
     longest = max(parse_lengths(lengths))
-    handle.check_lengths([longest])
-    batch = batch_size(longest, inputs, pack=pack)
-    places = handle.check_layers(chosen, what)
-    announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
-    with progress_bar() as progress:
-        result = run(
-            handle,
-            text,
-            layers=chosen,
-            heads=heads,
-            lengths=lengths,
-            inputs=inputs,
-            scope=scope,
-            solver=Auto(rtol=rtol, seed=seed),
-            seed=seed,
-            pack=pack,
-            certificate=certificate,
-            views=looks,
-            memory=memory,
-            progress=progress,
-        )
     if out is not None:
-        asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
-        asked |= {"scope": scope}
-        asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
-        _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
+        out.mkdir(parents=True, exist_ok=True)
+    # What cannot be written to is said before anything is measured.
+    with Store(None if out is None else out / SCAN_STORE, write=out is not None, notice=notice) as store:
+        with waiting(f"loading {model}"):
+            handle = load_model(model, loading)
+        handle.check_lengths([longest])
+        batch = batch_size(longest, inputs, pack=pack)
+        places = handle.check_layers(chosen, what)
+        announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
+        with progress_bar() as progress:
+            result = run(
+                handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
+                solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate, views=looks,
+                memory=memory, store=store, partial=True, progress=progress,
+            )  # fmt: skip
     if as_json:
         echo(result.to_json(), data=True)
     elif as_csv:
         echo(result.csv_text(), data=True)
     else:
         _print_scan(result, text, top)
+    # After the table, which is there whatever becomes of the files.
+    if out is not None:
+        asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
+        asked |= {"scope": scope}
+        asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
+        _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
+    if (why := result.about.get("stopped")) is not None:
+        on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
+        echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
+        raise typer.Exit(130 if why == "interrupted" else 2)
 
 
 def measure(

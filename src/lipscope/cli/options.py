@@ -114,6 +114,7 @@ AsJson = Annotated[bool, option("Print rows as JSON instead of a table.", "--jso
 AsCsv = Annotated[bool, option("Print rows as CSV instead of a table.", "--csv", panel=OUTPUT)]
 AllPlans = Annotated[bool, option("Of a store: rows of every plan, not only of the last.", "--all")]
 VIEWS = "How many of the worst layers or heads to look at token by token"
+Quiet = Annotated[bool, option("Say nothing but the result and what went wrong.", "--quiet", panel=OUTPUT)]
 Debug = Annotated[bool, option("Show the traceback when something goes wrong.", "--debug", panel=OUTPUT)]
 
 

@@ -212,7 +212,7 @@ def paper(
         settings = MODES["full" if full else "quick"]
         if threads is not None:
             settings = dataclasses.replace(settings, threads=threads)
-        with task_bar() as progress, kept_in(out / STORE):
+        with task_bar("looking at models and texts, which takes a minute or two") as progress, kept_in(out / STORE):
             done = reproduce(
                 out,
                 settings,

@@ -236,9 +236,9 @@ def kept_in(store: Path) -> Iterator[None]:
 
 
 @contextmanager
-def task_bar() -> Iterator[Callable[[Step], None]]:
+def task_bar(first: str = "starting") -> Iterator[Callable[[Step], None]]:
     """The progress bar, for the steps of a run; ends it between two of them when that was asked for."""
-    with progress_bar() as show:
+    with progress_bar(first) as show:
 
         def of(step: Step) -> None:
             if _requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lipscope.rounding import printable
+from lipscope.rounding import duration, printable
 
 if TYPE_CHECKING:
     from lipscope.measure.memory import MemoryPlan
 
 # Tokens from which a run is long enough to say beforehand what it takes.
 _LONG = 2048
+
+# In a pipe or a file.
+_SECONDS_BETWEEN_LINES = 10.0
 
 # Words are folded down to so many letters before a table becomes wider than the terminal.
 _FOLDED = 8
@@ -80,9 +84,24 @@ def echo(message: str, *, err: bool = False, data: bool = False) -> None:
     typer.echo(message if kept else printable(message), nl=not message.endswith("\n"), err=err, color=kept or None)
 
 
+_quiet = False
+
+
+@contextmanager
+def quietly(quiet: bool) -> Iterator[None]:
+    """Inside, with ``quiet``, no progress and no notices."""
+    global _quiet
+    _quiet = quiet
+    try:
+        yield
+    finally:
+        _quiet = False
+
+
 def notice(message: str) -> None:
     """A line on standard error."""
-    echo(message, err=True)
+    if not _quiet:
+        echo(message, err=True)
 
 
 @contextmanager
@@ -132,19 +151,38 @@ def announce(n: int, memory: str | None, plan: Callable[[], MemoryPlan]) -> None
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[float, float, str], None]]:
-    """A function of (done, total, what) that moves a bar on standard error; the time left is by work and not by count."""
+def progress_bar(first: str = "starting") -> Iterator[Callable[[float, float, str], None]]:
+    """A function of (done, total, what) that moves a bar on standard error; the time left is by work and not by count.
+
+    Where no terminal is there, it prints a line now and then.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
+    if _quiet or not console.is_terminal:
+        yield _lines()
+        return
     words = TextColumn("{task.description}", markup=False)
     left = (TimeRemainingColumn(elapsed_when_finished=False), TextColumn("left,"), TimeElapsedColumn(), TextColumn("so far"))
     columns = (words, BarColumn(), TaskProgressColumn(), *left)
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet, speed_estimate_period=600) as bar:
-        line = bar.add_task("starting", total=None)
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as bar:
+        line = bar.add_task(first, total=None)
         yield lambda done, total, what: bar.update(line, completed=done, total=total, description=printable(what))
+
+
+def _lines() -> Callable[[float, float, str], None]:
+    start = said = time.monotonic()
+
+    def show(done: float, total: float, what: str) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _SECONDS_BETWEEN_LINES:
+            said = now
+            left = f", about {duration((now - start) * (total - done) / done)} left" if done else ""
+            notice(f"{what}: {done / total if total else 1:.0%} done after {duration(now - start)}{left}")
+
+    return show
 
 
 @contextmanager
@@ -152,5 +190,8 @@ def waiting(what: str) -> Iterator[None]:
     """Words with a moving sign on standard error."""
     from rich.console import Console
 
+    if _quiet:
+        yield
+        return
     with Console(stderr=True).status(what):
         yield

@@ -106,11 +106,15 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class Live:
-    """Objects in this process that stand for what a plan otherwise names. Such a plan has no text, and no worker gets it."""
+    """Objects in this process that stand for what a plan otherwise names. No worker gets such a plan.
+
+    With ``kept`` its tasks are known by what the model is and not by its place in memory, so that a store can keep them.
+    """
 
     model: Any  # a ``lipscope.Model``
     documents: Sequence[str] | None = None
     solver: Any = None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,7 @@ class Plan:
         object.__setattr__(self, "threads", _whole(1, _MOST_THREADS)("threads", self.threads))
         if not self.blocks:
             raise ValueError("a plan needs at least one block")
-        if not self.text and not self.is_live:
+        if not self.text and all(block.live is None or block.live.kept for block in self.blocks):
             object.__setattr__(self, "text", to_toml(self._as_dictionary()))
 
     @property
@@ -304,7 +308,7 @@ class Plan:
                 value = getattr(block, f.name)
                 if f.name == "models":
                     value = [_plain_model(m) for m in value]
-                if value is not None and value != {}:
+                if f.name != "live" and value is not None and value != {}:
                     table[f.name] = value
             blocks.append(table)
         return {"threads": self.threads, "block": blocks}

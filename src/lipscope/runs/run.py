@@ -32,6 +32,8 @@ LONGEST_VIEW = 48
 # What stands for the name of a text that has none.
 LIVE_DOCUMENTS = "a list of documents"
 _SHOWN = 24
+# Where a scan with --out keeps its rows as they come.
+SCAN_STORE = "rows.db"
 _SQLITE = b"SQLite format 3\x00"
 _WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
 _NEEDED = ("layer", "n", "lower", "estimate", "upper")
@@ -132,11 +134,13 @@ class Run:
         path = Path(source)
         if path.is_dir():
             found = [path / name for name in ("rows.json", "rows.csv") if (path / name).is_file()]
-            if not found:
-                raise ValueError(
-                    f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
-                )
-            return _from_files(found[0], path.name or str(path))
+            if found:
+                return _from_files(found[0], path.name or str(path))
+            if is_store(path / SCAN_STORE):  # of a scan that was killed
+                return replace(_from_store(path / SCAN_STORE, all_plans), name=path.name or str(path))
+            raise ValueError(
+                f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
+            )
         if not path.is_file():
             raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")
         if is_store(path):
@@ -300,7 +304,7 @@ def _from_store(path: Path, all_plans: bool) -> Run:
         for failure in failures
     ]
     provenance = Provenance(
-        command=f"lipscope sweep plan.toml --store {path.name}",
+        command=None if path.name == SCAN_STORE else f"lipscope sweep plan.toml --store {path.name}",
         plan=plan,
         seeds=_values(rows, "seed"),
         rtol=_values(rows, "rtol"),

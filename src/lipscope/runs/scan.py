@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def scan(
     batch_tokens: int = 4096,
     memory: float | str | None = None,
     views: int = 0,
+    store: str | os.PathLike[str] | Store | None = None,
+    partial: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
     **load_options: Any,
 ) -> Run:
@@ -61,6 +64,8 @@ def scan(
         memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included; see
             ``models.memory.plan_layers``. Looking at places token by token (``views``) is not planned.
         views: look at so many of the worst layers or heads token by token; not for packed inputs.
+        store: a file that keeps every row as it is measured; the same scan into it goes on where it was stopped.
+        partial: when the scan is interrupted or fails, return what was measured; ``about["stopped"]`` then says why.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
 
@@ -98,14 +103,21 @@ def scan(
         certificate=certificate,
         memory=memory,  # type: ignore[arg-type]
         views=0 if pack else views,
-        live=Live(handle, documents, solver),
+        live=Live(handle, documents, solver, kept=store is not None),
     )
     expansion = expand(Plan((block,), threads=torch.get_num_threads()))
-    with Store(None) as store:
-        run_plan(expansion, store, engine=InProcess(stop=True), progress=_counted(progress, expansion.tasks))
-        measured = store.rows_of({task.key for task in expansion.tasks})
-        looks = store.views()
-    about = {
+    keys = {task.key for task in expansion.tasks}
+    stopped = {}
+    with nullcontext(store) if isinstance(store, Store) else Store(store, write=store is not None) as ledger:
+        counted = _counted(progress, [task for task in expansion.tasks if task.key not in ledger.tasks("done")])
+        try:
+            run_plan(expansion, ledger, engine=InProcess(stop=True), progress=counted)
+        except (KeyboardInterrupt, Exception) as error:
+            if not partial or not ledger.rows_of(keys):
+                raise
+            stopped = {"stopped": str(error) or "interrupted"}
+        measured, looks = ledger.rows_of(keys), ledger.views()
+    about = stopped | {
         "model": handle.name,
         "text": named if named is not None else LIVE_DOCUMENTS,
         "scope": scope,
@@ -116,7 +128,7 @@ def scan(
         "pack": pack,
         "solver": block.solver if "solver" not in block.solver else str(solver),
     }
-    rows = [{name: row[name] for name in COLUMNS} for task in expansion.tasks for row in measured[task.key]]
+    rows = [{name: row[name] for name in COLUMNS} for task in expansion.tasks for row in measured.get(task.key, ())]
     return Run(tuple(rows), about, tuple(looks), provenance=Provenance.of_scan({"about": about}))
 
 

@@ -103,7 +103,7 @@ def run_plan(
     """
     start = time.monotonic()
     expansion = plan if isinstance(plan, Expansion) else expand(plan)
-    if expansion.plan.is_live and not isinstance(store, Store):
+    if not expansion.plan.text and not isinstance(store, Store):
         raise ValueError("a plan that holds objects of this process has no text to keep: run it into Store(None)")
     engine = engine or InProcess()
     with nullcontext(store) if isinstance(store, Store) else Store(store, write=True, notice=notice) as ledger:

@@ -19,7 +19,7 @@ from lipscope.runs.estimate import Work, task_work
 from lipscope.runs.plan import Block, ModelChoice, Plan
 from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
 from lipscope.runs.rows import digest
-from lipscope.runs.work import forget_models, loaded_model
+from lipscope.runs.work import forget_models, loaded_model, model_fingerprint
 from lipscope.spectral.result import dtype_name
 
 # A job of more work than this is cut: about half a minute of one core, so that little is lost with a worker.
@@ -98,8 +98,9 @@ def expand(plan: Plan) -> Expansion:
             try:
                 if block.live is None:
                     handle, fingerprint = loaded_model(choice, dtype)
-                else:  # nothing outlives the process, so its weights need not be hashed
-                    handle, fingerprint = block.live.model, digest(["live", id(block.live.model)])
+                else:  # where nothing outlives the process, its weights need not be hashed
+                    handle = block.live.model
+                    fingerprint = model_fingerprint(handle) if block.live.kept else digest(["live", id(handle)])
                 _refuse_twins(names, f"{fingerprint} {choice.loader}", f"model {name!r}")
                 _refuse_namesakes(names, handle, fingerprint)
                 jobs += _jobs_of(plan, block, choice, handle, fingerprint, names, seen)
