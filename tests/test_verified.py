@@ -1,0 +1,172 @@
+"""Verified upper ends: never below σ, close to it, refused where σ is not below what is claimed."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from mpmath import mpf
+
+import lipscope
+from bound_cases import jacobian, problem
+from lipscope.bounds import verified
+from lipscope.bounds.verified import Cost, Gram, Triangle, verified_upper
+from rounding_cases import draw, true_sigma
+
+DTYPES = (torch.float64, torch.float32)
+
+
+@pytest.fixture(params=DTYPES, ids=("float64", "float32"))
+def factorised(request, monkeypatch):
+    """The dtype of the factorisation, which otherwise depends on the size of the matrix."""
+    monkeypatch.setattr(verified, "WIDE", 10**9 if request.param == torch.float64 else 0)
+    return request.param
+
+
+def least_proved(gram, sigma, dtype):
+    """The least bound that is proved at all, by bisection of the candidate down to where the factorisation breaks down."""
+    low, high, best = 0.99, 1.01, gram.prove(1.01 * sigma, dtype)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        found = gram.prove(middle * sigma, dtype)
+        low, high, best = (low, middle, min(best, found)) if math.isfinite(found) else (middle, high, best)
+    return best
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [1, 3, 1024])
+def test_where_the_factorisation_just_succeeds_the_bound_still_holds(dtype, block, monkeypatch):
+    monkeypatch.setattr(verified, "BLOCK", block)
+    assert push(range(block, 12 + block), dtype) >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_where_it_just_succeeds_over_thousands_of_cases(dtype):
+    assert push(range(5000), dtype) >= 4500
+
+
+def push(seeds, dtype):
+    """Push the candidate to where the factorisation just succeeds; how many cases there were."""
+    count = 0
+    for seed in seeds:
+        case = problem(seed, n_max=6)
+        sigma = case.sigma
+        if sigma > 1e-100:
+            count += 1
+            found = least_proved(Gram.at(case.layer.to(torch.float64), case.X.double()), sigma, dtype)
+            assert sigma <= found * (1 + 1e-13), case.label
+            assert found <= sigma * (1 + (1e-4 if dtype == torch.float64 else 1e-3)), case.label
+    return count
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_defect_of_any_matrix_covers_its_least_eigenvalue(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shifts = (-1e-2, -1e-7, 0.0, 1e-7, 1e-3)
+    for size, block, rank, shift in itertools.product((1, 7, 40), (1, 4, 16, 64), (1, 3, 40), shifts):
+        R = torch.randn(size, min(rank, size), generator=generator, dtype=torch.float64)
+        G = R @ R.mT / torch.linalg.matrix_norm(R, 2) ** 2
+        c = float(torch.tensor(1.0 + shift, dtype=dtype))
+        triangle = Triangle(size, block, c, dtype, G.device)
+        for i in range(size):
+            triangle.subtract(i, (G[i : i + 1] / 2).to(dtype))
+        stored = torch.zeros(size, size, dtype=torch.float64)
+        for k, row in enumerate(triangle.rows):
+            stored[k * block : k * block + len(row), : row.shape[1]] = row.double()
+        stored = stored.tril() + stored.tril(-1).mT
+        eta = triangle.defect(float(G.norm()) / 2)
+        assert -float(torch.linalg.eigvalsh(stored)[0]) <= eta + 1e-14
+        assert math.isinf(eta) == (shift < -1e-6) or abs(shift) <= 1e-6
+
+
+def test_the_gram_matrix_is_that_of_the_jacobian():
+    for seed in range(60):
+        case = problem(seed, n_max=6)
+        gram = Gram.at(case.layer.to(torch.float64), case.X.double())
+        T = torch.cat([gram.strip(i) for i in range(len(case.X))])
+        J = jacobian(case.layer, case.X).reshape(len(T), -1)
+        error = float((T + T.mT - J @ J.mT).norm())
+        assert error <= 1e-12 * float(J.square().sum()) + 1e-300, case.label
+
+
+def test_it_holds_in_a_hundred_digits_where_digits_are_lost(factorised):
+    """Offsets that cancel, scores in the hundreds, norms of 1e±20, sinks, n = 1, d = 1; single heads too."""
+    finite = 0
+    for seed in range(40):
+        case = draw(seed, torch.float64 if seed % 2 else torch.float32)
+        if case.norm is None:
+            for h in (None, *range(case.layer.heads if case.layer.heads > 1 else 0)):
+                found = verified_upper(case.layer, case.X[None], "attention" if h is None else "head").flatten()[h or 0]
+                assert true_sigma(case.layer, case.X, head=h) <= mpf(float(found)), case.about
+                finite += math.isfinite(found)
+    assert finite >= 50
+
+
+def nearly_one_hot(scale):
+    """Scores in the hundreds: rows that attend to one token but for e^−scale."""
+    X = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    W = torch.eye(3, dtype=torch.float64)
+    return lipscope.Attention(scale * W, W, W, out=W), X
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nearly_one_hot(30.0),
+        lambda: nearly_one_hot(300.0),
+        lambda: (nearly_one_hot(3.0)[0], torch.ones(5, 3, dtype=torch.float64)),
+        lambda: (nearly_one_hot(3.0)[0], torch.cat([torch.ones(4, 3), 1 + 1e-9 * torch.ones(3, 3)]).double()),
+        lambda: (nearly_one_hot(1e-40)[0], 1e20 * nearly_one_hot(1.0)[1]),
+        lambda: (nearly_one_hot(1e40)[0], 1e-20 * nearly_one_hot(1.0)[1]),
+    ],
+)
+def test_it_is_close_on_inputs_built_to_be_hard(make, factorised):
+    layer, X = make()
+    sigma, found = true_sigma(layer, X), float(verified_upper(layer, X[None])[0])
+    assert sigma <= mpf(found) <= sigma * 1.002
+
+
+def test_a_number_below_sigma_is_refused_and_a_poor_estimate_only_costs_time(factorised):
+    case = problem(11, n_max=6)
+    gram = Gram.at(case.layer.to(torch.float64), case.X.double())
+    for below in (1e-3, 0.1, 0.5, 0.9, 0.9999):
+        assert gram.prove(below * case.sigma, factorised) == math.inf
+    for estimate in (0.0, 1e-3, 0.9, 1.0, 5.0):
+        found = verified_upper(case.layer, case.X[None], estimate=torch.tensor([estimate * case.sigma]))
+        assert case.sigma <= float(found[0]) <= 10 * case.sigma
+
+
+def test_inputs_and_heads_have_bounds_of_their_own():
+    G = torch.Generator().manual_seed(0)
+    W = [torch.randn(8, 6, generator=G), torch.randn(4, 6, generator=G), torch.randn(4, 6, generator=G)]
+    layer = lipscope.Attention(*W, out=torch.randn(6, 8, generator=G), heads=4, kv_heads=2, mask="causal")
+    X, done = torch.randn(3, 5, 6, generator=G), []
+    for scope, shape in (("attention", (3,)), ("head", (3, 4))):
+        measured = lipscope.local_lipschitz(layer, X, scope=scope, dtype=torch.float64)
+        found = verified_upper(layer, X, scope, progress=done.append)
+        assert found.shape == shape
+        assert bool((found / measured.estimate - 1.001).abs().max() < 1e-6)
+        assert done == sorted(done)
+        assert done[-1] == pytest.approx(1.0)
+        done.clear()
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    W = torch.eye(768)
+    layer = lipscope.Attention(W, W, W, out=W, heads=12)
+    assert Cost.of(layer, 16).dtype == torch.float64
+    assert Cost.of(layer, 32).dtype == torch.float32
+    assert Cost.of(layer, 32).bytes < 4 << 30
+    said = r"a matrix of 98304² in float32, about .* and .*, but memory is limited to 8 GiB: take fewer tokens$"
+    with pytest.raises(MemoryError, match=said) as error:
+        verified_upper(layer, torch.zeros(1, 128, 768))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="no verified bound for scope 'block'"):
+        verified_upper(layer, torch.zeros(1, 2, 768), "block")
+
+
+def test_products_in_fewer_digits_than_float32_are_never_used(monkeypatch):
+    W = torch.eye(768)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert Cost.of(lipscope.Attention(W, W, W), 32).dtype == torch.float64
