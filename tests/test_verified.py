@@ -6,11 +6,14 @@ import math
 import pytest
 import torch
 from mpmath import mpf
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lipscope
 from bound_cases import jacobian, problem
 from lipscope.bounds import verified
 from lipscope.bounds.verified import Cost, Gram, Triangle, verified_upper
+from lipscope.cli.main import app
 from rounding_cases import draw, true_sigma
 
 DTYPES = (torch.float64, torch.float32)
@@ -150,6 +153,44 @@ def test_inputs_and_heads_have_bounds_of_their_own():
         assert done == sorted(done)
         assert done[-1] == pytest.approx(1.0)
         done.clear()
+
+
+def test_a_result_says_that_its_upper_end_is_verified():
+    G = torch.Generator().manual_seed(0)
+    layer = lipscope.Attention(*(torch.randn(24, 24, generator=G) / 5 for _ in range(4)), heads=3, mask="causal")
+    X, done = torch.randn(2, 9, 24, generator=G), []
+    for scope in ("attention", "head"):
+        result = lipscope.local_lipschitz(
+            layer, X, scope=scope, solver=lipscope.GolubKahan(), certificate="verified", progress=done.append
+        )
+        assert {row["upper_kind"] for row in result.to_rows()} == {"verified"}
+        assert bool((result.certified <= 1.002 * result.lower).all())
+        assert torch.equal(result.upper, result.certified)
+        assert done[-1] == pytest.approx(1.0)
+    assert "upper end verified" in str(result)
+    row = (
+        lipscope.load("gpt2-mini")
+        .record(text="Down the rabbit hole")
+        .rows(scope="head", heads=[3], certificate="verified")[0]
+    )
+    assert row["upper_kind"] == "verified"
+    assert row["upper"] <= 1.002 * row["lower"]
+    norm = lipscope.LayerNorm(torch.ones(24))
+    with pytest.raises(ValueError, match=r"no verified bound for scope 'norm\+attention'"):
+        lipscope.local_lipschitz(layer, X, scope="norm+attention", norm=norm, certificate="verified")
+
+
+def test_the_command_says_what_it_takes_before_it_begins(tmp_path):
+    save_file({name: torch.randn(8, 8) for name in "qkv"}, tmp_path / "weights.safetensors")
+    save_file({"X": torch.randn(20, 8)}, tmp_path / "tokens.safetensors")
+    command = ["measure", str(tmp_path / "weights.safetensors"), "--tokens", str(tmp_path / "tokens.safetensors")]
+    done = CliRunner().invoke(app, [*command, "--certificate", "verified"])
+    assert done.exit_code == 0
+    assert "n = 20: to verify one σ takes a matrix of 160² in float64, about" in done.stderr
+    assert "upper is verified, its rounding included" in done.stdout
+    refused = CliRunner().invoke(app, [*command, "--certificate", "verified", "--memory", "1MiB"])
+    assert refused.exit_code == 2
+    assert "verifying σ takes a matrix of 160² in float64" in refused.stderr
 
 
 def test_what_does_not_fit_is_refused_in_one_line():

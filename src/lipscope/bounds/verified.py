@@ -9,14 +9,14 @@ JJᵀ is n·d_out numbers square (n·dv for a head). It is formed in float64, on
 
     J_ij = W_O[ P_ij W_V + W_ij(v_j − o_i)a_ijᵀ + δ_ij B_i τW_Q ]       a_ij = W_KᵀR_jᵀq_i,  B_i = Σ_j W_ij(v_j − o_i)k_jᵀR_i
 
-docs/theory/certificates.md has the theorem, its proof, the letters above, and what is assumed of floating point.
+docs/theory/verified.md has the theorem, its proof, the letters above, and what is assumed of floating point.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,15 @@ class Cost:
         formed = 4.0 * (inner * n) ** 2 * n + 4.0 * n * n * inner * width * (inner + width)
         return cls(size, dtype, held, size**3 / 3 + 2.0 * size**2 * block + formed)
 
+    def check(self, memory: int) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            MemoryError: with what it would take.
+        """
+        if self.bytes > memory:
+            raise MemoryError(f"verifying σ takes {self}, but memory is limited to {show_bytes(memory)}: take fewer tokens")
+
     def __str__(self) -> str:
         one = torch.ones(BLOCK, BLOCK, dtype=self.dtype)
         started = time.perf_counter()
@@ -76,6 +85,7 @@ def verified_upper(
     X: Tensor,
     scope: str = "attention",
     *,
+    heads: Sequence[int] | None = None,
     estimate: Tensor | None = None,
     memory: int = MEMORY,
     progress: Callable[[float], None] = lambda done: None,
@@ -86,6 +96,7 @@ def verified_upper(
         layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks, rotary embeddings.
         X: tokens (B, n, d).
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
+        heads: which heads, for scope ``"head"``; all by default.
         estimate: about σ of every item; by default it is measured. It decides how close the bound is, not whether it holds.
         memory: most bytes.
         progress: called with the share that is done.
@@ -106,27 +117,29 @@ def verified_upper(
     """
     if scope not in ("attention", "head"):
         raise ValueError(f"no verified bound for scope {scope!r}; there are verified bounds for: attention, head")
-    cost, heads = Cost.of(layer, X.shape[1], scope), scope == "head"
-    if cost.bytes > memory:
-        raise MemoryError(f"verifying σ takes {cost}, but memory is limited to {show_bytes(memory)}: take fewer tokens")
-    layer, X, _, power = balanced(layer.to(torch.float64), X.detach().double(), heads=heads)
-    known = Auto(rtol=1e-4).solve(layer.operator(X, scope)).estimate if estimate is None else times_power(estimate, -power)
-    known = known.double().reshape(len(X), -1)
+    cost, single = Cost.of(layer, X.shape[1], scope), scope == "head"
+    cost.check(memory)
+    layer, X, _, power = balanced(layer.to(torch.float64), X.detach().double(), heads=single)
+    chosen = (range(layer.heads) if heads is None else heads) if single else [0]
+    if estimate is None:
+        known = Auto(rtol=1e-4).solve(layer.operator(X, scope)).estimate.reshape(len(X), -1)[:, list(chosen)]
+    else:
+        known = times_power(estimate.double(), -power).reshape(len(X), -1)
     found = torch.full_like(known, math.inf)
     with torch.no_grad():
         for item in range(found.numel()):
-            b, h = divmod(item, found.shape[1])
+            b, h = divmod(item, len(chosen))
 
             def part(done: float, item: int = item) -> None:
                 progress((item + done) / found.numel())
 
-            gram = Gram.at(layer.for_input(b).head(h) if heads else layer.for_input(b), X[b])
+            gram = Gram.at(layer.for_input(b).head(chosen[h]) if single else layer.for_input(b), X[b])
             for candidate in (*(ratio * float(known[b, h]) for ratio in _TRIED), gram.largest) if gram.resolved else ():
                 found[b, h] = gram.prove(candidate, cost.dtype, part)
                 if math.isfinite(found[b, h]):
                     break
     bounds: Tensor = times_power(found, power, outwards=1)
-    return bounds if heads else bounds[:, 0]
+    return bounds if single else bounds[:, 0]
 
 
 @dataclass(frozen=True, eq=False)

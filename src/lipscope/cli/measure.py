@@ -13,7 +13,7 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, read_ids
-from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
+from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import interval, printable, round_down, round_up, span
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def scan(
         batch = batch_size(longest, inputs, pack=pack)
         places = handle.check_layers(chosen, what)
         announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
+        if certificate == "verified":
+            announce_verified((handle.probe_recording[i].attention for i in places), longest, what, memory)
         with progress_bar() as progress:
             result = run(
                 handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
@@ -140,9 +142,14 @@ def measure(
         lambda: plan_memory(layer, X.shape[-2], dtype=computed, inputs=inputs, limit=limit, scope=scope.value),
     )
     solver = Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed)
-    result = local_lipschitz(
-        layer, X, scope=scope.value, solver=solver, certificate=certificate, dtype=precision, memory=memory
-    )
+    asked: dict[str, Any] = {"scope": scope.value, "solver": solver, "certificate": certificate}
+    asked |= {"dtype": precision, "memory": memory}
+    if certificate == "verified":
+        announce_verified([layer], X.shape[-2], scope.value, memory)
+        with progress_bar() as progress:
+            result = local_lipschitz(layer, X, **asked, progress=lambda done: progress(done, 1.0, "verifying σ"))
+    else:
+        result = local_lipschitz(layer, X, **asked)
     if as_json:
         echo(json.dumps(result.to_rows(), indent=2), data=True)
     else:
@@ -221,6 +228,10 @@ def _caption(result: SpectralNorm) -> str:
     kinds = " or ".join(dict.fromkeys(row["upper_kind"] for row in result.to_rows()))
     if "probabilistic" in kinds:
         return f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
+    if kinds == "verified":
+        return (
+            f"upper is verified, its rounding included; lower is attained up to the rounding allowance {result.rounding:.1e}"
+        )
     return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
 
 

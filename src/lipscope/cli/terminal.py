@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import typer
 from lipscope.rounding import duration, printable
 
 if TYPE_CHECKING:
+    from lipscope.attention.layer import Attention
     from lipscope.measure.memory import MemoryPlan
 
 # Tokens from which a run is long enough to say beforehand what it takes.
@@ -148,6 +149,22 @@ def announce(n: int, memory: str | None, plan: Callable[[], MemoryPlan]) -> None
     """
     if memory is not None or n >= _LONG:
         notice(f"n = {n}: {plan()}")
+
+
+def announce_verified(layers: Iterable[Attention | None], n: int, scope: str, memory: str | None) -> None:
+    """Say what verifying one σ takes, of the layer where it takes most.
+
+    Raises:
+        MemoryError: when that is more than there may be.
+    """
+    from lipscope.bounds.verified import MEMORY, Cost
+    from lipscope.measure.memory import read_bytes
+
+    costs = [Cost.of(layer, n, scope) for layer in layers if layer is not None]
+    if costs:
+        largest = max(costs, key=lambda cost: cost.flops)
+        largest.check(MEMORY if memory is None else read_bytes(memory))
+        notice(f"n = {n}: to verify one σ takes {largest}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ COLUMNS = {
     "lower": "σ is at least this: a direction attains it",
     "estimate": "best estimate of σ",
     "upper": "σ is at most this: the least upper end known, in the sense of upper_kind",
-    "upper_kind": "exact (dense SVD), certified (closed form) or probabilistic (fails with probability ≤ delta)",
+    "upper_kind": "exact (dense SVD), certified (closed form), verified (factorisation) or probabilistic (may fail: delta)",
     "delta": "failure probability of a probabilistic upper end",
     "certified": "the certified upper bound at this input, where it was computed, least or not",
     "refined": "least refined.* set bound for any n tokens no longer than radius_max",

@@ -6,7 +6,7 @@ Its certified upper end is a closed form at the same tokens, deterministic, ente
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lipscope.attention.norms import Normalisation
 from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_upper, height_within
+from lipscope.bounds.verified import MEMORY, verified_upper
 from lipscope.measure.memory import plan_memory, read_bytes
 from lipscope.measure.scopes import LAYER_SCOPES, Certificate, Rung, check_certificate
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
@@ -38,6 +39,7 @@ def local_lipschitz(
     norm: Normalisation | None = None,
     certificate: Certificate = None,
     memory: float | str | None = None,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> SpectralNorm:
     """Local Lipschitz constant σ(X) = ‖J(X)‖₂ of a map at tokens X, as an interval.
 
@@ -61,6 +63,7 @@ def local_lipschitz(
             measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
             ``measure.memory.plan_memory`` for what is done to keep to it.
+        progress: called with the share of a verified certificate that is done.
 
     Returns:
         A ``SpectralNorm``: numbers for X of shape (n, d), tensors of shape (B,) for a batch; scope ``"head"`` adds a
@@ -111,7 +114,8 @@ def local_lipschitz(
                 result = join_batches([sigma(part, kept, **about) for part in parts])
             else:
                 result = sigma(attention.operator(tokens, scope, norm), kept, **about)
-    result = add_certificate(scaled_back(result, power), given, batched, wanted=certificate, norm=known, memory=limit)
+    asked: dict[str, Any] = {"wanted": certificate, "norm": known, "memory": limit, "progress": progress}
+    result = add_certificate(scaled_back(result, power), given, batched, **asked)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
@@ -233,7 +237,7 @@ def certificate_at(
     For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its local norm at every token. The
     matrices take at most ``memory`` bytes.
     """
-    if rung != "fast":
+    if rung == "tight":
         raise ValueError(f"certificate {rung!r} is not available yet: ask for 'fast'")
     heads = 1 if scope == "head" else layer.heads
     height = None if memory is None else height_within(X.shape[1], heads, memory)
@@ -252,6 +256,7 @@ def add_certificate(
     heads: Sequence[int] | None = None,
     norm: Normalisation | None = None,
     memory: int | None = None,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> SpectralNorm:
     """The same flat batch with certified upper ends, where there are some and they are wanted.
 
@@ -272,6 +277,10 @@ def add_certificate(
     if wanted is None and not affordable(layer, X.shape[1], result, X.shape[0], scope):
         return result
     rung: Rung = wanted if isinstance(wanted, str) else "fast"
+    if rung == "verified":
+        how: dict[str, Any] = {"heads": heads, "memory": memory or MEMORY, "progress": progress}
+        verified = verified_upper(layer.to(device=X.device), X, scope, estimate=result.estimate, **how)
+        return with_certificate(result, verified.flatten(), "verified")
     certified = certificate_at(layer.to(device=X.device), X, scope, norm, memory, rung)
     if heads is not None:
         certified = certified[head_items(X.shape[0], layer.heads, heads).to(certified.device)]

@@ -157,8 +157,9 @@ class SpectralNorm:
         lower: a gain that some direction attains (less the rounding allowance): σ ≥ lower.
         estimate: best estimate of σ.
         upper: σ ≤ upper, in the sense of ``upper_kind``.
-        upper_kind: ``"exact"`` (dense SVD), ``"probabilistic"`` (fails with probability at most ``delta``) or
-            ``"certified"`` (closed form, deterministic); nested tuples for a batch, like ``status``.
+        upper_kind: ``"exact"`` (dense SVD), ``"probabilistic"`` (fails with probability at most ``delta``),
+            ``"certified"`` (closed form, deterministic) or ``"verified"`` (a factorisation, deterministic); nested tuples
+            for a batch, like ``status``.
         delta: failure probability of a probabilistic upper bound, else None.
         iterations: operator pairs (J, Jᵀ) spent.
         residual: ‖Jᵀu − estimate·v‖ for the returned singular pair; *some* singular value lies within it.
@@ -334,14 +335,14 @@ def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:
     return _with_fields(result, number, lambda value: value.reshape(*shape, *value.shape[1:]), nested)
 
 
-def with_certificate(result: SpectralNorm, certified: Tensor) -> SpectralNorm:
+def with_certificate(result: SpectralNorm, certified: Tensor, kind: str = "certified") -> SpectralNorm:
     """Enter certified upper bounds (B,) into a flat batch: the least upper end counts, with its kind.
 
     A certificate is a theorem about exact arithmetic; the upper end is not taken below the estimate that was computed.
     """
     better = certified < result.upper
     upper = torch.where(better, torch.maximum(certified, result.estimate), result.upper)
-    kinds = tuple("certified" if b else kind for b, kind in zip(better.tolist(), result.upper_kind, strict=True))
+    kinds = tuple(kind if b else before for b, before in zip(better.tolist(), result.upper_kind, strict=True))
     return replace(result, upper=upper, upper_kind=kinds, certified=certified)
 
 
@@ -350,7 +351,7 @@ def _line(row: dict[str, Any], *, mixed: bool) -> str:
     span = f"σ ∈ {interval(row['lower'], row['upper'], 6)}, estimate {row['estimate']:.6g}"
     steps = f", {row['iterations']} steps, residual {row['residual']:.1e}" if row["iterations"] else ""
     kind = f", upper {row['upper_kind']}" if mixed else ""
-    if row["certified"] is not None and row["upper_kind"] != "certified":
+    if row["certified"] is not None and row["upper_kind"] not in ("certified", "verified"):
         kind += f", certified ≤ {round_up(row['certified'], 6)}"
     return f"  {where + ': ' if where else ''}{span}{kind}{steps}, {row['status']}"
 
