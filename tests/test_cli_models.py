@@ -6,6 +6,8 @@ import csv
 import io
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
+from lipscope.cli.measure import _logit_cells, _masks
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
@@ -121,6 +124,71 @@ def test_progress_in_a_pipe_is_a_line_now_and_then_and_quiet_is_quiet(
     assert " left" in told.stderr
     quiet = runner.invoke(app, [*SCAN, "--quiet", "--out", str(tmp_path / "other")])
     assert (quiet.stderr, quiet.stdout) == ("", told.stdout)
+
+
+def test_describe_says_what_can_be_measured_and_what_it_takes() -> None:
+    said = runner.invoke(app, ["describe", "tiny"])
+    assert said.exit_code == 0, said.output
+    for words in ("layer 1: h.1, 4 heads, mask causal, pre-norm", "norm+attention: yes", "σ of all 2 layers", " MiB "):
+        assert words in said.output
+
+
+def test_a_table_for_those_whose_logits_explode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    rows = json.loads(runner.invoke(app, [*SCAN, "--per-head", "--json"]).output)
+    at = [row for row in rows if row["n"] == 10]
+    worst = max(at, key=lambda row: row["max_logit"])
+    said = runner.invoke(app, [*SCAN, "--per-head", "--sort", "max-logit"]).output
+    first = next(line.split() for line in said.splitlines() if line.split()[:1] in (["0"], ["1"]))
+    assert first[:2] == [str(worst["layer"]), str(worst["head"])]
+    assert float(first[8]) == pytest.approx(worst["max_logit"], rel=1e-3)
+    assert "largest logit first" in said
+    logits = {"layer": 0, "max_logit": 101.0}
+    handle = lipscope.load("tiny")
+    assert _logit_cells(handle, logits) == ["101", "QK-norm, soft-cap, QK-clip"]
+    assert _logit_cells(handle, logits | {"max_logit": 8.6})[1] == "QK-norm"
+    assert _logit_cells(handle, logits | {"max_logit": 1.0})[1] == "none"
+
+
+def test_masks_that_alternate_and_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"layer": layer, "mask": mask} for layer, mask in ((0, "causal"), (1, "window:4"), (2, "causal"), (0, "causal"))]
+    assert _masks(rows) == "causal (layers 0, 2), window:4 (layers 1)"
+    assert _masks(rows[:1]) == "causal"
+    said = runner.invoke(app, ["scan", "tiny", "--scope", "model", "--lengths", "6", "--inputs", "1"]).output
+    assert "scope model" in said
+    assert "layer" not in said.partition("scope model")[2].splitlines()[3]
+
+
+def test_tokens_as_json_and_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text of some letters, and a few more of them to read " * 3)
+    asked = ["tokens", "tiny", "--text", str(tmp_path / "text.txt"), "--n", "8", "--layer", "1"]
+    said = runner.invoke(app, [*asked, "--json", "--out", str(tmp_path / "view.json")])
+    view = json.loads(said.stdout)
+    assert (view["model"], view["layer"], len(view["tokens"]), len(view["influence"])) == ("tiny", 1, 8, 8)
+    assert json.loads((tmp_path / "view.json").read_text()) == view
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scan", "./nowhere"], "no directory './nowhere'"),
+        (["scan", "gpt2-mini", "--text", "nothing.txt"], "'nothing.txt' is neither a corpus"),
+        (["scan", "gpt2-mini", "--layers", "9"], "layer must lie between 0 and 3, got 9"),
+        (["tokens", "gpt2-mini", "--layer", "-5"], "layer must lie between 0 and 3, got -5"),
+        (["bounds", "/no/model"], "no directory '/no/model'"),
+        (["smooth", "gpt2-mini", "--target", "-1"], "--target must be positive"),
+        (["sweep", "--model", "~/nowhere", "--text", "alice"], "no directory '~/nowhere'"),
+    ],
+)
+def test_a_mistake_is_answered_before_torch_is_imported(arguments: list[str], message: str) -> None:
+    code = (
+        "import sys\nfrom lipscope.cli.main import main\nsys.argv = ['lipscope', *sys.argv[1:]]\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == "False\n"
 
 
 def test_short_help() -> None:

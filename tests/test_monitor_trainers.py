@@ -87,6 +87,8 @@ def test_trainer_writes_to_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        LipschitzCallback(every=0)
     callback = LipschitzCallback(every=3)
     watched = trainer(tmp_path, callback)
     watched.add_callback(tf.integrations.TensorBoardCallback())

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import lipscope
 from lipscope.cli.main import app
 from lipscope.models.checkpoints import mark_drawn
+from lipscope.models.selftest import SelfTestError
 from lipscope.studies.paper.cast import causal_bert
 from model_families import FAMILIES
 
@@ -112,6 +113,23 @@ def test_an_adapter_does_not_lead_to_another_model(tmp_path: Path) -> None:
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other), "peft_type": "LORA"}))
     with pytest.raises(ValueError, match=r"holds an adapter .*merge_and_unload"):
         lipscope.load(directory)
+
+
+def test_the_two_towers_of_clip_and_the_attention_of_deberta() -> None:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = transformers.CLIPConfig(
+        text_config=tower | {"vocab_size": 100}, vision_config=tower | {"image_size": 32, "patch_size": 16}, projection_dim=8
+    )
+    clip = transformers.CLIPModel(settings).eval()
+    with pytest.raises(ValueError, match="two towers: say which, --part text or --part vision"):
+        lipscope.load(clip)
+    assert [lipscope.load(clip, part=part).layers[0].mask for part in ("text", "vision")] == ["causal", "full"]
+    sizes = tower | {"vocab_size": 100, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+    deberta = transformers.DebertaV2Model(transformers.DebertaV2Config(**sizes)).eval()
+    with pytest.raises(SelfTestError, match="disentangled attention of DeBERTa"):
+        lipscope.load(deberta)
+    with pytest.raises(TypeError, match="inputs must be a table"):
+        lipscope.load("gpt2-mini").record("a text")  # type: ignore[arg-type]
 
 
 def test_a_pickle_called_safetensors(tmp_path: Path) -> None:

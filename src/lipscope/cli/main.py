@@ -20,7 +20,7 @@ from lipscope.cli.bounds import attack, bounds
 from lipscope.cli.check import check
 from lipscope.cli.measure import measure, scan, tokens
 from lipscope.cli.options import Debug, Quiet
-from lipscope.cli.show import corpora, models, report, view
+from lipscope.cli.show import corpora, describe, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
 from lipscope.cli.sweep import export, sweep
@@ -86,7 +86,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Bound": (bounds, attack, compare_attention, meanfield),
     "Show": (report, view, export),
     "Change": (smooth,),
-    "Know": (models, corpora, paper),
+    "Know": (describe, models, corpora, paper),
 }
 for panel, commands in PANELS.items():
     for command in commands:

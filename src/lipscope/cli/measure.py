@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,14 +13,23 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
-from lipscope.cli.source import load_model, read_ids
+from lipscope.cli.source import load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import interval, printable, round_down, round_up, span
+from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
+    from lipscope.models.model import Model
     from lipscope.models.tokens import TokenView
     from lipscope.runs.run import Run
     from lipscope.spectral.result import SpectralNorm
+
+
+class Sort(StrEnum):
+    """What the table of a scan is sorted by."""
+
+    sigma = "sigma"
+    max_logit = "max-logit"
 
 
 class LayerScope(StrEnum):
@@ -51,8 +61,13 @@ def scan(
     as_json: opt.AsJson = False,
     as_csv: opt.AsCsv = False,
     top: opt.Top = 20,
+    sort: Annotated[
+        Sort, option("What is largest first: σ, or the logits, with what would tame them.", panel=opt.OUTPUT, default=True)
+    ] = Sort.sigma,
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text."""
+    chosen = indices("layers", layers)
+    look_first(model, text, chosen)
     from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
     from lipscope.runs.run import SCAN_STORE
@@ -60,7 +75,6 @@ def scan(
     from lipscope.runs.store import Store
     from lipscope.spectral.solvers import Auto
 
-    chosen = indices("layers", layers)
     heads = per_head if head is None else indices("head", head) or True
     what = scope or ("head" if heads else "attention")
     # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
@@ -90,7 +104,7 @@ def scan(
     elif as_csv:
         echo(result.csv_text(), data=True)
     else:
-        _print_scan(result, text, top)
+        _print_scan(result, text, top, handle if sort is Sort.max_logit else None)
     # After the table, which is there whatever becomes of the files.
     if out is not None:
         asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
@@ -167,13 +181,24 @@ def tokens(
     scope: Annotated[str, option("attention, norm+attention, attention+residual, block.", default=True)] = "attention",
     pairs: Annotated[int, option("How many pairs of tokens to list.", default=True)] = 8,
     loading: Loading = Loading(),
+    out: Annotated[Path | None, option("Also write the view as JSON to this file.", panel=opt.OUTPUT)] = None,
+    as_json: Annotated[bool, option("Print the view as JSON.", "--json", panel=opt.OUTPUT)] = False,
 ) -> None:
     """Show which tokens carry the worst direction of a layer, and which pairs influence each other most."""
+    look_first(model, text, None if layer is None else [layer])
     from lipscope.models.tokens import token_view
 
     handle = load_model(model, loading)
     ids = read_ids(handle, text, say, n, seed)
-    _print_tokens(token_view(handle, ids.tolist(), layer or 0, scope=scope, head=head), handle.name, pairs)
+    view = token_view(handle, ids.tolist(), layer or 0, scope=scope, head=head)
+    content = json.dumps({"model": handle.name, "text": text} | view.to_dict(), ensure_ascii=False)
+    if as_json:
+        echo(content, data=True)
+    else:
+        _print_tokens(view, handle.name, pairs)
+    if out is not None:
+        write_file(out, content)
+        notice(f"the view is in {out}")
 
 
 def command_line(words: list[str], options: dict[str, Any]) -> str:
@@ -235,27 +260,47 @@ def _caption(result: SpectralNorm) -> str:
     return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
 
 
-def _print_scan(result: Run, text: str, top: int) -> None:
+# From these on: the cap of Gemma 2 changes a logit by 1 % (c·tanh(s/c), c = 50), and the clip of Kimi K2 rescales (τ = 100).
+_SOFT_CAP, _QK_CLIP = 8.71, 100.0
+
+
+def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = None) -> None:
+    """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
     first = result.rows[0]
     summaries = result.worst()
-    fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
-    by_head = summaries[0]["head"] is not None
-    title = f"σ of {first['model']} on {text}, largest first\nscope {first['scope']} · mask {first['mask']} · "
-    title += first["dtype"] + (f"\n{first['notes']}" if first["notes"] else "")
-    caption = "σ of every input at this n lies between lower and upper"
+    by_head, whole = summaries[0]["head"] is not None, first["scope"] == "model"
     chances = [row["delta"] for row in result.rows if row["delta"] is not None]
+    caption = "σ of every input at this n lies between lower and upper"
     caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
-    names = ["layer", *(["head"] if by_head else []), "n", "median σ", "lower", "upper", "|x|", "entropy", "on first"]
+    names = [*(["layer"] if not whole else []), *(["head"] if by_head else []), "n", "median σ", "lower", "upper"]
+    if for_logits is None:
+        names += ["|x|", "entropy", "on first"]
+        fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
+    else:
+        if all(s["max_logit"] is None for s in summaries):
+            raise ValueError(f"scope {first['scope']} has no logits to sort by")
+        summaries.sort(key=lambda s: -float("-inf" if s["max_logit"] is None else s["max_logit"]))
+        names, fits = [*names, "entropy", "on first", "max logit", "would act"], {}
+        caption += (
+            "\nwould act: QK-norm keeps logits below √d_h (gains of 1) · soft-cap 50 changes them by 1 % or more · QK-clip "
+            "100 rescales the head"
+        )
     rows = []
     for s in summaries[:top]:
-        cells = [str(s["layer"]), *([str(s["head"])] if by_head else []), str(s["n"])]
-        cells += [f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"]), f"{s['radius_rms']:.3g}"]
+        cells = [*([str(s["layer"])] if not whole else []), *([str(s["head"])] if by_head else []), str(s["n"])]
+        cells += [f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"])]
+        cells += [f"{s['radius_rms']:.3g}"] if for_logits is None else []
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
             fit = fits[(s["layer"], s["head"])]
             cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2))
+        if for_logits is not None:
+            cells += _logit_cells(for_logits, s)
         rows.append(cells)
-    print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, title=title, caption=caption)
+    title = f"σ of {first['model']} on {text}, largest {'' if for_logits is None else 'logit '}first\n"
+    title += f"scope {first['scope']} · mask {_masks(result.rows)} · {first['dtype']}"
+    title += f"\n{first['notes']}" if first["notes"] else ""
+    print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, text=["would act"], title=title, caption=caption)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
         echo(f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius.")
@@ -263,6 +308,28 @@ def _print_scan(result: Run, text: str, top: int) -> None:
         echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
         echo("Some estimates were not shown to have converged; their intervals are valid but wide.")
+
+
+def _masks(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The mask, or which layers have which."""
+    layers: dict[str, list[int]] = {}
+    for row in rows:
+        if row["layer"] not in layers.setdefault(row["mask"], []):
+            layers[row["mask"]].append(row["layer"])
+    if len(layers) == 1:
+        return next(iter(layers))
+    return ", ".join(f"{mask} (layers {', '.join(map(str, sorted(which)))})" for mask, which in layers.items())
+
+
+def _logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
+    """The largest logit, and which remedies would change it."""
+    logit = summary["max_logit"]
+    if logit is None:
+        return ["–", "–"]
+    config, layer = getattr(model.model, "config", None), model.layer(summary["layer"])
+    width = getattr(config, "head_dim", None) or model.probe_recording[layer.index].tokens().shape[-1] // layer.heads
+    limits = {"QK-norm": width**0.5, "soft-cap": _SOFT_CAP, "QK-clip": _QK_CLIP}
+    return [f"{logit:.4g}", ", ".join(name for name, limit in limits.items() if logit > limit) or "none"]
 
 
 def _print_tokens(view: TokenView, name: str, pairs: int) -> None:

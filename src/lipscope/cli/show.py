@@ -1,4 +1,4 @@
-"""Commands that show: ``report`` and ``view`` a run, ``models`` and ``corpora`` that are known."""
+"""Commands that show: ``report`` and ``view`` a run, ``describe`` a model, ``models`` and ``corpora`` that are known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from lipscope.cli import options as opt
-from lipscope.cli.options import option
-from lipscope.cli.terminal import echo, notice, print_table
+from lipscope.cli.options import Loading, option
+from lipscope.cli.source import load_model, look_first
+from lipscope.cli.terminal import echo, notice, print_table, waiting
+from lipscope.rounding import counted, duration
 
 RunPath = Annotated[
     Path, typer.Argument(help="A store of `lipscope sweep`, or what `lipscope scan --out` wrote.", show_default=False)
@@ -57,6 +59,46 @@ def view(
             server.serve_forever()
         except KeyboardInterrupt:
             notice("stopped")
+
+
+def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
+    """Say what a model is to lipscope: its layers and masks, what can be measured of it, and what that takes."""
+    look_first(model)
+    import time
+
+    from lipscope.measure.scopes import SCOPES
+    from lipscope.models.inputs import position_limit, probe_inputs
+    from lipscope.models.memory import plan_layers
+    from lipscope.runs.estimate import task_work
+
+    with waiting(f"loading {model}"):
+        handle = load_model(model, loading)
+    echo(handle.describe())
+    echo("Scopes (--scope):")
+    for scope in SCOPES:
+        try:
+            if scope != "head":
+                handle.probe_recording[0].map(scope)
+            echo(f"  {scope}: yes")
+        except (ValueError, NotImplementedError) as error:
+            echo(f"  {scope}: no, {error}")
+    if getattr(handle.model, "main_input_name", "") != "input_ids":
+        return
+    setting, limit = {"layer": 0, "scope": "attention"}, position_limit(handle.model)
+    lengths = [n for n in (32, 128, 512, 2048, 8192) if limit is None or n <= limit]
+    recorded = handle.record(probe_inputs(handle.model, lengths[0]))
+    for _ in range(2):  # the first one also looks at the layer
+        start = time.perf_counter()
+        count = len(recorded[0].rows("attention", heads=None))
+    pace = (time.perf_counter() - start) / task_work(handle, setting, n=lengths[0], inputs=count).flops
+    rows = []
+    for n in lengths:
+        plan = plan_layers(handle, n, range(len(handle.layers)), inputs=1, scope="attention")
+        seconds = pace * task_work(handle, setting, n=n, inputs=1).flops * len(handle.layers)
+        rows.append([str(n), f"{plan.total / 2**20:,.0f} MiB", duration(seconds)])
+    caption = f"scaled up from one layer at n = {lengths[0]}, measured now; memory beside the weights, as planned"
+    title = f"σ of all {counted(len(handle.layers), 'layer')} on one input, scope attention, takes about"
+    print_table(["n", "memory", "time"], rows, title=title, caption=caption)
 
 
 def models() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
+from lipscope.cli.source import look_first
 from lipscope.cli.terminal import echo, notice, print_table
 from lipscope.rounding import interval
 
@@ -41,6 +42,9 @@ def smooth(
     chosen = indices("layers", layers)
     if head is not None and chosen is None:
         raise ValueError("--head needs --layers: heads are counted within a layer")
+    if not target > 0:
+        raise ValueError(f"--target must be positive, got {target:g}")
+    look_first(model, text, chosen)
     if out is not None and out.exists():
         raise ValueError(f"--out {out} exists, and a checkpoint is never overwritten: choose another directory")
     from lipscope.training.rescale.smooth import smooth as run

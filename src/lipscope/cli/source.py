@@ -9,11 +9,13 @@ Options that belong to another kind of source are refused, never ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.cli.options import Loading, Target, Weights, as_dtype
+from lipscope.doors import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +78,7 @@ def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, 
         return Found(Path(source).name, load_layer(Path(source), **target.settings(Weights)))
     of_file = replace(target, mask=None) if any_mask else target
     refuse(of_file.given(Weights), "a weights file", f"{source} is a model")
+    look_first(source, model.get("text"), None if target.layer is None else [target.layer])
     handle = load_model(source, target)
     index = handle.layer(target.layer or 0).index
     return Found(f"{handle.name}, layer {index}", model=handle, layer=index)
@@ -85,6 +88,25 @@ def refuse(given: list[str], owner: str, reason: str) -> None:
     """Raise when options were given that belong to something else."""
     if given:
         raise ValueError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to {owner}, but {reason}")
+
+
+def look_first(model: str, text: str | None = None, layers: Sequence[int] | None = None) -> None:
+    """Refuse at once what can be refused before torch is imported, which takes seconds."""
+    import lipscope.models
+    from lipscope.models.corpora import CORPORA, read_text
+
+    directory = Path(model).expanduser()
+    if not directory.exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise FileNotFoundError(f"no directory {model!r}: name one with a saved model, or a model of `lipscope models`")
+    if text is not None and text not in CORPORA and not Path(text).expanduser().exists():
+        read_text(text)  # which says that it is not there, and what is
+    shipped = Path(str(lipscope.models.__file__)).parent / "data" / model
+    config = (directory if directory.is_dir() else shipped) / "config.json"
+    told = read_json(config, dict) if layers and config.is_file() else {}
+    count = next((told[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in told), None)
+    for index in layers or ():
+        if isinstance(count, int) and not -count <= index < count:
+            raise ValueError(f"layer must lie between 0 and {count - 1}, got {index}")
 
 
 def load_model(name: str, loading: Loading) -> Model:

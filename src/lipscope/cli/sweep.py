@@ -15,6 +15,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
+from lipscope.cli.source import look_first
 from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
 
@@ -88,6 +89,8 @@ def sweep(
         "memory": memory,
         "views": views,
     }
+    for one in model or ():
+        look_first(one)
     with gentle_end():
         granted = (tuple(trust_module or ()), allow_pickle, trust_remote_code)
         chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None}, granted)

@@ -119,6 +119,8 @@ class Model:
             **tokens: instead of ``inputs``, one of ``input_ids`` (B, n), ``inputs_embeds`` (B, n, d) and ``text`` (one or
                 more texts), and ``attention_mask`` for padding; see ``TokenArguments``.
         """
+        if isinstance(inputs, str):
+            raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
         inputs = token_inputs(self, tokens) if inputs is None else inputs
         if documents is not None and not all(layer.through_seam for layer in self.layers):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")

@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,11 @@ _NAMED = 4
 
 def backbone(model: nn.Module, part: str | None) -> nn.Module:
     """The model without its task head; the chosen part of an encoder–decoder model."""
+    towers = {name: getattr(model, f"{name}_model", None) for name in ("text", "vision")}
+    if all(isinstance(tower, nn.Module) for tower in towers.values()):
+        if part not in towers:
+            raise ValueError(f"{type(model).__name__} has two towers: say which, --part text or --part vision (part=…)")
+        return backbone(cast(nn.Module, towers[part]), None)
     get_encoder: Any = getattr(model, "get_encoder", None)
     # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
     both = isinstance(getattr(model, "encoder", None), nn.Module) and isinstance(getattr(model, "decoder", None), nn.Module)

@@ -72,6 +72,11 @@ def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: La
         point = x.detach().clone().requires_grad_(True)
         with torch.enable_grad():
             y = function(point)
+        if not y.requires_grad:
+            raise SelfTestError(
+                f"{_name(layer)} has no derivative in its tokens: the model hands them over on a way that lipscope cannot "
+                "follow (the disentangled attention of DeBERTa does), so it cannot be measured"
+            )
         (gradient,) = torch.autograd.grad(y, point, torch.ones_like(y), retain_graph=True)
         results.append((y, gradient))
     (first, gradient), (second, again) = results

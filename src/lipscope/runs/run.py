@@ -193,6 +193,7 @@ class Run:
                     "radius_rms": statistics.fmean(r["radius_rms"] for r in at),
                     "entropy": mean(r["entropy"] for r in at),
                     "sink_mass": mean(r["sink_mass"] for r in at),
+                    "max_logit": max((r["max_logit"] for r in at if r.get("max_logit") is not None), default=None),
                 }
             )
         return sorted(summaries, key=lambda s: -float(s["median"]))

@@ -33,6 +33,8 @@ class LipschitzCallback(TrainerCallback):
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
         self._options = {"every": every, **options}
         self.monitor: Monitor | None = None
         self.records: list[Record] = []

@@ -41,6 +41,8 @@ class LipschitzCallback(Callback):
     """
 
     def __init__(self, every: int = 100, *, model: nn.Module | None = None, **options: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
         self._options = {"every": every, **options}
         self._model = model
         self.monitor: Monitor | None = None
