@@ -66,6 +66,8 @@ def concept(name: str, *writes: str, script: str | None = None, follows: tuple[s
 
 
 BENCHMARKS = ("local_lipschitz", "scan", "long_context", "model_scan", "cost_model", "experiments", "monitor", "goals")
+PAPER_FIGURES = ("exponents", "published", "border", "masks", "layernorm", "growth-random", "growth-pretrained",
+                 "long-range", "radius", "adversarial", "differences")  # fmt: skip
 PAGES = (
     Page("reference", "docs/make_reference.py", ("docs/reference",)),
     Page("architecture", "docs/make_architecture.py", ("docs/architecture.md", "docs/architecture.svg")),
@@ -98,10 +100,11 @@ PAGES = (
     Page("performance", "benchmarks/goals.py", ("docs/performance-log.md", "docs/performance"), ("-c",
          "import subprocess; subprocess.run(['make', 'bench'], check=True)"), long=True,
          follows=tuple(f"benchmarks/{name}.py" for name in BENCHMARKS)),
-    Page("paper", "src/lipscope/studies/paper/pages.py", ("docs/FINDINGS.md", "docs/reproduction.md", "docs/figures"),
+    Page("paper", "src/lipscope/studies/paper/pages.py",
+         ("docs/FINDINGS.md", "docs/FINDINGS.csv", "docs/reproduction.md", "docs/figures"),
          ("-m", "lipscope", "paper", "--full", "--out", "build/paper"), long=True,
-         copies=(("build/paper/FINDINGS.md", "docs/FINDINGS.md"), ("build/paper/reproduction.md", "docs/reproduction.md"),
-                 ("build/paper/figures", "docs/figures"))),
+         copies=(*((f"build/paper/{name}", f"docs/{name}") for name in ("FINDINGS.md", "FINDINGS.csv", "reproduction.md")),
+                 *((f"build/paper/figures/{name}.png", f"docs/figures/{name}.png") for name in PAPER_FIGURES))),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lipscope.bounds.domain import ball
+from lipscope.bounds.exponent import regimes
 from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
 from lipscope.cli.main import app
 from lipscope.models.selftest import check_determinism, check_no_leak
@@ -66,9 +69,20 @@ def test_settings_expand_to_the_right_points() -> None:
     assert {scope for _, scope, _ in points("layernorm", "bert-random")} == {"attention", "attention+residual"}
     variants = {t.identity["variant"] for t in tasks if t.identity["options"]["experiment"] == "differences"}
     assert variants == set(VARIANTS)
-    attacked = {(t.labels["model"], t.identity["radius"], t.identity["n"]) for t in tasks if "radius" in t.identity}
+    placed = [t for t in tasks if "radius" in t.identity]
+    attacked = {
+        (t.labels["model"], t.identity["radius"], t.identity["n"])
+        for t in placed
+        if t.identity["options"]["experiment"] == "adversarial"
+    }
     wanted = {(m, r, n) for m in ("bert-random", "gpt2-random") for r in (1.0,) for n in (2, 4, 7)}
     assert attacked == wanted
+    # Where growth ends: a radius per layer, at which √n growth is proved up to about the number asked for.
+    for task in (t for t in placed if t.identity["options"]["experiment"] == "border"):
+        handle = loaded_model(find_cast().named(task.labels["model"]).choice, None).handle
+        head = weights_of(handle, task.identity["layer"]).head(task.identity["heads"][0])
+        (regime,) = regimes(head, ball(task.identity["radius"]))
+        assert math.exp(regime.exponent) == pytest.approx(TINY.border, rel=0.1)
 
 
 def test_causal_bert_leaks_nothing_and_keeps_its_weights() -> None:
@@ -142,7 +156,7 @@ def test_the_command_measures_resumes_and_writes(tmp_path: Path) -> None:
     # Two times of the same work, neither of them that of all tasks.
     told = r"The \d+ values of σ on real text took .* the textbook loop would need about"
     assert re.search(told, " ".join(first.output.split()))
-    for name in ("FINDINGS.md", "findings.html", "reproduction.md", "exponents.csv", "figures/growth-random.png"):
+    for name in ("FINDINGS.md", "findings.html", "reproduction.md", "FINDINGS.csv", "figures/growth-random.png"):
         assert (tmp_path / "out" / name).stat().st_size > 0
     with Store(tmp_path / "out" / "RUN.db") as store:
         rows = store.rows()
@@ -151,9 +165,7 @@ def test_the_command_measures_resumes_and_writes(tmp_path: Path) -> None:
     again = runner.invoke(app, ["paper", "--quick", "--workers", "1", "--out", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output
     assert "0 tasks measured now" in again.output
-    # The time of the textbook loop is measured anew; every finding is the same.
-    keep = lambda text: [line for line in text.splitlines() if "textbook" not in line]  # noqa: E731
-    assert keep((tmp_path / "out" / "FINDINGS.md").read_text(encoding="utf-8")) == keep(page)
+    assert (tmp_path / "out" / "FINDINGS.md").read_text(encoding="utf-8") == page
 
 
 def _check_rows(rows: list[dict[str, Any]]) -> None:
@@ -188,7 +200,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for flags, message in (
         (["--out", str(tmp_path / "file")], "must be a directory"),
-        (["--out", str(tmp_path / "o"), "--workers", "0"], "--workers must be at least 1"),
+        (["--out", str(tmp_path / "o"), "--workers", "0"], "workers must be at least 1"),
         (["--out", str(tmp_path / "o"), "--bert", "/no/such/model"], "no directory"),
         (["--out", str(tmp_path / "o"), "--threads", "0"], "threads"),
     ):

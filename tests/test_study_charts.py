@@ -115,11 +115,17 @@ def test_charts_of_the_paper() -> None:
     rows = text_rows("gpt2-random", 6, 0.2, 0.1, companion=(0.445, 0.25), certified=0.9) + adversarial(0.5)
     rows += norms(radius_norm=27.7, refined_global=100.0) + difference("dropout", 1.25)
     rows += text_rows("bert-random", 0, 0.2, 0.1, companion=(0.4, 0.2), certified=9.0)
+    rows += text_rows("bert-random-causal", 0, 0.3, 0.1)
+    bounds = {"refined": 9.0, "castin2024": 20.0, "predicted": 0.9, "log_growth": 2.5, "exponent": 2.4}
+    rows += [row | {"model": "gpt2-random"} for row in adversarial(0.5, "groups", experiment="border", **bounds)]
     made = {chart.name: chart for chart in charts(rows, CAST)}
-    assert made.keys() == {"growth-random", "radius", "adversarial", "layernorm", "differences"}
+    assert made.keys() == {
+        "exponents", "published", "border", "masks", "growth-random", "radius", "adversarial", "layernorm", "differences",
+    }  # fmt: skip
     for chart in made.values():
         assert_drawn_alike(chart)
     sigma = [y for one in made["growth-random"].series if one.name == "σ" for y in one.y]
-    assert sorted(sigma) == sorted(row["estimate"] for row in rows if row["experiment"] == "growth")
+    drawn = [row for row in rows if row["experiment"] == "growth" and CAST.named(row["model"]) is not None]
+    assert sorted(sigma) == sorted(row["estimate"] for row in drawn)
     far = [[one.name for one in panel.far] for panel in made["growth-random"].panels if isinstance(panel, Panel)]
     assert sorted(far) == [[], ["certified upper bound"]]

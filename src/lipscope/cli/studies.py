@@ -305,18 +305,16 @@ def _engine(scheduler: str | None, workers: int | None) -> Engine:
 
 
 def _print_paper(done: Reproduction) -> None:
-    from lipscope.studies.paper.analysis import fit_table
-    from lipscope.studies.paper.pages import exponent_table
-    from lipscope.studies.paper.plan import ADVERSARIAL
+    from lipscope.studies.paper.analysis import REAL_TEXT, exponent, fit_table
 
-    table = exponent_table([row for row in fit_table(done.rows) if row.curve.experiment != ADVERSARIAL])
-    if table.rows:
-        # Two columns for each estimator: the fit, and the interval of its exponent.
-        cells = [[row[0], row[1], row[3], row[5], row[7]] for row in table.rows]
-        names = ["model", "layer", "inputs", "α of σ", "α of companion"]
-        print_table(
-            names, cells, text=["model", "inputs"], title="σ ~ n^α, 95 % intervals; the companion estimator is not σ"
-        )
+    cells = [
+        [row.curve.model, str(row.curve.layer), row.estimator, exponent(row.fit), row.verdict]
+        for row in fit_table(done.rows) if row.curve.condition == REAL_TEXT
+    ]  # fmt: skip
+    if cells:
+        names = ["model", "layer", "of", "α and its 95 % interval", "verdict"]
+        title = "c·n^α on real text; the companion estimator is not σ"
+        print_table(names, cells, text=["model", "of", names[3], "verdict"], title=title)
     s = done.summary
     echo(f"{s.rows} rows; {s.measured} tasks measured now in {duration(s.seconds)}, {s.kept} kept from before.")
     for failure in s.failures[:3]:

@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -92,13 +92,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it; figures are names of PNG files."""
+    """A heading and what stands under it; figures are names of PNG files with their captions."""
 
     heading: str
     paragraphs: Sequence[str] = ()
     bullets: Sequence[str] = ()
     table: Table | None = None
-    figures: Sequence[str] = ()
+    figures: Mapping[str, str] = field(default_factory=dict)
     code: str = ""  # lines to show as they are
 
 
@@ -121,7 +121,7 @@ class Document:
                 header, rows = section.table.header, section.table.rows
                 parts.append("\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)]))
             parts += [f"```text\n{section.code}\n```"] if section.code else []
-            parts += [f"![{name}](figures/{name}.png)" for name in section.figures]
+            parts += [f"![{caption}](figures/{name}.png)\n\n*{caption}*" for name, caption in section.figures.items()]
         return "\n\n".join(parts) + "\n"
 
     def to_html(self, figures: Path) -> str:

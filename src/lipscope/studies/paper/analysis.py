@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from lipscope.rounding import span
 from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.studies.paper.cast import SUFFIX
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.plan import ADVERSARIAL, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES
 
 Row = dict[str, Any]
 SIGMA, COMPANION = "σ", "companion"
+REAL_TEXT = "real text"
+RIVALS = {0.0: "0", 0.25: "¼", 0.5: "½", 1.0: "1"}
+WIDEST = 0.2
+UNDECIDED = "undecided"
 # Constructions grow like √(n−1), which is no power of n for the first few n.
 _SHORTEST = 7
 
@@ -42,7 +48,7 @@ class Curve:
         """The power law of σ or of the companion estimator; None with fewer than three lengths."""
         n, values = self.values("estimate" if estimator == SIGMA else COMPANION)
         far = [(k, value) for k, value in zip(n, values, strict=True) if k >= _SHORTEST]
-        if self.experiment == ADVERSARIAL and len({k for k, _ in far}) >= 3:
+        if self.experiment in (ADVERSARIAL, BORDER) and len({k for k, _ in far}) >= 3:
             n, values = [k for k, _ in far], [value for _, value in far]
         if len(set(n)) < 3 or min(values) <= 0:
             return None
@@ -62,7 +68,7 @@ def of(rows: Iterable[Row], *experiments: str) -> list[Row]:
 
 def text_curves(rows: Sequence[Row]) -> list[Curve]:
     """Real text, a curve per model and layer."""
-    return _curves(of(rows, GROWTH), GROWTH, lambda row: "real text")
+    return _curves(of(rows, GROWTH), GROWTH, lambda row: REAL_TEXT)
 
 
 def long_curves(rows: Sequence[Row]) -> list[Curve]:
@@ -75,7 +81,11 @@ def long_curves(rows: Sequence[Row]) -> list[Curve]:
 
 def adversarial_curves(rows: Sequence[Row]) -> list[Curve]:
     """A curve per model, layer, radius and kind of points."""
-    return _curves(of(rows, ADVERSARIAL), ADVERSARIAL, lambda row: f"R = {row['radius']:g}, {row['points']}")
+    return [
+        curve
+        for name in (ADVERSARIAL, BORDER)
+        for curve in _curves(of(rows, name), name, lambda row: f"R = {row['radius']:.4g}, {row['points']}")
+    ]
 
 
 def _curves(rows: Sequence[Row], experiment: str, condition: Any) -> list[Curve]:
@@ -88,17 +98,40 @@ def _curves(rows: Sequence[Row], experiment: str, condition: Any) -> list[Curve]
     ]
 
 
-@dataclass(frozen=True)
+def verdict(low: float, high: float) -> str:
+    """What the interval of an exponent leaves: one of the rivals, the gap between two of them, or ``"undecided"``.
+
+    Example:
+        >>> verdict(0.47, 0.53), verdict(0.06, 0.08), verdict(-0.3, 0.6)
+        ('½', 'between 0 and ¼', 'undecided')
+    """
+    if not high - low <= WIDEST:
+        return UNDECIDED
+    below = ["below 0", *(name for exponent, name in RIVALS.items() if exponent <= high)]
+    above = [*(name for exponent, name in RIVALS.items() if exponent >= low), "above 1"]
+    if below[-1] == above[0]:
+        return above[0]
+    return below[0] if len(below) == 1 else above[-1] if len(above) == 1 else f"between {below[-1]} and {above[0]}"
+
+
+@dataclass(frozen=True, eq=False)
 class FitRow:
-    """One line of the table of exponents."""
+    """The exponent of one curve."""
 
     curve: Curve
     estimator: str  # ``"σ"`` or ``"companion"``
     fit: GrowthFit
 
-    def contains(self, exponent: float) -> bool:
-        """Whether the confidence interval of the exponent covers a value."""
-        return self.fit.alpha_low <= exponent <= self.fit.alpha_high
+    @property
+    def verdict(self) -> str:
+        """Which exponent it is."""
+        return verdict(self.fit.alpha_low, self.fit.alpha_high)
+
+    @property
+    def place(self) -> str:
+        """Whose curve it is."""
+        more = "" if self.curve.condition == REAL_TEXT else f", {self.curve.condition.split(',')[0]}"
+        return f"{self.curve.model} layer {self.curve.layer}{more}"
 
 
 def fit_table(rows: Sequence[Row]) -> list[FitRow]:
@@ -202,6 +235,26 @@ def difference_table(rows: Sequence[Row]) -> list[DifferenceRow]:
     return sorted(table, key=lambda row: order.index(row.variant))
 
 
+@dataclass(frozen=True)
+class MaskedPair:
+    """σ of one input without and with the causal mask: the same weights, the same text."""
+
+    model: str
+    layer: int
+    n: int
+    ratio: float
+
+
+def masked_pairs(rows: Sequence[Row]) -> list[MaskedPair]:
+    """Every input of a model of BERT's kind that was also measured under the causal mask."""
+    at = {(row["model"], row["layer"], row["n"], row["input"]): row["estimate"] for row in of(rows, GROWTH)}
+    return [
+        MaskedPair(model, layer, n, at[model + SUFFIX, layer, n, index] / value)
+        for (model, layer, n, index), value in at.items()
+        if (model + SUFFIX, layer, n, index) in at
+    ]
+
+
 def companion_ratios(curve: Curve) -> list[float]:
     """Companion estimator over σ, input by input."""
     return [row["companion"] / row["estimate"] for row in curve.rows if row.get("companion") is not None]
@@ -221,3 +274,36 @@ def _least(rows: Sequence[Row], column: str) -> float | None:
 def power_law(fit: GrowthFit, decimals: int = 3) -> str:
     """``c·n^α`` as text; an exponent that rounds to zero has no sign."""
     return f"{fit.c:.3g}·n^{round(fit.alpha, decimals) + 0.0:.{decimals}f}"
+
+
+def exponent(fit: GrowthFit) -> str:
+    """α with its interval, as text."""
+    return f"{round(fit.alpha, 2) + 0.0:.2f} ({span(fit.alpha_low, fit.alpha_high, decimals=2)})"
+
+
+def every_number(rows: Sequence[Row]) -> list[Row]:
+    """What the sentences were counted from, one number a line."""
+    found: list[Row] = []
+
+    def add(
+        table: str, model: str, layer: int, condition: str, value: float, low: float, high: float, said: str = ""
+    ) -> None:
+        found.append({"table": table, "model": model, "layer": layer, "condition": condition, "value": value, "low": low,
+                      "high": high, "verdict": said})  # fmt: skip
+
+    for fit in fit_table(rows):
+        ends = (fit.fit.alpha, fit.fit.alpha_low, fit.fit.alpha_high)
+        add(f"exponent of {fit.estimator}", fit.curve.model, fit.curve.layer, fit.curve.condition, *ends, fit.verdict)
+    for c in radius_correlations(rows):
+        add("correlation of n and largest norm", c.model, c.layer, REAL_TEXT, c.r, c.low, c.high)
+    masks: dict[tuple[str, int], list[float]] = {}
+    for pair in masked_pairs(rows):
+        masks.setdefault((pair.model, pair.layer), []).append(pair.ratio)
+    for (model, layer), ratios in masks.items():
+        add("σ causal over σ unmasked", model, layer, REAL_TEXT, median(ratios), min(ratios), max(ratios))
+    for row in norm_table(rows):
+        for scope, value in row.sigma.items():
+            add(f"σ at scope {scope}", row.model, row.layer, f"n = {row.n}", value, value, value)
+    for one in difference_table(rows):
+        add(f"value over σ: {one.variant}", one.model, one.layer, f"n = {one.n}", one.ratio, one.ratio_low, one.ratio_high)
+    return found

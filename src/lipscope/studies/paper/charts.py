@@ -2,42 +2,123 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import median
 
 from lipscope.report.charts import Chart, Look, Panel, Series, log_grid
 from lipscope.report.palette import CYCLE
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, NormRow, Row
+from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, NormRow, Row
 from lipscope.studies.paper.cast import Cast, Member
 from lipscope.studies.paper.findings import PUBLISHED_LAYER, PUBLISHED_MODEL
-from lipscope.studies.paper.plan import NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR, WORST_CASE_EXPONENT
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR
 
 _TOKENS = "number of tokens n"
 _POINTS: dict[str, Look] = {"proposition 3.4": "line", "groups": "dots", "ascent": "marks"}
 
 
 def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
-    """Every chart that the rows have data for."""
-    text, long = analysis.text_curves(rows), analysis.long_curves(rows)
+    """Every chart that the rows have data for; their words can be read without the page around them."""
+    text, long, fits = analysis.text_curves(rows), analysis.long_curves(rows), analysis.fit_table(rows)
     note = "blue: the true σ with its interval; orange: √‖Jᵀf(X)‖ of the public scripts, which is not σ"
-    made = []
-    for weights in ("random", "pretrained"):
-        members = [m for m in cast.members if m.weights == weights]
-        made.append(_chart(f"growth-{weights}", f"σ on real text, {weights} weights", _growth(text, members), note))
-    made += [
+    own = [c for c in text if (c.model, c.layer) == (PUBLISHED_MODEL, PUBLISHED_LAYER)]
+    made = [
+        _chart("exponents", "Exponents α of σ ≈ c·n^α on real text", _exponents(fits),
+               "With 95 % intervals, a place per layer: σ, and √‖Jᵀf(X)‖ of the public scripts. Lines: 0, ¼, ½."),
+        _chart("published", "Random GPT-2, layer 6, on real text", _growth(own, cast.members),
+               "Against n: σ with its interval, the scripts' √‖Jᵀf(X)‖, and the curve drawn in the public repository."),
+        _chart("border", "Worst-case σ of one head where √n growth ends", _border(rows, cast),
+               "Tokens are so short that √n growth ends within these lengths. σ at constructed tokens lies between the "
+               "closed-form lower bound and the upper bounds; to the left of the dotted line growth like √n is proved."),
+        _chart("masks", "σ under the causal mask over σ without", _masks(rows),
+               "Same weights, same text, against n; above 1 the masked layer is the less smooth one."),
+        _chart("layernorm", "σ with and without normalisation and residual", _layernorm(rows, cast),
+               "Attention alone, behind its normalisation, and with the residual, by layer and by n. Dashed: the longest "
+               "token that the normalisation lets through, and the global bound of attention that follows."),
         _chart("long-range", "σ on real text, long range", _growth(long, cast.members, log=True), note),
         _chart("radius", "Norm of the tokens that enter attention, against n", _radius(text, cast)),
         _chart("adversarial", "σ at adversarial points, by radius R", _adversarial(rows, cast),
                "line: Proposition 3.4; dotted: best split into two groups; crosses: gradient ascent"),
-        _chart("layernorm", "σ with and without normalisation and residual", _layernorm(rows, cast)),
         _chart("differences", "What each difference from the published scripts does to the number", _differences(rows)),
     ]  # fmt: skip
+    for weights in ("random", "pretrained"):
+        members = [m for m in cast.members if m.weights == weights]
+        made.append(_chart(f"growth-{weights}", f"σ on real text, {weights} weights", _growth(text, members), note))
     return [chart for chart in made if chart.panels]
 
 
-def _chart(name: str, title: str, panels: list[Panel], note: str = "") -> Chart:
-    words = f"{title}: {'; '.join(panel.title for panel in panels)}. The numbers are in the table of exponents."
-    return Chart(name, title, panels, words, columns=min(2, max(1, len(panels))), note=note)
+def _chart(name: str, title: str, panels: list[Panel], words: str = "") -> Chart:
+    names = "; ".join(panel.title for panel in panels if panel.title)
+    return Chart(
+        name,
+        title,
+        panels,
+        f"{title}. {words}".strip() if words else f"{title}: {names}.",
+        columns=min(2, max(1, len(panels))),
+    )
+
+
+def _exponents(fits: Sequence[FitRow]) -> list[Panel]:
+    table = [row for row in fits if row.curve.condition == analysis.REAL_TEXT]
+    places = list(dict.fromkeys(row.place for row in table))
+    if not places:
+        return []
+    series = []
+    for estimator, name, colour, shift in (
+        (SIGMA, "σ", "blue", -0.1),
+        (COMPANION, "√‖Jᵀf(X)‖ of the scripts", "orange", 0.1),
+    ):
+        mine = [row for row in table if row.estimator == estimator]
+        if mine:
+            x, ends = [places.index(row.place) + shift for row in mine], [(r.fit.alpha_low, r.fit.alpha_high) for r in mine]
+            low, high = [low for low, _ in ends], [high for _, high in ends]
+            series.append(Series(name, x, [row.fit.alpha for row in mine], "points", colour, low, high))
+    for exponent, name in list(analysis.RIVALS.items())[:3]:
+        series.append(Series(name, [-0.5, len(places) - 0.5], [exponent] * 2, "dots", "grey", group="guide", listed=False))
+    return [Panel(series, "", "exponent α", x_ticks=range(len(places)), x_names=places, from_zero=False)]
+
+
+def _border(rows: Sequence[Row], cast: Cast) -> list[Panel]:
+    panels = []
+    curves = [c for c in analysis.adversarial_curves(rows) if c.experiment == BORDER]
+    # One layer of random weights, the paper's where it is there, and one of trained ones.
+    there = [m for m in cast.members if any(c.model == m.name for c in curves)]
+    random = [m for m in there if m.weights == "random" and m.family == "gpt2"]
+    for member in random[:1] + [m for m in there if m.weights == "pretrained"][:1]:
+        layer = max(c.layer for c in curves if c.model == member.name)
+        mine = {c.rows[0]["points"]: c for c in curves if (c.model, c.layer) == (member.name, layer)}
+        groups = mine["groups"]
+        series = [
+            Series("upper bound: paper, Theorem 3.3", *groups.values("castin2024"), "dashes", "orange", group="fit"),
+            Series("upper bound: refined", *groups.values("refined"), "line", "blue", group="fit"),
+            Series("lower bound, closed form", *groups.values("predicted"), "dashes", "green", group="fit"),
+            Series("σ, best groups", *groups.values("estimate"), "points", "black"),
+        ]
+        if "proposition 3.4" in mine:
+            series.append(Series("σ, Proposition 3.4", *mine["proposition 3.4"].values("estimate"), "marks", "purple"))
+        ends = [min(y for one in series for y in one.y), max(y for one in series for y in one.y)]
+        edge = 1 + math.exp(groups.rows[0]["exponent"])
+        series.append(Series(f"n = 1 + e^E = {edge:.3g}", [edge] * 2, ends, "dots", "grey", group="guide"))
+        title = f"{member.title}, layer {layer}, head {groups.rows[0]['head']}, R = {groups.rows[0]['radius']:.3g}"
+        panels.append(Panel(series, _TOKENS, "σ of the head", title, x_log=True, y_log=True))
+    return panels
+
+
+def _masks(rows: Sequence[Row]) -> list[Panel]:
+    groups: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for pair in analysis.masked_pairs(rows):
+        groups.setdefault((pair.model, pair.layer), {}).setdefault(pair.n, []).append(pair.ratio)
+    series: list[Series] = []
+    for (model, layer), found in groups.items():
+        n = sorted(found)
+        low, high = [min(found[k]) for k in n], [max(found[k]) for k in n]
+        middle, colour = [median(found[k]) for k in n], CYCLE[len(series) % len(CYCLE)]
+        series.append(Series(f"{model}, layer {layer}", n, middle, "points", colour, low, high))
+    if series:
+        n = sorted({k for found in groups.values() for k in found})
+        series.append(Series("equal", [n[0], n[-1]], [1.0, 1.0], "dashes", "grey", group="guide"))
+    return [Panel(series, _TOKENS, "σ causal over σ unmasked", from_zero=False)] if series else []
 
 
 def _growth(curves: Sequence[Curve], members: Sequence[Member], log: bool = False) -> list[Panel]:
@@ -83,7 +164,7 @@ def _radius(curves: Sequence[Curve], cast: Cast) -> list[Panel]:
 
 
 def _adversarial(rows: Sequence[Row], cast: Cast) -> list[Panel]:
-    curves = analysis.adversarial_curves(rows)
+    curves = [c for c in analysis.adversarial_curves(rows) if c.experiment == ADVERSARIAL]
     panels = []
     for member in cast.members:
         for layer in sorted({c.layer for c in curves if c.model == member.name}):
@@ -106,7 +187,7 @@ def _adversarial_series(curves: Sequence[Curve]) -> list[Series]:
             series.append(Series(name, *values, _POINTS[points], colour, group="fit", listed=listed))
     grid = sorted({row["n"] for c in curves for row in c.rows})
     start = max(row["estimate"] for c in curves for row in c.rows if row["n"] == grid[0] and row["points"] != "ascent")
-    line = [start * (n / grid[0]) ** WORST_CASE_EXPONENT for n in grid]
+    line = [start * (n / grid[0]) ** 0.5 for n in grid]
     return [*series, Series("slope of √n", grid, line, "dashes", "grey", group="guide")]
 
 

@@ -1,29 +1,34 @@
-"""Sentences written from the rows by rules. A sentence appears only when the numbers support it, with the numbers in it.
+"""Sentences written from the rows by rules that cannot overstate: what is not decided is counted as undecided.
 
-Each rule looks at the analysis and gives no sentence, one, or several. No rule knows what the paper says should come out.
+A claim on growth needs a 95 % interval of the exponent no wider than 0.2. Such an interval covers at most one of the rivals
+0, ¼, ½ and 1, and the claim is the one that it covers, or the two it lies between. Each rule looks at the rows and gives no
+sentence, or one with its count and at most three examples: the extremes, and the layer that the paper draws. No rule knows
+what should come out.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lipscope.rounding import span
+from lipscope.rounding import counted
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
-from lipscope.studies.paper.cast import Cast
-from lipscope.studies.paper.plan import (
-    ADVERSARIAL,
-    PUBLISHED_EXPONENT,
-    PUBLISHED_FACTOR,
-    REAL_TEXT_EXPONENT,
-    WORST_CASE_EXPONENT,
-)
+from lipscope.studies.paper.analysis import COMPANION, SIGMA, UNDECIDED, WIDEST, FitRow, Row
+from lipscope.studies.paper.cast import SUFFIX, Cast
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, PUBLISHED_EXPONENT, PUBLISHED_FACTOR
 
 # The public repository draws its curve for this model and layer.
 PUBLISHED_MODEL, PUBLISHED_LAYER = "gpt2-random", 6
-_CLOSE = 0.05
+# How near a curve has to lie to another one to be called it, and a number to another one to be called unchanged.
+_CLOSE, _CHANGED = 0.05, 0.1
+
+TEXT, SCRIPTS, WORST, MASKS, NORM, MODELS = (
+    "What σ does on real text", "What the published scripts compute instead", "The worst case, and where it ends",
+    "Masked against unmasked", "What layer normalisation changes", "What stood in for what, and how sure this is",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,207 +40,201 @@ class Finding:
 
 
 def findings(rows: Sequence[Row], cast: Cast) -> list[Finding]:
-    """Every sentence that the rows support, by topic."""
+    """Every sentence that the rows support, in the order of the page."""
     fits = analysis.fit_table(rows)
-    found = [finding for rule in _RULES for finding in rule(rows, fits)]
-    stand_ins = [member for member in cast.members if member.stands_for and not member.masked]
-    notes = [
-        f"{m.name} stands in for {m.stands_for}, which was not available; nothing here is a measurement of {m.stands_for}."
-        for m in stand_ins
+    found = [Finding(topic, text) for topic, rule in _RULES for text in rule(rows, fits)]
+    stand_ins = [f"{m.name} stands in for {m.stands_for}" for m in cast.members if m.stands_for and not m.masked]
+    texts = [f"{sentence}." for sentence in cast.absent]
+    if stand_ins:
+        missing = " and ".join(dict.fromkeys(m.stands_for for m in cast.members if m.stands_for))
+        texts.append(f"{', '.join(stand_ins)}: nothing here is a measurement of {missing} on text.")
+    return found + [Finding(MODELS, text) for text in texts]
+
+
+def _counts(table: Sequence[FitRow], what: str) -> str:
+    """How many exponents are which, with the extremes and the paper's own layer as examples."""
+    found = Counter(row.verdict for row in table)
+    parts = [f"{name} in {found[name]}" for name in sorted(found, key=lambda name: (name == UNDECIDED, -found[name]))]
+    if found[UNDECIDED]:
+        parts[-1] += f", with an interval wider than {WIDEST:g}"
+    decided = sorted((row for row in table if row.verdict != UNDECIDED), key=lambda row: row.fit.alpha)
+    own = [row for row in decided if (row.curve.model, row.curve.layer) == (PUBLISHED_MODEL, PUBLISHED_LAYER)]
+    examples = [
+        f"{row.place} {analysis.exponent(row.fit)}" for row in dict.fromkeys([*decided[:1], *decided[-1:], *own[:1]])
     ]
-    return found + [Finding("Models", text) for text in (*notes, *(f"{sentence}." for sentence in cast.absent))]
+    text = f"{what} has, over {counted(len(table), 'curve')}, the exponent {'; '.join(parts)}"
+    return text + (f" (for example {', '.join(examples)})." if examples else ".")
 
 
-def _real_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Does σ grow like n^{1/4} on real text?"""
-    found = []
-    for estimator, name in ((SIGMA, "the true σ"), (COMPANION, "the companion estimator")):
-        table = [row for row in fits if row.estimator == estimator and row.curve.condition == "real text"]
-        if not table:
-            continue
-        inside = [row for row in table if row.contains(REAL_TEXT_EXPONENT)]
-        below = [row for row in table if row.fit.alpha_high < REAL_TEXT_EXPONENT]
-        above = [row for row in table if row.fit.alpha_low > REAL_TEXT_EXPONENT]
-        low, high = min(row.fit.alpha for row in table), max(row.fit.alpha for row in table)
-        found.append(
-            f"On real text, {name} fits exponents from {_two(low)} to {_two(high)} over {len(table)} layers: the 95 % "
-            f"interval covers 1/4 in {len(inside)}, lies below it in {len(below)} and above it in {len(above)}."
-        )
-        found += [
-            f"{_place(row.curve)}: {name} fits {analysis.power_law(row.fit)}, exponent between "
-            f"{_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}{_saturates(row)}."
-            for row in table
-        ]
-    return [Finding("Growth on real text", text) for text in found]
-
-
-def _saturates(row: FitRow) -> str:
-    """A power law is not the only curve; say so where a saturating one describes the data better."""
-    if row.fit.better != "saturating" or row.fit.alpha <= 0:
-        return ""
-    return f"; a curve that levels off at {row.fit.limit:.3g} describes it better (AIC)"
-
-
-def _published_curve(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Whose curve is the one drawn in the public repository?"""
-    here = {
-        row.estimator: row
-        for row in fits
-        if row.curve.condition == "real text" and (row.curve.model, row.curve.layer) == (PUBLISHED_MODEL, PUBLISHED_LAYER)
-    }
-    drawn = f"{PUBLISHED_FACTOR}·n^{PUBLISHED_EXPONENT}, the curve drawn in the public repository for random GPT-2, layer 6,"
-    found = []
-    for estimator, name in ((COMPANION, "the companion estimator"), (SIGMA, "the true σ")):
-        if estimator not in here:
-            continue
-        n, values = here[estimator].curve.values("estimate" if estimator == SIGMA else COMPANION)
-        gaps = [abs(value / (PUBLISHED_FACTOR * k**PUBLISHED_EXPONENT) - 1) for k, value in zip(n, values, strict=True)]
-        fit = here[estimator].fit
-        verdict = "is followed by" if median(gaps) <= _CLOSE else "is not that of"
-        found.append(
-            f"{drawn} {verdict} {name} here: median distance {median(gaps):.1%}, own fit {analysis.power_law(fit)}."
-        )
-    if found:
-        found.append("Whether the published figures came from exactly that revision of the scripts is unknown.")
-    return [Finding("The published curve", text) for text in found]
-
-
-def _companion(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """How far is the companion estimator from σ, and in which direction?"""
-    ratios = [ratio for curve in analysis.text_curves(rows) for ratio in analysis.companion_ratios(curve)]
-    if not ratios:
+def _on_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    table = _of_text(fits, SIGMA)
+    if not table:
         return []
-    above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
-    text = f"Over {len(ratios)} inputs the companion estimator is between {min(ratios):.2g} and {max(ratios):.2g} times σ"
-    if above and below:
-        text += f": above it {above} times, below it {below} times, so it is neither an upper nor a lower bound"
-    elif above:
-        text += ", above it every time"
-    elif below:
-        text += ", below it every time"
-    return [Finding("The companion estimator", text + ".")]
+    excluded = sum(row.verdict not in (UNDECIDED, "¼") for row in table)
+    texts = [_counts(table, "σ"), f"n^¼ is excluded in {excluded} of {len(table)}."]
+    level = sum(row.fit.better == "saturating" and row.fit.alpha_low > 0 for row in table)
+    if level:
+        texts.append(f"Of the curves that grow, {level} are described better by one that levels off (AIC).")
+    return texts
 
 
-def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Does σ grow like √n in the worst case?"""
+def _radius(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    table = analysis.radius_correlations(rows)
+    if not table:
+        return []
+    grows, falls = sum(c.low > 0 for c in table), sum(c.high < 0 for c in table)
+    return [
+        f"The largest token norm of an input grows with n in {grows} of {counted(len(table), 'layer')}, falls in {falls} "
+        f"and is undecided in {len(table) - grows - falls} (95 % interval of the correlation)."
+    ]
+
+
+def _published(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    """Whose curve is the one drawn in the public repository?"""
+    parts = []
+    for estimator, name in ((COMPANION, "√‖Jᵀf(X)‖, which the scripts compute"), (SIGMA, "σ")):
+        for row in _of_text(fits, estimator):
+            if (row.curve.model, row.curve.layer) != (PUBLISHED_MODEL, PUBLISHED_LAYER):
+                continue
+            n, values = row.curve.values("estimate" if estimator == SIGMA else COMPANION)
+            drawn = [PUBLISHED_FACTOR * k**PUBLISHED_EXPONENT for k in n]
+            gap = median(abs(value / there - 1) for value, there in zip(values, drawn, strict=True))
+            parts.append(f"{'follows' if gap <= _CLOSE else 'is not'} {name} (median distance {gap:.1%})")
+    if not parts:
+        return []
+    return [
+        f"The curve {PUBLISHED_FACTOR}·n^{PUBLISHED_EXPONENT}, drawn in the public repository for random GPT-2, layer 6, "
+        f"{' and '.join(parts)}; whether the published figures came from that revision is unknown."
+    ]
+
+
+def _companion(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    table = _of_text(fits, COMPANION)
+    ratios = [ratio for curve in analysis.text_curves(rows) for ratio in analysis.companion_ratios(curve)]
+    texts = [_counts(table, "The scripts' number √‖Jᵀf(X)‖")] if table else []
+    if ratios:
+        above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
+        text = (
+            f"Over {counted(len(ratios), 'input')} it is {min(ratios):.2g} to {max(ratios):.2g} times σ, above it {above} "
+        )
+        texts.append(text + f"times and below it {below} times" + (": it is no bound of σ." if above and below else "."))
+    return texts
+
+
+def _differences(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    table = analysis.difference_table(rows)
+    if not table:
+        return []
+    # A difference counts as one where the whole range of the ratio is off by more than a tenth.
+    moved = [row for row in table if row.ratio_low > 1 + _CHANGED or row.ratio_high < 1 - _CHANGED]
+    moved.sort(key=lambda row: -abs(math.log(row.ratio)))
+    examples = ", ".join(f"{row.variant} {row.ratio:.2g} times for {row.model}" for row in moved[:3])
+    every, some = ({row.variant for row in each} for each in (table, moved))
+    return [
+        f"Of {len(every)} differences between the scripts and σ, {len(some)} change the number of some model by more than "
+        f"{_CHANGED:.0%} at every input" + (f" ({examples})." if examples else ".")
+    ]
+
+
+def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     table = [row for row in fits if row.curve.experiment == ADVERSARIAL and row.estimator == SIGMA]
-    found = []
+    texts = []
     for kind in dict.fromkeys(str(row.curve.rows[0]["points"]) for row in table):
         group = [row for row in table if row.curve.rows[0]["points"] == kind]
-        # These points are constructed, not drawn: there is no scatter, so closeness counts as well as the interval.
-        root = [
-            row for row in group
-            if row.contains(WORST_CASE_EXPONENT) or abs(row.fit.alpha - WORST_CASE_EXPONENT) <= _CLOSE
-        ]  # fmt: skip
-        falls = [row for row in group if row.fit.alpha_high < 0]
-        decay = f", and σ falls with n in {len(falls)}" if falls else ""
-        found.append(
-            f"Adversarial points “{kind}”: exponents from {_two(min(r.fit.alpha for r in group))} to "
-            f"{_two(max(r.fit.alpha for r in group))} over {len(group)} layers and radii; within {_CLOSE:g} of 1/2, or "
-            f"with an interval that covers it, in {len(root)}{decay}."
-        )
-        found += [
-            f"{_place(row.curve)}, {row.curve.condition}: σ grows like √n, {analysis.power_law(row.fit)} with the "
-            f"exponent between {_ends(row.fit.alpha_low, row.fit.alpha_high, 3)}."
-            for row in root
-        ]
-    climbed = [row for row in rows if row.get("points") == "ascent"]
-    gains = [row["estimate"] / best for row in climbed if (best := _best_built(rows, row)) is not None]
+        texts.append(_counts(group, f"σ at constructed tokens (“{kind}”, one curve per layer and radius)"))
+    gains = [row["estimate"] / best for row in rows if row.get("points") == "ascent" and (best := _best_built(rows, row))]
     if gains and min(gains) >= 1:
-        found.append(
-            f"A short gradient ascent reaches {median(gains):.2g} times the σ of the best construction in the median, "
-            f"{max(gains):.2g} times at most, over {len(gains)} searches."
+        texts.append(
+            f"A short gradient ascent reaches {median(gains):.2g} times the best construction in the median and "
+            f"{max(gains):.2g} times at most, over {counted(len(gains), 'run')}."
         )
-    return [Finding("The worst case", text) for text in found]
+    return texts
+
+
+def _border(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    known = [row for row in rows if row.get("log_growth") is not None and row["experiment"] == ADVERSARIAL]
+    texts = []
+    if known:
+        least, last = min(row["log_growth"] for row in known) / math.log(10), max(row["n"] for row in known)
+        words = ", beyond every length measured here" if least > math.log10(last) else ""
+        texts.append(f"At these radii √n growth is proved up to n = 10^{math.floor(10 * least) / 10:g} or more{words}.")
+    built = [row for row in rows if row.get("experiment") == BORDER and row["points"] == "groups" and row.get("refined")]
+    if {math.log(row["n"]) > row["log_growth"] for row in built} == {False, True}:
+        ratios = [row["refined"] / row["lower"] for row in built]
+        texts.append(
+            "With tokens so short that growth ends within these lengths, the proven upper bound is "
+            f"{min(ratios):.2g} to {max(ratios):.2g} times the σ attained, before that border and beyond it."
+        )
+    return texts
 
 
 def _best_built(rows: Sequence[Row], climbed: Row) -> float | None:
-    place = ("model", "layer", "head", "n", "radius")
-    values = [
-        row["estimate"] for row in rows
-        if row.get("experiment") == ADVERSARIAL and row["points"] != "ascent"
-        and all(row[name] == climbed[name] for name in place)
-    ]  # fmt: skip
-    return max(values) if values else None
+    place = ("model", "layer", "head", "n", "radius", "experiment")
+    return max(
+        (row["estimate"] for row in rows
+         if row.get("points") not in (None, "ascent") and all(row[name] == climbed[name] for name in place)),
+        default=None,
+    )  # fmt: skip
 
 
-def _radius(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Do longer inputs hold longer tokens?"""
-    found = []
-    for c in analysis.radius_correlations(rows):
-        sign = "grows with n" if c.low > 0 else "falls with n" if c.high < 0 else "shows no sure correlation with n"
-        found.append(
-            f"{c.model} layer {c.layer}: the largest token norm {sign} (r = {c.r:.2f}, between "
-            f"{_ends(c.low, c.high, 2)}, {c.points} inputs)."
-        )
-    return [Finding("Radius against n", text) for text in found]
-
-
-def _normalisation(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """What do normalisation and residual do?"""
-    table = analysis.norm_table(rows)
-    found = []
-    for model in dict.fromkeys(row.model for row in table):
-        mine = [row for row in table if row.model == model]
-        for scope in ("norm+attention", "attention+residual"):
-            ratios = [row.sigma[scope] / row.sigma["attention"] for row in mine if scope in row.sigma]
-            if ratios:
-                where = "above" if min(ratios) > 1 else "below" if max(ratios) < 1 else "on both sides of"
-                found.append(
-                    f"{model}: σ at scope {scope} is {_span(ratios)} times σ of attention alone, "
-                    f"{where} it over {len(ratios)} layers and lengths."
-                )
-        slack = [row.global_bound / row.sigma["attention"] for row in mine if row.global_bound is not None]
-        radii = [row.image_radius for row in mine if row.image_radius is not None]
-        if slack and radii and min(slack) >= 1:
-            found.append(
-                f"{model}: normalised tokens are never longer than {_span(radii)}, so attention has a global "
-                f"constant; the proven one is {_span(slack)} times the σ measured."
-            )
-    return [Finding("LayerNorm", text) for text in found]
-
-
-def _certificates(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Do certificates hold, and how tight are they?"""
-    certified = [row for row in rows if row.get("certified") is not None]
-    ratios = analysis.certificate_ratios(certified)
+def _masks(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    ratios = [pair.ratio for pair in analysis.masked_pairs(rows)]
     if not ratios:
         return []
+    larger = sum(ratio > 1 for ratio in ratios)
+    texts = [
+        f"On the same text and weights σ is larger under the causal mask in {larger} of {len(ratios)} comparisons "
+        f"({min(ratios):.2g} to {max(ratios):.2g} times, {median(ratios):.2g} in the median)."
+    ]
+    exponents = {(row.curve.model, row.curve.layer): row.fit for row in _of_text(fits, SIGMA) if row.verdict != UNDECIDED}
+    both = [(fit, exponents[model + SUFFIX, k]) for (model, k), fit in exponents.items() if (model + SUFFIX, k) in exponents]
+    if both:
+        apart = sum(masked.alpha_low > free.alpha_high for free, masked in both)
+        texts.append(f"Its exponent is larger under the mask in {apart} of {counted(len(both), 'layer')}, intervals apart.")
+    return texts
+
+
+def _normalisation(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    table, texts = analysis.norm_table(rows), []
+    for scope, words in (("norm+attention", "the normalisation before it"), ("attention+residual", "the residual after it")):
+        ratios = [row.sigma[scope] / row.sigma["attention"] for row in table if scope in row.sigma]
+        if ratios:
+            texts.append(
+                f"Measured with {words}, σ is {min(ratios):.2g} to {max(ratios):.2g} times that of attention alone: larger "
+                f"in {sum(r > 1 for r in ratios)} of {len(ratios)} layers and lengths."
+            )
+    slack = [row.global_bound / row.sigma["attention"] for row in table if row.global_bound is not None]
+    if slack and min(slack) >= 1:
+        texts.append(
+            f"Normalised tokens are bounded, so attention has a global constant; the proven one is {min(slack):.2g} to "
+            f"{max(slack):.2g} times the σ measured."
+        )
+    return texts
+
+
+def _certificates(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
+    certified = [row for row in rows if row.get("certified") is not None]
+    ratios = analysis.certificate_ratios(certified)
     broken = sum(row["certified"] < row["lower"] for row in certified)
-    text = (
-        f"{broken} certified upper bounds lie below a value that is attained: a fault."
-        if broken
-        else f"All {len(ratios)} certified upper bounds lie above the value attained; the median is {median(ratios):.3g} "
-        f"times σ, the largest {max(ratios):.3g} times."
+    if broken:
+        return [f"{broken} certified upper bounds lie below a value that is attained: a fault."]
+    return (
+        [f"All {len(ratios)} certified upper bounds hold, at {median(ratios):.3g} times σ in the median."] if ratios else []
     )
-    return [Finding("Certificates", text)]
 
 
-def _unfinished(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[Finding]:
-    """Rows whose solver stopped early."""
+def _unfinished(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     count = sum(row.get("converged") is False for row in rows)
-    text = f"{count} of {len(rows)} rows did not reach the accuracy asked for; their intervals say so."
-    return [Finding("Accuracy", text)] if count else []
+    return [f"{count} of {len(rows)} rows did not reach the accuracy asked for; their intervals say so."] if count else []
 
 
-_RULES: tuple[Callable[[Sequence[Row], Sequence[FitRow]], list[Finding]], ...] = (
-    _real_text, _published_curve, _companion, _worst_case, _radius, _normalisation, _certificates, _unfinished,
+def _of_text(fits: Sequence[FitRow], estimator: str) -> list[FitRow]:
+    return [row for row in fits if row.estimator == estimator and row.curve.condition == analysis.REAL_TEXT]
+
+
+_Rule = Callable[[Sequence[Row], Sequence[FitRow]], list[str]]
+_RULES: tuple[tuple[str, _Rule], ...] = (
+    (TEXT, _on_text), (TEXT, _radius), (SCRIPTS, _published), (SCRIPTS, _companion), (SCRIPTS, _differences),
+    (WORST, _worst_case), (WORST, _border), (MASKS, _masks), (NORM, _normalisation), (MODELS, _certificates),
+    (MODELS, _unfinished),
 )  # fmt: skip
-
-
-def _two(value: float) -> str:
-    """Two digits behind the point, and no minus sign before nothing."""
-    return f"{round(value, 2) + 0.0:.2f}"
-
-
-def _ends(low: float, high: float, decimals: int) -> str:
-    return span(low, high, decimals=decimals, between=" and ")
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _place(curve: Curve) -> str:
-    return f"{curve.model} layer {curve.layer}"

@@ -3,12 +3,14 @@
 On real text the estimator of the paper's scripts is a further column. Built inputs are those of one head of a layer, before
 W_O, since Proposition 3.4 of the paper speaks of one head: that with the largest score gain E/R² = max(γ_max/4, 2|γ_min|),
 where γ are the real eigenvalues of A = τW_KᵀW_Q. At every n and R: the paper's two-token input, the best m : n−m split of
-two tokens, and at some n a short gradient ascent from them.
+two tokens, and at some n a short gradient ascent from them. With the option ``border`` the radius is the one at which √n
+growth is proved up to about that many tokens, so that its end can be seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.bounds.certificates import certified_upper
+from lipscope.bounds.domain import ball
+from lipscope.bounds.exponent import HeadOnSet, Regime, best_pair, regimes
 from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
 from lipscope.bounds.registry import least
 from lipscope.models.inputs import position_limit
@@ -113,17 +117,18 @@ class AdversarialPoints:
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """One pass per length and radius, with a task per layer; none for a model without plain weights."""
-        settings = []
         for layer in chosen_layers(len(handle.layers), block.options["layers"]):
             weights = weights_of(handle, layer)
-            if weights is not None:
-                settings.append({"layer": layer, "scope": "head", "heads": [strongest_head(weights)]})
-        if not settings:
-            return
-        for radius in block.options["radii"]:
-            for n in block.sizes:
-                point = {"n": n, "radius": float(radius), "ascend": n in block.options["ascent_lengths"]}
-                yield Pass(point, point, n, 1, None, tuple(settings))
+            if weights is None:
+                continue
+            head = strongest_head(weights)
+            border = block.options.get("border")
+            radii = block.options["radii"] if border is None else [border_radius(weights.head(head), border)]
+            for radius in radii:
+                for n in block.sizes:
+                    point = {"n": n, "radius": float(radius), "ascend": n in block.options["ascent_lengths"]}
+                    known = {"borders": n == max(block.sizes) or border is not None}
+                    yield Pass(point, point | known, n, 1, None, ({"layer": layer, "scope": "head", "heads": [head]},))
 
     def record(self, handle: Model, payload: dict[str, Any]) -> None:
         """No text is read."""
@@ -148,6 +153,9 @@ class AdversarialPoints:
             about = f"from {found.labels[found.best]}; start seed {found.start_seed}"
             points.append((ASCENT, found.tokens, found.sigma, None, about))
         bounds = upper_bounds(head, radius, n)
+        if payload["borders"]:
+            regime = _borders(handle.name, task["layer"], task["heads"][0], radius, head)
+            bounds |= {"exponent": regime.exponent, "log_growth": regime.log_growth, "log_plateau": regime.log_plateau}
         return [
             _row(handle, task, name, X, sigma, radius)
             | {"predicted": predicted, "construction": about, "companion": companion_estimator(head, X)}
@@ -155,6 +163,27 @@ class AdversarialPoints:
             | bounds
             for name, X, sigma, predicted, about in points
         ]
+
+
+_KNOWN: dict[tuple[str, int, int, float], Regime] = {}
+
+
+def _borders(model: str, layer: int, index: int, radius: float, head: Attention) -> Regime:
+    """The borders of a head, computed once for all lengths."""
+    key = (model, layer, index, radius)
+    if key not in _KNOWN:
+        _KNOWN[key] = regimes(head, ball(radius))[0]
+    return _KNOWN[key]
+
+
+def border_radius(head: Attention, n: int) -> float:
+    """The radius at which √n growth of a head is proved up to about n tokens: E = ln n, and E grows as R² but for biases."""
+    radius = 1.0
+    for _ in range(4):
+        on = HeadOnSet(head.to(torch.float64), 0, ball(radius))
+        u, w = best_pair(on.A, radius, shift=on.shift)
+        radius *= math.sqrt(math.log(n) / max(float((u - w) @ (on.A @ w + on.shift)), 1e-12))
+    return radius
 
 
 def upper_bounds(head: Attention, radius: float, n: int) -> dict[str, float]:

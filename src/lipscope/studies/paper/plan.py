@@ -1,4 +1,4 @@
-"""The experiments of the paper as data, and as a sweep: one plan of five blocks, whose rows name their ``experiment``.
+"""The experiments of the paper as data, and as a sweep: one plan of six blocks, whose rows name their ``experiment``.
 
 What the paper fixes (lengths, layers, radii) is said in ``FULL``, and so is what we chose (how long an ascent is, how many
 certificates); ``QUICK`` is a sample of it.
@@ -16,11 +16,10 @@ from lipscope.studies.paper.cast import FIRST_AND_MIDDLE, Cast, Member
 
 # What the paper's public repository draws: σ ≈ 0.445·n^0.25 on random GPT-2, layer 6.
 PUBLISHED_FACTOR, PUBLISHED_EXPONENT = 0.445, 0.25
-# What the theorems speak of: n^{1/4} was read off real text, √n is the worst case.
-REAL_TEXT_EXPONENT, WORST_CASE_EXPONENT = 0.25, 0.5
 
 TEXT, TEXT_WITHOUT_PACKAGES = "alice", "python-docs"
-GROWTH, LONG, ADVERSARIAL, LAYERNORM, DIFFERENCES = "growth", "long range", "adversarial", "layernorm", "differences"
+GROWTH, LONG, LAYERNORM, DIFFERENCES = "growth", "long range", "layernorm", "differences"
+ADVERSARIAL, BORDER = "adversarial", "border"
 NORM_SCOPES = ("attention", "norm+attention", "attention+residual")
 
 
@@ -42,6 +41,7 @@ class Settings:
     norm_layers: int  # layers of the LayerNorm study, evenly spread
     norm_lengths: tuple[int, ...]  # its numbers of tokens
     norm_inputs: int  # its inputs per length
+    border: int  # about where √n growth ends at the radius that is looked for
     difference_length: int  # number of tokens at which differences from the published scripts are measured
     difference_inputs: int  # inputs for that
     rtol: float = 1e-3  # relative accuracy of σ
@@ -64,6 +64,7 @@ FULL = Settings(
     norm_layers=6,
     norm_lengths=(8, 16, 32, 64),
     norm_inputs=2,
+    border=16,
     difference_length=48,
     difference_inputs=10,
 )
@@ -83,6 +84,7 @@ QUICK = Settings(
     norm_layers=3,
     norm_lengths=(8, 24),
     norm_inputs=1,
+    border=8,
     difference_length=16,
     difference_inputs=4,
 )
@@ -120,6 +122,8 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
     attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
               "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
     blocks.append(block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=attack))
+    shorter = attack | {"radii": [], "ascent_lengths": [], "border": settings.border}
+    blocks.append(block(BORDER, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=shorter))
     blocks.append(
         block(LAYERNORM, unmasked, kinds.REAL_TEXT, settings.norm_lengths, settings.norm_inputs, texts=text,
               scopes=NORM_SCOPES, options={"layers": settings.norm_layers, "certificates": 0})

@@ -25,13 +25,13 @@ from lipscope.runs.store import Store
 from lipscope.runs.sweep import Progress, Summary, run_plan
 from lipscope.runs.tasks import expand
 from lipscope.runs.work import forget_models, loaded_model
-from lipscope.runs.writing import csv_lines, write_file
+from lipscope.runs.writing import csv_text, write_file
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import Row
 from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_of
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.paper.differences import textbook_seconds
-from lipscope.studies.paper.pages import exponent_table, findings_page, reproduction_page
+from lipscope.studies.paper.pages import findings_page, reproduction_page
 from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
 
 STORE = "RUN.db"
@@ -82,10 +82,11 @@ def reproduce(
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     cast = find_cast(bert, gpt2)
+    plan = paper_plan(settings, cast)
     for member in cast.members:
         if member.stands_for and not member.masked:
             notice(f"{member.name} stands in for {member.stands_for}, which is not on this machine")
-    expansion = expand(paper_plan(settings, cast))
+    expansion = expand(plan)
     if engine is not None:
         forget_models()  # workers load their own
     summary = run_plan(
@@ -108,21 +109,19 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
     """
     pictures = directory / "figures"
     pictures.mkdir(exist_ok=True)
-    files, drawn = [], []
-    for chart in charts(rows, cast):
+    files, drawn = [], charts(rows, cast)
+    for chart in drawn:
         files += draw(chart, *(pictures / f"{chart.name}.{ending}" for ending in ("png", "pdf", "html")))
-        drawn.append(chart.name)
-    table = exponent_table(analysis.fit_table(rows))
-    write_file(directory / "exponents.csv", csv_lines([table.header, *table.rows]))
     found = findings_page(rows, cast, about, drawn)
     reproduced = reproduction_page(rows, cast, settings, about)
     for name, text in (
         ("FINDINGS.md", found.to_markdown()),
         ("findings.html", found.to_html(pictures)),
         ("reproduction.md", reproduced.to_markdown()),
+        ("FINDINGS.csv", csv_text(analysis.every_number(rows))),
     ):
         files.append(write_file(directory / name, text))
-    return [*files, directory / "exponents.csv"]
+    return files
 
 
 def _textbook(
