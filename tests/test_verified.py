@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import lipscope
 from bound_cases import jacobian, problem
-from lipscope.bounds import verified
+from lipscope.bounds import certified_radius, verified
 from lipscope.bounds.verified import Cost, Gram, Triangle, verified_upper
 from lipscope.cli.main import app
 from rounding_cases import draw, true_sigma
@@ -209,6 +209,26 @@ def test_what_does_not_fit_is_refused_in_one_line():
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="no verified bound for scope 'block'"):
         verified_upper(layer, torch.zeros(1, 2, 768), "block")
+
+
+def test_a_ball_with_a_verified_centre_is_sound_and_shrinks_to_it():
+    G = torch.Generator().manual_seed(0)
+    layer = lipscope.Attention(*(torch.randn(12, 12, generator=G).double() / 3 for _ in range(4)), heads=3, mask="causal")
+    X = torch.randn(7, 12, generator=G).double()
+    sigma = lipscope.local_lipschitz(layer, X).estimate
+    for radius in (0.0, 1e-4, 1e-2, 0.3):
+        before, after = (lipscope.certify(layer, X, radius=radius, verified=v).value for v in (False, True))
+        E = torch.randn(20, 7, 12, generator=G).double()
+        near = X + radius * E / E.norm(dim=(1, 2), keepdim=True)
+        assert float(lipscope.local_lipschitz(layer, near, certificate=False).estimate.max()) <= after * (1 + 1e-12)
+        assert after <= before
+    assert (
+        lipscope.certify(layer, X, radius=0.0, verified=True).value
+        <= 1.0011 * sigma
+        < lipscope.certify(layer, X, radius=0.0).value
+    )
+    one, other = (certified_radius(layer, X, moves=1e-3, verified=v) for v in (False, True))
+    assert one < other
 
 
 def test_products_in_fewer_digits_than_float32_are_never_used(monkeypatch):

@@ -25,10 +25,11 @@ from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.constants import largest_interaction
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.spectral_upper import collatz_wielandt, matrix_norm_upper, perron_vector
+from lipscope.bounds.verified import verified_upper
 from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads
 
 
-def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
+def certify(attention: Attention, X: Tensor, *, radius: float, verified: bool = False) -> Bound:
     """A Lipschitz constant of the layer on {X' : ‖X' − X‖_F ≤ ρ}.
 
     Any mask, biases, grouped queries, soft-cap, sinks, rotary embeddings; float64 with the rounding margin of the local
@@ -39,6 +40,7 @@ def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
         attention: the layer.
         X: tokens (n, d).
         radius: ρ ≥ 0, a Frobenius distance.
+        verified: verify σ at the centre, so that for small ρ only how far J moves is lost; ``bounds.verified`` has the cost.
 
     Returns:
         A ball bound; the outputs of two inputs in the ball differ by at most its value times their distance.
@@ -53,14 +55,14 @@ def certify(attention: Attention, X: Tensor, *, radius: float) -> Bound:
         >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), radius=1.0).value, 6)
         1.0
     """
-    heads = _BallHeads.at(attention, X)
+    heads = _BallHeads.at(attention, X, verified)
     if not radius >= 0:
         raise ValueError(f"radius must not be negative, got {radius}")
     return Bound("ball.certify", heads.constant(radius), "ball", f"all inputs within Frobenius distance {radius:g}", OURS,
                  {"radius": radius, "n": X.shape[0]})  # fmt: skip
 
 
-def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: float = 1e-3) -> float:
+def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: float = 1e-3, verified: bool = False) -> float:
     """The largest ρ (up to rtol, from below) for which ρ·L(ρ) ≤ η: within it the output provably moves at most η.
 
     Args:
@@ -68,13 +70,14 @@ def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: flo
         X: tokens (n, d).
         moves: η > 0, the allowed Frobenius distance of the outputs.
         rtol: relative accuracy of the search.
+        verified: as for ``certify``.
 
     Returns:
         ρ; infinite when no distance up to 1e12 moves the output by η.
     """
     if not moves > 0:
         raise ValueError(f"moves must be positive, got {moves}")
-    heads = _BallHeads.at(attention, X)
+    heads = _BallHeads.at(attention, X, verified)
     local = heads.constant(0.0)
     if local == 0.0 and heads.constant(1e12) == 0.0:
         return math.inf
@@ -103,7 +106,7 @@ class _BallHeads:
     local: float
 
     @classmethod
-    def at(cls, layer: Attention, X: Tensor) -> _BallHeads:
+    def at(cls, layer: Attention, X: Tensor, verified: bool) -> _BallHeads:
         if X.ndim != 2 or X.shape[1] != layer.width or not len(X):
             raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
         weights = layer_weights(layer)
@@ -116,6 +119,7 @@ class _BallHeads:
             image = [_BallHead.at(*parts) for parts in zip(cores, weights.image, visible, strict=True)]
             plain = [_BallHead.at(*parts) for parts in zip(cores, weights.plain, visible, strict=True)] if several else image
             local = float(certified_upper(precise, x[None])[0])
+            local = min(local, float(verified_upper(precise, x[None])[0])) if verified else local
         return cls(image, plain, weights.out if several else 1.0, local)
 
     def constant(self, radius: float) -> float:
