@@ -193,7 +193,7 @@ class Gram:
         error = margin * (_norm(P, dim=(1, 2)) * n_v + scores)
         error = error + _norm(W, dim=(1, 2)) * n_k * (moved * most_q + spread * unit * query)
         by_query = 2 * margin * spread * most_k + moved * most_k + spread * unit * key
-        error = error + P.sum(-1).amax(-1) * n_q * by_query
+        error = error + W.sum(-1).amax(-1) * n_q * by_query
         error = error + x.new_tensor([r.underflow(w, n) for r, w in zip(known, weights, strict=True)])
         majorant = _norm(P, dim=(1, 2)) * n_v + 2 * scores + 2 * _norm(B, dim=(1, 2, 3)) * n_q
         through = 1.0 if layer.out is None else float(_norm(layer.out))
