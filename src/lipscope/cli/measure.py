@@ -54,6 +54,13 @@ def scan(
     certificate: opt.Certificate = None,
     memory: opt.Memory = None,
     loading: Loading = Loading(),
+    stream: Annotated[
+        bool | None,
+        option(
+            "Read the weights layer by layer while measuring; by default when they do not fit into memory.",
+            panel=opt.FOR_A_MODEL,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, option("Directory for rows.csv, rows.json, fits.csv, run.json and tokens.json.", panel=opt.OUTPUT)
     ] = None,
@@ -86,7 +93,9 @@ def scan(
     # What cannot be written to is said before anything is measured.
     with Store(None if out is None else out / SCAN_STORE, write=out is not None, notice=notice) as store:
         with waiting(f"loading {model}"):
-            handle = load_model(model, loading)
+            handle = load_model(model, loading, stream=stream)
+        if handle.stream is not None and stream is None:
+            notice(f"the weights of {handle.name} do not fit into memory, so they are streamed layer by layer")
         handle.check_lengths([longest])
         batch = batch_size(longest, inputs, pack=pack)
         places = handle.check_layers(chosen, what)
@@ -108,7 +117,7 @@ def scan(
     # After the table, which is there whatever becomes of the files.
     if out is not None:
         asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
-        asked |= {"scope": scope}
+        asked |= {"scope": scope, "stream": stream}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
     if (why := result.about.get("stopped")) is not None:

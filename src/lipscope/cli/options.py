@@ -140,6 +140,11 @@ class Loading(Group):
     tokenizer: Tokenizer = None
     allow_pickle: AllowPickle = False
     trust_remote_code: TrustRemoteCode = False
+    revision: Annotated[str | None, option("Branch, tag or commit of a hub model.", panel=FOR_A_MODEL)] = None
+    attn_implementation: Annotated[
+        str | None, option("The model's own attention that self-tests compare with: eager or sdpa.", panel=FOR_A_MODEL)
+    ] = None
+    device: Annotated[str | None, option("cpu, cuda, cuda:1, mps, or auto.", panel=FOR_A_MODEL)] = None
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,11 @@ def look_first(model: str, text: str | None = None, layers: Sequence[int] | None
             raise ValueError(f"layer must lie between 0 and {count - 1}, got {index}")
 
 
-def load_model(name: str, loading: Loading) -> Model:
+def load_model(name: str, loading: Loading, **more: Any) -> Model:
     """The model, loaded as the options say."""
     from lipscope.models.load import load
 
-    return load(name, **loading.settings(Loading) | {"dtype": as_dtype(loading.dtype)})
+    return load(name, **loading.settings(Loading) | {"dtype": as_dtype(loading.dtype)} | more)
 
 
 def read_ids(model: Model, text: str | None, say: str | None, n: int | None, seed: int) -> Tensor:

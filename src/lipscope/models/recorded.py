@@ -62,8 +62,15 @@ class Recorded(Recording):
     def __getitem__(self, layer: int) -> RecordedLayer:
         where = self.model.layer(layer)
         if where.index not in self._layers:
+            if self.model.stream is not None:
+                self.forget()
+                self.hosts[where.index]  # moves the pass there, before anything is found out about the layer
             self._layers[where.index] = RecordedLayer(self, where)
         return self._layers[where.index]
+
+    def forget(self) -> None:
+        """Let go of what was found out about layers."""
+        self._layers.clear()
 
     def __iter__(self) -> Iterator[RecordedLayer]:
         return (self[i] for i in range(len(self)))
@@ -311,6 +318,8 @@ def layer_rows(layer: RecordedLayer, scope: str, *, first_input: int = 0, **how:
     model, real = layer.model, layer.recorded.real
     looked_at = scope in LAYER_SCOPES
     if looked_at:
+        if model.stream is not None:  # what comes after attention is not called again
+            model.stream.release(but=layer.layer.host)
         layer.observe()
     start = time.perf_counter()
     measured = layer.sigma(scope, **how).to_rows()

@@ -140,14 +140,32 @@ def backbone(model: nn.Module, part: str | None) -> nn.Module:
     return base if isinstance(base, nn.Module) else model
 
 
-def in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The model in float32 or float64; its own dtype when that is one of them."""
+def as_device(device: str | torch.device, dtype: torch.dtype | None = None) -> torch.device:
+    """A device that exists here; ``"auto"`` is the first of CUDA, MPS and CPU."""
+    there = ["cpu", *(["mps"] if torch.backends.mps.is_available() else [])]
+    there += [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    if str(device) == "auto":
+        return torch.device("cuda:0" if "cuda:0" in there else there[-1])
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1 or mps, got {str(device)!r}") from None
+    if wanted.type != "meta" and f"{wanted.type}:{wanted.index or 0}" not in there and wanted.type not in there:
+        raise ValueError(f"there is no device {str(device)!r} here; there are {', '.join(there)}")
+    if wanted.type == "mps" and dtype == torch.float64:
+        raise ValueError("device mps has no float64: measure in float32 there, or on the CPU")
+    return wanted
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype | None, device: torch.device | None = None) -> nn.Module:
+    """The model in float32 or float64, on a device; its own dtype when that is one of them, and its own device."""
     current = model_dtype(model)
     wanted = dtype or (current if current in (torch.float32, torch.float64) else torch.float32)
     if wanted not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be float32 or float64, got {wanted}")
-    # A copy: the caller's model keeps its dtype.
-    return model if wanted == current else copy.deepcopy(model).to(wanted)
+    # A copy: the caller's model keeps its dtype and stays where it is.
+    same = wanted == current and device in (None, next(model.parameters()).device)
+    return model if same else copy.deepcopy(model).to(device, wanted)
 
 
 def check_ids(ids: Tensor, model: nn.Module) -> None:

@@ -110,12 +110,16 @@ def scan(
     stopped = {}
     with nullcontext(store) if isinstance(store, Store) else Store(store, write=store is not None) as ledger:
         counted = _counted(progress, [task for task in expansion.tasks if task.key not in ledger.tasks("done")])
+        if handle.stream is not None and ledger.path.exists():
+            handle.stream.keep = ledger.path.with_suffix(".pass")
         try:
             run_plan(expansion, ledger, engine=InProcess(stop=True), progress=counted)
         except (KeyboardInterrupt, Exception) as error:
             if not partial or not ledger.rows_of(keys):
                 raise
             stopped = {"stopped": str(error) or "interrupted"}
+        if handle.stream is not None and handle.stream.keep is not None and not stopped:
+            handle.stream.keep.unlink(missing_ok=True)
         measured, looks = ledger.rows_of(keys), ledger.views()
     about = stopped | {
         "model": handle.name,

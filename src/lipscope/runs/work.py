@@ -131,6 +131,8 @@ def model_fingerprint(handle: Model) -> str:
 
     The name and the place it was loaded from do not enter, nor does the version of transformers that saved it.
     """
+    if handle.stream is not None:
+        return handle.stream.fingerprint
     model = handle.model
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
     state.update(f"{type(model).__name__} {_configuration(model)}".encode())
@@ -153,7 +155,9 @@ _INCIDENTAL = ("transformers_version", "name_or_path", "dtype", "torch_dtype", "
 
 
 def weight_bytes(handle: Model) -> int:
-    """Bytes of a model's parameters."""
+    """Bytes of a model's parameters; of a streamed one, of its largest layer."""
+    if handle.stream is not None:
+        return max(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in handle.stream.units)
     return sum(p.numel() * p.element_size() for p in handle.model.parameters())
 
 

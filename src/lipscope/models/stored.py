@@ -1,0 +1,138 @@
+"""Weights where they lie: the headers of safetensors files, single tensors of them, and whether they fit into memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.doors import read_json
+
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # first byte in the file
+    size: int  # bytes
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+class Checkpoint:
+    """The tensors in the safetensors files of a directory, by the names under which they are stored.
+
+    Files are read, not mapped into memory: one that is cut short while it is read is then an error and not the end of the
+    process, and pages of the file do not count as memory of the process.
+
+    Raises:
+        ValueError: when a file is missing, cut short, or holds what is no floating-point tensor; names the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        indices = sorted(directory.glob("*.safetensors.index.json"))
+        if indices:
+            parts = read_json(indices[0], dict)["weight_map"]
+            files = [directory / name for name in sorted(set(parts.values()))]
+        else:
+            files = sorted(directory.glob("*.safetensors"))
+        self.directory = directory
+        self.tensors: dict[str, Stored] = {}
+        self._seen: dict[Path, tuple[int, int]] = {}
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{directory} names {file.name} as a part of its weights, but there is no such file")
+            self._seen[file] = _state(file)
+            self.tensors |= _header(file)
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells the files from others: names, shapes and places of the tensors, sizes and times of the files."""
+        held = [[name, str(t.dtype), t.shape, t.start] for name, t in sorted(self.tensors.items())]
+        return [held, [[file.name, *state] for file, state in self._seen.items()]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the weights."""
+        return next((t.dtype for t in self.tensors.values() if t.dtype.is_floating_point), torch.float32)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        where = self.tensors[name]
+        if _state(where.file) != self._seen[where.file]:
+            raise ValueError(f"{where.file} changed while it was read: measure again, from the start")
+        data = torch.empty(where.size, dtype=torch.uint8)
+        with where.file.open("rb", buffering=0) as file:
+            file.seek(where.start)
+            view: Any = data.numpy()
+            got = 0
+            while got < where.size and (more := file.readinto(view[got:])):
+                got += more
+        if got < where.size:
+            raise ValueError(f"{where.file} ends inside {name}: it was cut short")
+        return data.view(where.dtype).reshape(where.shape)
+
+
+def _state(file: Path) -> tuple[int, int]:
+    try:
+        about = file.stat()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read any more: {error.strerror}") from None
+    return about.st_size, about.st_mtime_ns
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size
+        if not 2 <= length <= min(size - 8, 100_000_000):
+            raise ValueError(f"{file} is damaged: it is cut short, or no safetensors file")
+        try:
+            entries = json.loads(opened.read(length))
+        except ValueError:
+            raise ValueError(f"{file} is damaged: its header is not JSON") from None
+    found = {}
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        if end > size:
+            raise ValueError(f"{file} is damaged: {name} ends at byte {end} of {size}, so the file was cut short")
+        dtype = (FLOATING | _WHOLE).get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{file}: {name} is stored as {entry['dtype']}; streaming takes {', '.join(FLOATING)}")
+        found[name] = Stored(file, dtype, tuple(entry["shape"]), start, end - start)
+    return found
+
+
+def fits(directory: Path, dtype: torch.dtype | None = None) -> bool:
+    """Whether the weights of a directory, with the copy that is made on loading, fit into the memory that is free now."""
+    free = free_memory()
+    if free is None or not any(directory.glob("*.safetensors")):
+        return True
+    checkpoint = Checkpoint(directory)
+    wanted = dtype or (torch.float64 if checkpoint.dtype == torch.float64 else torch.float32)
+    return sum(t.size + (t.dtype != wanted) * t.count * wanted.itemsize for t in checkpoint.tensors.values()) < free
+
+
+def free_memory() -> int | None:
+    """Bytes that this process could still take, or None when the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,344 @@
+"""A model that is never whole in memory: its weights are read from safetensors when a layer is called, and let go after it.
+
+The skeleton (accelerate's ``init_empty_weights``) has parameters without storage. A hook of accelerate around every module
+with weights brings those of its *unit* in: one element of the model's list of blocks, or one module outside of it. Two
+things that off-loading by accelerate does not do are here: a unit stays until another one is called, as σ takes many
+calls of one layer, and a forward pass stops behind a block and goes on later.
+
+A pass goes on in the model's own code: calls of units that are done are answered from what they returned, so that masks,
+positions and what else a model hands to its blocks need not be known. Of the blocks only the last answer is kept; the
+others are tensors without storage, and a model that looks at one again fails instead of going on with wrong numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Layer, Sighting, watching
+from lipscope.models.capture import ReachedError, Recording, model_dtype, record_found, replaying
+from lipscope.models.refusals import in_dtype
+from lipscope.models.stored import FLOATING, Checkpoint
+
+if TYPE_CHECKING:
+    from lipscope.models.model import Model
+
+
+def skeleton(checkpoint: Checkpoint, dtype: torch.dtype | None, **options: Any) -> nn.Module:
+    """The model that a directory describes, its parameters without storage, in eval mode; buffers are real."""
+    try:
+        from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError("streaming needs accelerate: pip install accelerate") from None
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config = transformers.AutoConfig.from_pretrained(str(checkpoint.directory), local_files_only=True, **options)
+    # First in the dtype of the checkpoint, like a model in memory: some buffers are rounded to it.
+    options["dtype"] = getattr(config, "dtype", None) or checkpoint.dtype
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model: nn.Module = transformers.AutoModel.from_config(config, **options)  # type: ignore[no-untyped-call]
+    return in_dtype(model, dtype).requires_grad_(False).eval()
+
+
+class Stream:
+    """Brings the weights of a skeleton in, unit by unit.
+
+    Args:
+        whole: the skeleton as its checkpoint names it.
+        model: the part of it that is measured.
+        checkpoint: where its weights are.
+        device: where they are needed.
+
+    Attributes:
+        units: every module that is brought in as a whole, and the tensors inside it by their names in the model.
+        blocks: those of them that are elements of a list.
+        keep: a file that holds how far the last pass came, so that another process can go on; None: nothing is kept.
+    """
+
+    def __init__(self, whole: nn.Module, model: nn.Module, checkpoint: Checkpoint, device: torch.device) -> None:
+        from accelerate.hooks import ModelHook, add_hook_to_module  # type: ignore[import-untyped]
+
+        self.model, self.checkpoint, self.device = model, checkpoint, device
+        self.keep: Path | None = None
+        self._held: nn.Module | None = None
+        self._stored = _names(whole, model, checkpoint)
+        self.blocks: dict[nn.Module, str] = {}
+        for name, part in model.named_modules():
+            if isinstance(part, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in self.blocks.values()):
+                self.blocks |= {child: f"{name}.{key}" for key, child in part.named_children()}
+        self._home: dict[nn.Module, nn.Module] = {}
+        for block in self.blocks:
+            self._home |= dict.fromkeys(block.modules(), block)
+        self.names = {module: name for name, module in model.named_modules()}
+        for buffer_name, buffer in model.named_buffers():
+            owner, _, name = buffer_name.rpartition(".")
+            model.get_submodule(owner)._buffers[name] = buffer.to(device)
+        stream = self
+
+        class Hold(ModelHook):  # type: ignore[misc]
+            def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                stream.hold(module)
+                return args, kwargs
+
+        for module in model.modules():
+            if any(True for _ in _own(module)):
+                self._home.setdefault(module, module)
+                add_hook_to_module(module, Hold())
+        model.stream_device = device  # type: ignore[assignment]
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the model: its class, its configuration, and its files as they lie on the disk."""
+        settings = getattr(self.model, "config", None)
+        about = [type(self.model).__name__, str(settings), str(model_dtype(self.model)), self.checkpoint.identity]
+        return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
+
+    @property
+    def units(self) -> dict[nn.Module, None]:
+        """The units in the order of the model."""
+        return dict.fromkeys(self._home.values())
+
+    def unit(self, module: nn.Module) -> nn.Module:
+        """The unit that a module belongs to; refuses one that spans several."""
+        if module not in self._home:
+            raise ValueError(
+                f"{self.names[module]} ({type(module).__name__}) is in no list of blocks, so it cannot be streamed"
+            )
+        return self._home[module]
+
+    def hold(self, module: nn.Module) -> None:
+        """Bring in the unit of a module that is about to be called, in place of the one that is here."""
+        if all(t.device.type != "meta" for _, t in _own(module)):
+            return
+        unit = self._home[module]
+        self.release()
+        for part in unit.modules():
+            for name, tensor in list(_own(part)):
+                if tensor.device.type == "meta":
+                    self._bring(part, name, tensor)
+        self._held = unit
+
+    def release(self, but: nn.Module | None = None) -> None:
+        """Let the unit go, but for a part that is still measured.
+
+        Vectors stay: the normalisation that closes a block belongs to the attention of the next one.
+        """
+        kept = set() if but is None else set(but.modules())
+        for part in () if self._held is None else set(self._held.modules()) - kept:
+            for name, tensor in list(_own(part)):
+                if tensor.ndim > 1 and name in part._parameters:
+                    part._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
+        self._held = None if but is None else self._held
+
+    def _bring(self, part: nn.Module, name: str, empty: Tensor) -> None:
+        full = f"{self.names[part]}.{name}".removeprefix(".")
+        if full not in self._stored:
+            # Heads may be missing, as nothing measured has them; should something have it, NaN is seen at once.
+            value = torch.full(empty.shape, float("nan"), dtype=empty.dtype, device=self.device)
+        else:
+            stored = self.checkpoint.read(self._stored[full])
+            value = stored.to(self.device, empty.dtype if stored.is_floating_point() else None)
+            if stored.is_floating_point() and not bool(torch.isfinite(value.sum())) and not bool(value.isfinite().all()):
+                file = self.checkpoint.tensors[self._stored[full]].file
+                raise ValueError(f"{file}: {full} holds NaN or infinite values: the weights are damaged")
+        if name in part._parameters:
+            part._parameters[name] = nn.Parameter(value, requires_grad=False)
+        else:
+            part._buffers[name] = value
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the module itself."""
+    both = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return ((name, tensor) for name, tensor in both if name in module._parameters or tensor.device.type == "meta")
+
+
+def _names(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names in the checkpoint by names in the model; refuses what is missing inside blocks, or has another shape."""
+    prefix = str(getattr(whole, "base_model_prefix", ""))
+    inner = next(f"{name}." if name else "" for name, part in whole.named_modules() if part is model)
+    tied: dict[str, str] = getattr(whole, "all_tied_weights_keys", {})
+    found: dict[str, str] = {}
+    missing = []
+    for name, tensor in model.state_dict().items():
+        full = f"{inner}{name}"
+        spellings = [full, f"{prefix}.{full}", full.removeprefix(f"{prefix}."), tied.get(full, full)]
+        spellings += [
+            s.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for s in spellings
+        ]
+        stored = next((s for s in spellings if s in checkpoint.tensors), None)
+        if stored is None:
+            missing.append(name)
+            continue
+        where = checkpoint.tensors[stored]
+        if where.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{where.file}: {stored} has the shape {where.shape}, but config.json asks for {tuple(tensor.shape)}"
+            )
+        if tensor.is_floating_point() and where.dtype not in FLOATING.values():
+            raise ValueError(f"{where.file}: {stored} is stored as {where.dtype}, not as floating-point numbers")
+        found[name] = stored
+    inside = [name for name in missing if any(part.isdigit() for part in name.split("."))]
+    if inside or not found:
+        raise ValueError(
+            f"{checkpoint.directory} does not hold {', '.join(inside[:4] or missing[:4])} under that name, so "
+            f"{type(model).__name__} cannot be streamed from it: the file is damaged, belongs to another model, or stores "
+            "its weights in a form that is converted on loading. Load it whole"
+        )
+    return found
+
+
+class Passing(dict[int, Any]):
+    """What was recorded of the one layer where a pass stands; asking for another moves the pass."""
+
+    def __init__(self, go: Callable[[int], None]) -> None:
+        super().__init__()
+        self._go = go
+
+    def __missing__(self, index: int) -> Any:
+        self._go(index)
+        return self[index]
+
+
+class StreamedPass:
+    """A forward pass that stops behind the block of one layer, and goes on from there."""
+
+    def __init__(self, handle: Model, run: Callable[[], Any], documents: tuple[int, ...] | None, key: str) -> None:
+        assert handle.stream is not None
+        self.handle, self.stream, self.run, self.documents, self.key = handle, handle.stream, run, documents, key
+        self.hosts, self.blocks, self.outputs = (Passing(self.go_to) for _ in range(3))
+        self.answers: list[tuple[bool, Any]] = self._kept()  # whether a block gave it, and what it was
+
+    def recording(self, real: Tensor | None) -> Recording:
+        """The pass as a recording of all layers, one of them at a time."""
+        nothing = torch.empty(0)
+        return Recording(self.hosts, self.blocks, self.outputs, nothing, real, self.run, self.documents)
+
+    def go_to(self, index: int) -> None:
+        """Record a layer; the pass starts again when it is further already."""
+        layer = self.handle.layer(index)
+        self.handle.forget_layers()
+        seen = self._advance(layer)
+        if seen is None:
+            self.answers.clear()
+            seen = self._advance(layer)
+        assert seen is not None
+        found = record_found([seen], torch.empty(0), self.run)
+        for mine, new in ((self.hosts, found.hosts), (self.blocks, found.blocks), (self.outputs, found.outputs)):
+            mine.clear()
+            mine.update(new)
+
+    def _advance(self, layer: Layer) -> Sighting | None:
+        """Go on until the layer's block has returned; None when that call is behind us."""
+        home, calls = self.stream.unit(layer.block), Counter[nn.Module]()
+        position = iter(range(1 << 30))
+
+        def called(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            here, wanted = next(position), unit is home and calls[unit] == layer.occurrence
+            calls[unit] += 1
+            if here < len(self.answers):
+                if wanted:
+                    raise ReachedError(None)
+                return _mapped(self.answers[here][1], lambda t: t.clone() if t.device.type != "meta" else t)
+            if wanted:
+                self._keep()
+            output = forward(*args, **kwargs)
+            self._answer(unit, output)
+            if wanted:
+                raise ReachedError(output)
+            return output
+
+        parts = (layer.host, layer.block, layer.out)
+        with replaying(self.handle.model, self.documents), watching(parts) as events, self._intercepted(called):
+            try:
+                with torch.no_grad():
+                    self.run()
+            except ReachedError as reached:
+                if reached.found is None:
+                    return None
+                last = {event.module: event for event in events}
+                return Sighting(layer, *(last[part] for part in parts))
+        raise RuntimeError(f"the pass never reached layer {layer.index} ({layer.name})")
+
+    def _answer(self, unit: nn.Module, output: Any) -> None:
+        of_block = unit in self.stream.blocks
+        for k, (block, answer) in enumerate(self.answers if of_block else ()):
+            if block:
+                self.answers[k] = (True, _mapped(answer, lambda t: torch.empty_like(t, device="meta")))
+        self.answers.append((of_block, _mapped(output, Tensor.detach)))
+
+    @contextmanager
+    def _intercepted(self, called: Callable[..., Any]) -> Iterator[None]:
+        """Inside, every call of a unit goes through ``called``."""
+        with ExitStack() as stack:
+            for unit in self.stream.units:
+                own = unit.forward
+                before = vars(unit).get("forward")
+
+                def forward(*args: Any, unit: nn.Module = unit, own: Any = own, **kwargs: Any) -> Any:
+                    return called(unit, own, args, kwargs)
+
+                unit.forward = forward
+                stack.callback(_restore, unit, before)
+            yield
+
+    def _keep(self) -> None:
+        """Write down where the pass stands, for another process."""
+        if self.stream.keep is None or not self.answers:
+            return
+        written = self.stream.keep.with_suffix(".tmp")
+        try:
+            torch.save({"pass": self.key, "answers": self.answers}, written)
+            written.replace(self.stream.keep)
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"the state of the pass cannot be written to {self.stream.keep}: {error}") from None
+
+    def _kept(self) -> list[tuple[bool, Any]]:
+        """The answers that were written down for these inputs, if there are any; a damaged file only costs time."""
+        try:
+            assert self.stream.keep is not None
+            kept = torch.load(self.stream.keep, map_location=self.stream.device, weights_only=True)
+            return list(kept["answers"]) if kept["pass"] == self.key else []
+        except Exception:
+            return []
+
+
+def streamed_recording(
+    handle: Model,
+    inputs: dict[str, Any],
+    run: Callable[[], Any],
+    padding: Tensor | None,
+    documents: tuple[int, ...] | None,
+) -> Recording:
+    """A forward pass of a streamed model on these inputs, recorded layer by layer as they are asked for."""
+    assert handle.stream is not None
+    key = hashlib.blake2b(repr((handle.stream.fingerprint, documents)).encode())
+    for name, value in sorted(inputs.items()):
+        key.update(f"{name} {value.tolist() if isinstance(value, Tensor) else value!r}".encode())
+    real = None if padding is None or bool(padding.bool().all()) else padding.bool()
+    return StreamedPass(handle, run, documents, key.hexdigest()).recording(real)
+
+
+def _restore(unit: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del unit.forward
+    else:
+        unit.forward = forward
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same value with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(entry, change) for entry in value)
+    return value

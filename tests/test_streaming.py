@@ -1,0 +1,299 @@
+"""A streamed model gives the bits of the model in memory, holds one layer at a time, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import lipscope
+from lipscope.models.load import ByteTokenizer
+from lipscope.models.recorded import RecordedLayer
+from lipscope.models.streaming import Stream, StreamedPass
+from lipscope.runs import Store
+from lipscope.runs.rows import table_digest
+
+WORDS = ["".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(2000))]
+LAYERS = 4
+
+
+def made(kind: str, **changed: Any) -> Any:
+    torch.manual_seed(0)
+    size = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 260} | {
+        "num_hidden_layers": LAYERS
+    }
+    match kind:
+        case "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size | {"num_key_value_heads": 2} | changed))
+        case "bert":
+            return transformers.BertForMaskedLM(transformers.BertConfig(**size | {"max_position_embeddings": 64} | changed))
+        case "albert":
+            small = size | {"embedding_size": 24, "max_position_embeddings": 64}
+            return transformers.AlbertModel(transformers.AlbertConfig(**small | changed))
+        case "gemma2":
+            windows = {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8}
+            return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**size | windows | changed))
+        case "t5":
+            small = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 260}
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(**small | changed))
+    config = transformers.GPT2Config(n_embd=48, n_layer=LAYERS, n_head=4, vocab_size=260, n_positions=64, **changed)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def saved(directory: Path, kind: str, dtype: torch.dtype = torch.bfloat16, **changed: Any) -> Path:
+    made(kind, **changed).to(dtype).save_pretrained(directory, max_shard_size="50KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("streaming") / "llama", "llama")
+
+
+def rows_of(model: Any, scope: str, **how: Any) -> list[dict[str, Any]]:
+    ids = torch.arange(12).reshape(2, 6) * 7 % 250 + 5
+    heads = [1] if scope == "head" else None
+    rows = model.record(input_ids=ids, **how).rows(scope=scope, heads=heads)
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5"])
+def test_rows_are_those_of_the_model_in_memory_to_the_last_bit(tmp_path: Path, kind: str) -> None:
+    directory = saved(tmp_path / kind, kind)
+    options: dict[str, Any] = {"part": "encoder"} if kind == "t5" else {}
+    whole = lipscope.load(directory, ByteTokenizer(), **options)
+    streamed = lipscope.load(directory, ByteTokenizer(), stream=True, **options)
+    assert streamed.describe() == whole.describe()
+    for scope in ("head", "attention", "norm+attention", "attention+residual", "block"):
+        if scope == "norm+attention" and not whole.layers[0].normed:
+            continue
+        assert rows_of(streamed, scope) == rows_of(whole, scope)
+    padding = torch.ones(2, 6, dtype=torch.long)
+    padding[1, 4:] = 0
+    assert rows_of(streamed, "block", attention_mask=padding) == rows_of(whole, "block", attention_mask=padding)
+
+
+def test_float64_streams_too(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "llama", "llama", torch.float64)
+    whole, streamed = (lipscope.load(directory, ByteTokenizer(), stream=stream) for stream in (False, True))
+    assert streamed.dtype == torch.float64
+    assert rows_of(streamed, "attention") == rows_of(whole, "attention")
+    narrow = lipscope.load(directory, dtype=torch.float32, stream=True)
+    assert rows_of(narrow, "attention") == rows_of(lipscope.load(directory, dtype=torch.float32), "attention")
+
+
+def test_layers_in_any_order(llama: Path) -> None:
+    whole, streamed = (lipscope.load(llama, stream=stream) for stream in (False, True))
+    recorded = streamed.record(input_ids=torch.arange(12)[None])
+    expected = whole.record(input_ids=torch.arange(12)[None])
+    for layer in (2, 3, 0, 3, 3, 1):
+        assert float(recorded[layer].sigma().estimate[0]) == float(expected[layer].sigma().estimate[0])
+
+
+def living(least: int) -> int:
+    """Bytes of all tensors that are alive and have at least so many, each storage once."""
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(size for size in storages.values() if size >= least)
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Matrices and copies of them are counted; the tokens of the self-tests, which are recorded for all layers, are smaller.
+    wide = {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 12,
+        "vocab_size": 64,
+    }
+    directory, whole = saved(tmp_path / "llama", "llama", **wide), made("llama", **wide)
+    one = sum(p.numel() * 4 for p in whole.model.layers[0].parameters())
+    assert sum(p.numel() * 4 for p in whole.parameters()) > 12 * one
+    del whole
+    gc.collect()
+    gc.freeze()  # what was there before is no longer looked at
+    peaks, at_sigma = [0], []
+    hold, sigma = Stream.hold, RecordedLayer.sigma
+
+    def holding(stream: Stream, module: torch.nn.Module) -> None:
+        held = stream._held
+        hold(stream, module)
+        if stream._held is not held:
+            peaks.append(living(64 * 128 * 4))
+
+    def measuring(*args: Any, **kwargs: Any) -> Any:
+        result = sigma(*args, **kwargs)
+        at_sigma.append(living(64 * 128 * 4))
+        return result
+
+    monkeypatch.setattr(Stream, "hold", holding)
+    monkeypatch.setattr(RecordedLayer, "sigma", measuring)
+    model = lipscope.load(directory, ByteTokenizer(), stream=True)
+    result = lipscope.scan(model, ["0123456789" * 60], lengths=[8], inputs=1)
+    assert len(result.rows) == 12
+    gc.unfreeze()
+    assert one <= max(*peaks, *at_sigma) <= 2 * one
+
+
+def scanned(directory: Path, keep: Path) -> lipscope.Run:
+    model = lipscope.load(directory, ByteTokenizer(), stream=True)
+    return lipscope.scan(model, WORDS, lengths=[8, 16], inputs=2, store=keep)
+
+
+def killed_after(tasks: int, directory: Path, keep: Path) -> int:
+    """How a process ended that is killed when it has saved so many tasks."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    save, done = Store.save, []
+
+    def saving(*args: Any) -> None:
+        save(*args)
+        done.append(args)
+        if len(done) == tasks:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        Store.save = saving  # type: ignore[method-assign]
+        scanned(directory, keep)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_scan_that_is_killed_goes_on_at_its_layer(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = tmp_path / "scan.db"
+    for tasks in (2, 1):
+        assert os.WTERMSIG(killed_after(tasks, llama, keep)) == signal.SIGKILL
+    read: list[str] = []
+    go_to, bring = StreamedPass.go_to, Stream._bring
+    monkeypatch.setattr(StreamedPass, "go_to", lambda one, layer: (read.append(f"go to {layer}"), go_to(one, layer)))
+    monkeypatch.setattr(Stream, "_bring", lambda one, part, *more: (read.append(one.names[part]), bring(one, part, *more)))
+    result = scanned(llama, keep)
+    went = [what for what in read[read.index("go to 3") :] if what.startswith(("go to", "layers."))]
+    # Layer 3 of the first pass is next; the pass was kept where layer 2 began, so the layers before are not read for it.
+    assert [went[1][:9], *(what for what in went if what.startswith("go to"))] == [
+        "layers.2.",
+        *(f"go to {k}" for k in (3, 0, 1, 2, 3)),
+    ]
+    undisturbed = lipscope.scan(lipscope.load(llama, ByteTokenizer()), WORDS, lengths=[8, 16], inputs=2)
+    assert table_digest([dict(row) for row in undisturbed.rows]) == table_digest([dict(row) for row in result.rows])
+    assert not list(tmp_path.glob("*.pass"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_damaged_state_of_a_pass_costs_time_only(llama: Path, tmp_path: Path) -> None:
+    assert os.WTERMSIG(killed_after(3, llama, tmp_path / "scan.db")) == signal.SIGKILL
+    kept = tmp_path / "scan.pass"
+    kept.write_bytes(kept.read_bytes()[:-7])
+    assert len(scanned(llama, tmp_path / "scan.db").rows) == 2 * 2 * LAYERS
+
+
+def test_scope_model_says_why_not(llama: Path) -> None:
+    model = lipscope.load(llama, ByteTokenizer(), stream=True)
+    with pytest.raises(ValueError, match="scope model needs all layers at once"):
+        lipscope.scan(model, WORDS, lengths=[8], inputs=1, scope="model")
+
+
+def test_weights_that_do_not_fit_are_streamed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
+    for free, streams in ((3 * size + 1000, False), (2 * size, True)):
+        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda free=free: free)
+        assert (lipscope.load(llama, stream=None).stream is not None) == streams
+
+
+@pytest.fixture
+def damaged(llama: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the checkpoint, and the file with layer 3."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in llama.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    held = json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]
+    return copy, copy / held["model.layers.3.self_attn.q_proj.weight"]
+
+
+def test_a_missing_shard_is_refused_by_name(damaged: tuple[Path, Path]) -> None:
+    directory, shard = damaged
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name}.*no such file"):
+        lipscope.load(directory, stream=True)
+
+
+@pytest.mark.parametrize("bytes_left", [-100, 40, 3])
+def test_a_truncated_shard_is_refused_by_name(damaged: tuple[Path, Path], bytes_left: int) -> None:
+    directory, shard = damaged
+    shard.write_bytes(shard.read_bytes()[:bytes_left])
+    with pytest.raises(ValueError, match=shard.name):
+        lipscope.load(directory, stream=True)
+
+
+def test_wrong_shape_dtype_or_values_are_refused_by_name(damaged: tuple[Path, Path]) -> None:
+    directory, shard = damaged
+    good, name = load_file(shard), "model.layers.3.self_attn.q_proj.weight"
+    for wrong, words in (
+        (good[name][:-1], r"has the shape \(47, 48\), but config.json asks for \(48, 48\)"),
+        (good[name].to(torch.int64), "not as floating-point numbers"),
+        (good[name].to(torch.int8), "is stored as I8"),
+        (good[name].clone().fill_(float("nan")), "holds NaN or infinite values"),
+        (None, "does not hold layers.3.self_attn.q_proj.weight"),
+    ):
+        tensors = {k: v for k, v in (good | {name: wrong}).items() if v is not None}
+        save_file(tensors, shard)
+        with pytest.raises(ValueError, match=words) as refused:
+            lipscope.load(directory, stream=True)
+        assert str(directory) in str(refused.value)
+
+
+def test_a_checkpoint_that_changes_is_refused_at_that_layer_and_rows_stay(
+    damaged: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory, shard = damaged
+    model = lipscope.load(directory, ByteTokenizer(), stream=True)
+    rows: list[str] = []
+
+    def told(done: int, total: int, what: str) -> None:
+        rows.append(what)
+        if what == "n = 8, layer 1":
+            shard.write_bytes(shard.read_bytes()[:-100])
+
+    with pytest.raises(ValueError, match=f"{shard.name} changed while it was read"):
+        lipscope.scan(model, WORDS, lengths=[8], inputs=1, store=tmp_path / "scan.db", progress=told)
+    with Store(tmp_path / "scan.db") as store:
+        # The file also holds a part of layer 2.
+        assert [row["layer"] for row in store.rows()] == [0, 1]
+
+
+def test_what_cannot_be_streamed_says_so(tmp_path: Path, llama: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        lipscope.load("gpt2-mini", stream=True)
+    with pytest.raises(ValueError, match="a pickle cannot be streamed"):
+        lipscope.load(llama, stream=True, allow_pickle=True)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((llama / "config.json").read_bytes())
+    torch.save({}, pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds its weights as a pickle"):
+        lipscope.load(pickled, stream=True)
+
+
+def test_no_room_on_disk_ends_the_scan_with_the_files_name(llama: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    model = lipscope.load(llama, ByteTokenizer(), stream=True)
+    assert model.stream is not None
+    model.stream.keep = Path("/dev/shm/no/such/place/state.pass")
+    with pytest.raises(OSError, match="state"):
+        model.record(input_ids=torch.arange(8)[None])[1].sigma()
