@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ class Cut:
 class Layer:
     """One attention layer of a model."""
 
-    index: int  # position among the model's attention layers
+    index: int  # number of its block as the model counts it; where blocks have none, position among the attention layers
     name: str  # name of the block inside the model
     block: nn.Module
     host: nn.Module  # the module whose call is replayed for the attention map; its tokens are what attention sees
@@ -103,7 +103,15 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
             "attention interface, and no submodule is an attention module with an output projection"
         )
     found = enumerate(attentions)
-    return [_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found], output
+    return _numbered([_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found]), output
+
+
+def _numbered(found: list[Sighting]) -> list[Sighting]:
+    """The layers with the numbers of their blocks in the model's list, where every one has a number of its own."""
+    numbers = [next((int(part) for part in reversed(seen.layer.name.split(".")) if part.isdigit()), -1) for seen in found]
+    if numbers[0] < 0 or numbers != sorted(set(numbers)):
+        return found
+    return [replace(seen, layer=replace(seen.layer, index=k)) for seen, k in zip(found, numbers, strict=True)]
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def plan_layers(
     kinds = {_kind(handle, i): i for i in layers}.values()
     shapes = [_shape(handle, scope, i) for i in kinds]
     recorded = [
-        _through_autograd(handle, "attention", i) for i in {_kind(handle, i): i for i in range(len(handle.layers))}.values()
+        _through_autograd(handle, "attention", i)
+        for i in {_kind(handle, layer.index): layer.index for layer in handle.layers}.values()
     ]
     plans = []
     for strategy in strategies(inputs) if limit is not None else [Strategy(inputs, current_tiling())]:
@@ -112,7 +113,7 @@ def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False
 
 def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:
     """Bytes of a recorded pass of so many inputs of n tokens."""
-    width = max(token_width(handle, i) for i in range(len(handle.layers)))
+    width = max(token_width(handle, layer.index) for layer in handle.layers)
     return RECORDED * len(handle.layers) * inputs * n * width * handle.dtype.itemsize
 
 

@@ -145,10 +145,16 @@ class Model:
         return Recorded(**vars(recording), model=self, fresh=fresh)
 
     def layer(self, index: int) -> Layer:
-        """One attention layer; negative indices count from the end."""
-        if not -len(self.layers) <= index < len(self.layers):
-            raise ValueError(f"layer must lie between 0 and {len(self.layers) - 1}, got {index}")
-        return self.layers[index]
+        """One attention layer by the number that the model gives its block; negative ones count from the end."""
+        if -len(self.layers) <= index < 0:
+            return self.layers[index]
+        found = next((layer for layer in self.layers if layer.index == index), None)
+        if found is None:
+            numbers = [layer.index for layer in self.layers]
+            if numbers != list(range(len(numbers))):
+                raise ValueError(f"layer must be one with attention, {', '.join(map(str, numbers))}, got {index}")
+            raise ValueError(f"layer must lie between 0 and {numbers[-1]}, got {index}")
+        return found
 
     def projections(self, layer: Layer) -> dict[int, AffineParts | None]:
         """The affine projections of the layers that were asked for, this one's among them.
@@ -216,8 +222,8 @@ class Model:
         if scope == "model":
             if self.stream is not None:
                 raise ValueError("scope model needs all layers at once, for products through the whole model: load it whole")
-            return [0]
-        return list(dict.fromkeys(self.layer(i).index for i in (range(len(self.layers)) if layers is None else layers)))
+            return [self.layers[0].index]
+        return list(dict.fromkeys(layer.index for layer in (self.layers if layers is None else map(self.layer, layers))))
 
     def describe(self) -> str:
         """One paragraph on the model and a line per layer."""

@@ -73,7 +73,7 @@ class Recorded(Recording):
         self._layers.clear()
 
     def __iter__(self) -> Iterator[RecordedLayer]:
-        return (self[i] for i in range(len(self)))
+        return (self[layer.index] for layer in self.model.layers)
 
     def rows(
         self,
@@ -106,7 +106,7 @@ class RecordedLayer:
 
     @property
     def index(self) -> int:
-        """Position among the model's attention layers."""
+        """Number of its block as the model counts it."""
         return self.layer.index
 
     @property

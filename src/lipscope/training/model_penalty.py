@@ -86,9 +86,7 @@ class ModelPenalty:
         missing = [layer.name for layer in self.handle.layers if not layer.through_seam]
         if missing:
             raise ValueError(f"{missing[0]} keeps its own attention: a penalty needs the transformers attention interface")
-        self.layers = (
-            list(range(len(self.handle.layers))) if layers is None else [self.handle.layer(i).index for i in layers]
-        )
+        self.layers = [layer.index for layer in (self.handle.layers if layers is None else map(self.handle.layer, layers))]
         with evaluating(model), full_precision(self.handle.device), torch.enable_grad():
             self._try_layers()
 

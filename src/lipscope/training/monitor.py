@@ -324,7 +324,7 @@ class Monitor:
         names = {module: name for name, module in handle.model.named_modules()}
         recording = handle.record(probe_inputs(handle.model))
         without: list[int] = []
-        for layer in (handle.layers[i] for i in chosen):
+        for layer in map(handle.layer, chosen):
             shared = sum(other.host is layer.host for other in handle.layers) > 1
             entries = [] if shared else entry_modules(handle.model, layer, recording)
             if not entries:
