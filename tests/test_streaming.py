@@ -309,9 +309,7 @@ def test_layers_of_a_hybrid_have_the_numbers_that_the_model_gives_them(tmp_path:
         "vocab_size": 260,
     }
     torch.manual_seed(0)
-    made = transformers.Lfm2Model(
-        transformers.Lfm2Config(**size, vocab_size=260, num_hidden_layers=len(kinds), layer_types=kinds)
-    )
+    made = transformers.Lfm2Model(transformers.Lfm2Config(**size, num_hidden_layers=len(kinds), layer_types=kinds))
     made.save_pretrained(tmp_path / "hybrid")
     ids = torch.arange(6)[None]
     whole, streamed = (lipscope.load(tmp_path / "hybrid", stream=stream) for stream in (False, True))
