@@ -41,8 +41,8 @@ def gpt2() -> nn.Module:
 def trainer(path, callback=None, **settings) -> tf.Trainer:
     arguments = tf.TrainingArguments(
         output_dir=str(path), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
-        logging_steps=3, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        dataloader_pin_memory=False, **settings,
+        logging_steps=3, **{"save_strategy": "no"} | settings, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        dataloader_pin_memory=False,
     )  # fmt: skip
     return tf.Trainer(
         gpt2(), arguments, train_dataset=Sentences(), eval_dataset=Sentences(),
@@ -108,6 +108,47 @@ def test_trainer_saves_and_stops(tmp_path):
         watched.train()
     assert watched.state.global_step == 1
     assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", [LipschitzCallback, LightningCallback])
+def test_callbacks_refuse_options_when_they_are_made(kind):
+    for options, error, message in (
+        ({"every": 0}, ValueError, "every must be at least 1"),
+        ({"scope": "head"}, ValueError, "scope must be one of"),
+        ({"thresholds": ["sigma"]}, TypeError, "must be Threshold objects"),
+        ({"evry": 3}, TypeError, "'evry' is no option"),
+    ):
+        with pytest.raises(error, match=message):
+            kind(**options)
+
+
+def test_a_callback_that_is_attached_twice_counts_once(tmp_path):
+    callback = LipschitzCallback(every=2)
+    watched = trainer(tmp_path, callback)
+    watched.add_callback(callback)
+    watched.train()
+    assert [record.step for record in callback.records] == [1, 2, 4, 6]
+
+
+def test_a_resumed_training_goes_on_with_its_probe_and_its_thresholds(tmp_path):
+    line = Threshold("max_logit", above=0.0)
+    keep = {"save_strategy": "steps", "save_steps": 2}
+    whole, resumed = (LipschitzCallback(every=2, thresholds=[line]) for _ in range(2))
+    with pytest.warns(UserWarning, match="at the first reading"):
+        trainer(tmp_path, whole, **keep).train()
+    again = trainer(tmp_path, resumed, **keep)
+    with warnings.catch_warnings():
+        # What was beyond its line before the checkpoint is no news.
+        warnings.filterwarnings("error", message="lipscope")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [record.step for record in resumed.records] == [3, 4, 6]
+    assert all(not record.alarms for record in resumed.records)
+    assert torch.equal(resumed.monitor.probe_batch["input_ids"], whole.monitor.probe_batch["input_ids"])
+    for a, b in zip(whole.records[-2:], resumed.records[-2:], strict=True):
+        assert [r.estimate for r in a.readings] == pytest.approx([r.estimate for r in b.readings], rel=0.02)
+    # A checkpoint from elsewhere may hold anything.
+    with pytest.warns(UserWarning, match="cannot be read, it starts anew"):
+        resumed.monitor.load_state_dict({"probe": {}, "thresholds": 3})
 
 
 def test_trainer_evaluates_only(tmp_path):

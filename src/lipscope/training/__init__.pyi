@@ -1,8 +1,10 @@
 from .huggingface import LipschitzCallback as LipschitzCallback
+from .huggingface import QKClipCallback as QKClipCallback
 from .model_penalty import ModelPenalty as ModelPenalty
 from .monitor import Monitor as Monitor
 from .penalties import jasmin_penalty as jasmin_penalty
 from .penalties import max_logit_penalty as max_logit_penalty
 from .penalties import spectral_penalty as spectral_penalty
 from .penalties import weight_penalty as weight_penalty
+from .qk_clip import QKClip as QKClip
 from .readings import Threshold as Threshold

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class _Passage:
     arrived: int = 0
     gx: Tensor | None = None
     gy: Tensor | None = None
+
+
+_LIVE: WeakSet[LayerGain] = WeakSet()
 
 
 class LayerGain:
@@ -55,6 +59,7 @@ class LayerGain:
         self.index, self.host, self.entries, self.out, self.batch_dim = index, host, list(entries), out, batch_dim
         self.failed = failed
         self.watching = True
+        _LIVE.add(self)
         self.views: list[Tensor] | None = None
         self._passage: _Passage | None = None
         self._largest: Tensor | None = None
@@ -146,14 +151,15 @@ def largest_gain(gx: Tensor, gy: Tensor, batch_dim: int = 0) -> Tensor:
 
 
 @contextmanager
-def paused(gains: Sequence[LayerGain]) -> Iterator[None]:
-    """Inside, passes through the model are not training and are not watched."""
-    for gain in gains:
+def paused() -> Iterator[None]:
+    """Inside, passes are not training: whoever watches now, other monitors too, does not see them."""
+    watching = [gain for gain in _LIVE if gain.watching]
+    for gain in watching:
         gain.watching = False
     try:
         yield
     finally:
-        for gain in gains:
+        for gain in watching:
             gain.watching = True
 
 

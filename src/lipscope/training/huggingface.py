@@ -8,16 +8,17 @@ What is read goes through ``Trainer.log``, hence to TensorBoard, W&B, the progre
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from lipscope.training.callbacks import Clipping, Watching
 from lipscope.training.monitor import Monitor
-from lipscope.training.readings import JointDecision, Record
+from lipscope.training.readings import Record
 
 
-class LipschitzCallback(TrainerCallback):
+class LipschitzCallback(Watching, TrainerCallback):
     """Measures σ every k optimiser steps of a ``Trainer``, and once when it only evaluates.
 
     Args:
@@ -33,31 +34,29 @@ class LipschitzCallback(TrainerCallback):
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
-        self._options = {"every": every, **options}
-        self.monitor: Monitor | None = None
-        self.records: list[Record] = []
-        self._decision = JointDecision()
+        super().__init__(every, options)
         self._training = False
         self._watched: nn.Module | None = None
+        lines = ", ".join(line.describe() for line in options.get("thresholds", ()))
+        self._key = f"lipscope monitor ({lines})"
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
         self._watch(state, kwargs.get("model"))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Watch the model that is trained."""
-        self._training = True
+        """Watch the model that is trained; in a resumed training, go on with its probe and thresholds."""
+        self._training, self._last = True, None
         self._watch(state, kwargs.get("model"))
+        if self.monitor is not None and (saved := _kept(state).get(self._key)) is not None:
+            self.monitor.load_state_dict(saved)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
-        every = int(self._options["every"])
-        record = None if self.monitor is None else self.monitor.step(step=state.global_step)
-        if record is not None and record.readings:
+        record, save, stop = self._after(state.global_step, joint=args.world_size > 1)
+        if record is not None and record.readings and self.monitor is not None:
             self._log(record, control)
-        save, stop = self._decision.take(record, joint=args.world_size > 1, due=state.global_step % every == 0)
+            _kept(state)[self._key] = self.monitor.state_dict()
         control.should_save = control.should_save or save
         control.should_training_stop = control.should_training_stop or stop
 
@@ -67,6 +66,7 @@ class LipschitzCallback(TrainerCallback):
             return
         record = self.monitor.measure(step=state.global_step)
         if record.readings:
+            self.records.append(record)
             self._log(record, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -87,13 +87,49 @@ class LipschitzCallback(TrainerCallback):
             self.monitor = Monitor(model, **self._options)
 
     def _log(self, record: Record, control: TrainerControl) -> None:
-        self.records.append(record)
-        trainer = _calling_trainer()
-        if trainer is not None:
-            # Logging takes the wish to log back; the Trainer's own row of this step is still to come.
-            wanted = control.should_log
-            trainer.log(record.scalars())
-            control.should_log = wanted
+        _log(record.scalars(), control)
+
+
+class QKClipCallback(Clipping, TrainerCallback):
+    """Holds logits at most ``tau`` while a ``Trainer`` trains, by rescaling W_Q and W_K; see ``lipscope.training.QKClip``.
+
+    Args:
+        tau: what no logit may exceed.
+        **options: those of ``QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``.
+
+    Attributes:
+        records: what was rescaled so far.
+    """
+
+    def __init__(self, tau: float, **options: Any) -> None:
+        super().__init__(tau, options)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse now what cannot be rescaled."""
+        self._start(kwargs["model"], args.world_size)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After every optimiser step."""
+        if (record := self._after(state.global_step)) is not None:
+            _log(record.scalars(), control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take the hook off the model."""
+        self._finish()
+
+
+def _kept(state: TrainerState) -> dict[str, Any]:
+    """What the Trainer writes into its checkpoints for callbacks, by name: a list only while it is made."""
+    return cast("dict[str, Any]", state.stateful_callbacks)
+
+
+def _log(values: dict[str, float], control: TrainerControl) -> None:
+    trainer = _calling_trainer()
+    if trainer is not None:
+        # Logging takes the wish to log back; the Trainer's own row of this step is still to come.
+        wanted = control.should_log
+        trainer.log(values)
+        control.should_log = wanted
 
 
 def _calling_trainer() -> Trainer | None:

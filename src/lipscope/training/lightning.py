@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.training.callbacks import Clipping, Watching
 from lipscope.training.monitor import Monitor
-from lipscope.training.readings import JointDecision, Record
 
 try:
     from lightning.pytorch import Callback
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class LipschitzCallback(Callback):
+class LipschitzCallback(Watching, Callback):
     """Measures σ every k optimiser steps of a Lightning ``Trainer``, and once when it only validates or tests.
 
     Args:
@@ -41,19 +41,26 @@ class LipschitzCallback(Callback):
     """
 
     def __init__(self, every: int = 100, *, model: nn.Module | None = None, **options: Any) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
-        self._options = {"every": every, **options}
+        super().__init__(every, options)
         self._model = model
-        self.monitor: Monitor | None = None
-        self.records: list[Record] = []
-        self._decision = JointDecision()
-        self._last = 0
+        self._resumed: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
         if trainer.is_global_zero:
             self.monitor = Monitor(pl_module if self._model is None else self._model, **self._options)
+            if self._resumed:
+                self.monitor.load_state_dict(self._resumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The probe and where thresholds stand, for a checkpoint."""
+        return {} if self.monitor is None else self.monitor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the probe and the thresholds of a checkpoint."""
+        self._resumed = state_dict
+        if self.monitor is not None and state_dict:
+            self.monitor.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimiser steps from here on, also in a resumed training."""
@@ -64,14 +71,9 @@ class LipschitzCallback(Callback):
     ) -> None:
         """After every batch; nothing happens before the optimiser has stepped."""
         step = trainer.global_step
-        if step == self._last:
-            return
-        self._last = step
-        record = None if self.monitor is None else self.monitor.step(batch, step=step)
+        record, save, stop = self._after(step, joint=trainer.world_size > 1, batch=batch)
         if record is not None and record.readings:
-            self._log(trainer, pl_module, record)
-        due = step % int(self._options["every"]) == 0
-        save, stop = self._decision.take(record, joint=trainer.world_size > 1, due=due)
+            _log(trainer, pl_module, record.scalars(), step)
         if save:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / f"lipscope-step={step}.ckpt")
         trainer.should_stop = trainer.should_stop or stop
@@ -94,13 +96,49 @@ class LipschitzCallback(Callback):
             return
         record = self.monitor.measure(step=trainer.global_step)
         if record.readings:
-            self._log(trainer, None, record)
+            self.records.append(record)
+            _log(trainer, None, record.scalars(), record.step)
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule | None, record: Record) -> None:
-        self.records.append(record)
-        values = record.scalars()
-        # Not through log_dict alone: it reaches the loggers every log_every_n_steps steps only.
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=record.step)
-        if pl_module is not None:
-            pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)
+
+class QKClipCallback(Clipping, Callback):
+    """Holds logits at most ``tau`` while a Lightning ``Trainer`` fits, by rescaling W_Q and W_K; see ``QKClip``.
+
+    Args:
+        tau: what no logit may exceed.
+        model: the module to hold; by default the one transformers model inside the ``LightningModule``.
+        **options: those of ``lipscope.training.QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``.
+
+    Attributes:
+        records: what was rescaled so far.
+    """
+
+    def __init__(self, tau: float, *, model: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(tau, options)
+        self._model = model
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse now what cannot be rescaled."""
+        self._start(pl_module if self._model is None else self._model, trainer.world_size)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count optimiser steps from here on, also in a resumed training."""
+        self._last = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After every batch; nothing happens before the optimiser has stepped."""
+        if (record := self._after(trainer.global_step)) is not None:
+            _log(trainer, pl_module, record.scalars(), record.step)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the hook off the model."""
+        self._finish()
+
+
+def _log(trainer: Trainer, pl_module: LightningModule | None, values: dict[str, float], step: int) -> None:
+    # Not through log_dict alone: it reaches the loggers every log_every_n_steps steps only.
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step=step)
+    if pl_module is not None:
+        pl_module.log_dict(values, logger=False, on_step=True, on_epoch=False)

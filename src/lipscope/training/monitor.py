@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.backward_bound import LayerGain, entry_modules, paused, separable
-from lipscope.training.readings import COLUMNS, Guard, Reading, Record, Threshold
+from lipscope.training.readings import COLUMNS, Alarm, Guard, Reading, Record, Threshold
 
 # Seeds between two measurements: one solve may use as many as it has steps.
 _STRIDE = 100_003
@@ -138,6 +138,7 @@ class Monitor:
         tokens: tokens of each to keep.
         backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
         thresholds: lines that must not be crossed, each with an action.
+        on_alarm: called with every ``Alarm``; what it raises is said, and training goes on.
         csv: a file that every measurement is appended to.
         writer: a ``SummaryWriter`` that every measurement is written to.
         part: ``"encoder"`` of an encoder–decoder model.
@@ -174,18 +175,14 @@ class Monitor:
         tokens: int = 64,
         backward: bool = True,
         thresholds: Sequence[Threshold] = (),
+        on_alarm: Callable[[Alarm], object] | Sequence[Callable[[Alarm], object]] = (),
         csv: str | os.PathLike[str] | None = None,
         writer: ScalarWriter | None = None,
         part: str | None = None,
         solver: GolubKahan | None = None,
     ) -> None:
-        for name, value in (("every", every), ("inputs", inputs), ("tokens", tokens)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
-        if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
-            raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
+        check_options(every=every, inputs=inputs, tokens=tokens, scope=scope, thresholds=thresholds)
+        self._on_alarm = [on_alarm] if callable(on_alarm) else list(on_alarm)
         self.every, self.heads, self.layers, self.scope = every, heads, layers, scope
         self.inputs, self.tokens, self.part, self.writer, self.backward = inputs, tokens, part, writer, backward
         self.solver = solver or GolubKahan(rtol=1e-2, interval=0.25)
@@ -215,7 +212,7 @@ class Monitor:
 
     def _prepare(self) -> None:
         """Find the attention layers and put the hooks of the backward bound on."""
-        with undisturbed(self.model):
+        with undisturbed(self.model), paused():
             self._handle = Model(self.model, part=self.part)
             chosen = self._handle.check_layers(self.layers, self.scope)
             if self.backward and self._compiled:
@@ -250,6 +247,24 @@ class Monitor:
         # One transfer from the device for all layers.
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training needs to go on alike, as JSON values: the probe (its ids), and where thresholds stand."""
+        probe = {} if self._probe is None else self._probe.inputs
+        ids = {name: value.tolist() for name, value in probe.items() if not value.is_floating_point()}
+        whole = len(ids) == len(probe)
+        return {"probe": ids if whole else {}, "thresholds": self._guard.state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; what cannot be read is said, and left out."""
+        try:
+            if state["probe"] and self._probe is None:
+                self._batch = {name: torch.tensor(ids) for name, ids in state["probe"].items()}
+                self._uncapture()
+            for name, known in self._guard.state.items():
+                known |= {str(key): int(step) for key, step in state["thresholds"][name].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            say(f"lipscope.training: the monitor's state in the checkpoint cannot be read, it starts anew: {error!r}")
+
     @property
     def probe_batch(self) -> Any:
         """What σ is measured on: the batch as it came, and cut to the probe's size once measured; None before it came."""
@@ -261,6 +276,9 @@ class Monitor:
         for gain in self._gains:
             gain.remove()
         self._gains = []
+        self._uncapture()
+
+    def _uncapture(self) -> None:
         if self._capture is not None:
             self._capture.remove()
             self._capture = None
@@ -271,7 +289,7 @@ class Monitor:
             return
         self.reason = " ".join(str(error).split()) or type(error).__name__
         self.close()
-        _say(f"lipscope.training has switched itself off, training goes on without it: {self.reason}")
+        say(f"lipscope.training has switched itself off, training goes on without it: {self.reason}")
 
     def _record(self, batch: Any, measured: bool) -> Record:
         if self.reason is not None:
@@ -285,8 +303,13 @@ class Monitor:
                 record = Record(self.steps, self._readings(batch), backward, dict(self._peak), scope=self.scope)
                 self._measured, self._peak = True, {}
             record = Record(**vars(record) | {"alarms": self._guard.check(record)})
-            for alarm in record.alarms:
-                _say(f"lipscope.training, step {self.steps}: {alarm.message}")
+            for words in self._guard.warnings(record.alarms, self.steps):
+                say(f"lipscope.training, step {self.steps}: {words}")
+            for alarm, told in ((alarm, told) for alarm in record.alarms for told in self._on_alarm):
+                try:
+                    told(alarm)
+                except Exception as error:
+                    say(f"lipscope.training: on_alarm failed: {error}")
             if measured:
                 self._write(record)
             return record
@@ -297,7 +320,7 @@ class Monitor:
     def _readings(self, batch: Any) -> Any:
         handle = self._handle
         assert handle is not None
-        with undisturbed(self.model), paused(self._gains):
+        with undisturbed(self.model), paused():
             if self._probe is None:
                 given = self._batch if self._batch is not None else batch
                 if given is None:
@@ -348,8 +371,7 @@ class Monitor:
     def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._capture is None:
             return
-        self._capture.remove()
-        self._capture = None
+        self._uncapture()
         try:
             if self._probe is None:
                 self._batch = named_arguments(self.model, args, kwargs)
@@ -379,7 +401,21 @@ def _checked_csv(path: Path) -> Path:
     return path
 
 
-def _say(message: str) -> None:
+def check_options(
+    *, every: int = 100, inputs: int = 2, tokens: int = 64, scope: str = "attention", thresholds: Sequence[Any] = ()
+) -> None:
+    """Refuse what a ``Monitor`` refuses, where it is said: not when training starts."""
+    for name, value in (("every", every), ("inputs", inputs), ("tokens", tokens)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if scope not in SCOPES:
+        raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
+    if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
+        raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
+    Guard(thresholds)
+
+
+def say(message: str) -> None:
     """A warning, also where warnings are errors: training must not stop for it."""
     try:
         warnings.warn(message, UserWarning, stacklevel=4)

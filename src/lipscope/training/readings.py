@@ -8,7 +8,7 @@ checkpoints and stops, and all of them act at the same step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -117,6 +117,7 @@ class Threshold:
         below: alarm when it is smaller than this.
         action: ``warn``, ``save`` (a checkpoint, and a warning) or ``stop`` (training, and a warning).
         layers: layers it applies to, all by default.
+        pause: least number of steps between two warnings of one place; alarms and actions come whenever it is crossed.
 
     Example:
         >>> Threshold("max_logit", above=50.0, action="stop").describe()
@@ -128,6 +129,7 @@ class Threshold:
     below: float | None = None
     action: Action = "warn"
     layers: Sequence[int] | None = None
+    pause: int = 100
 
     def __post_init__(self) -> None:
         if self.quantity not in _QUANTITIES:
@@ -169,6 +171,8 @@ class Alarm:
     head: int | None  # index of the head, or None
     value: float  # what was read
     threshold: Threshold  # the line
+    since: int = 0  # the step at which it was first seen beyond the line
+    fine: int | None = None  # the last step at which it was not, None when there was none
 
     @property
     def action(self) -> Action:
@@ -176,41 +180,85 @@ class Alarm:
         return self.threshold.action
 
     @property
+    def place(self) -> str:
+        """Which line was crossed where: the same at every crossing."""
+        return f"{self.threshold.describe()}, layer {self.layer}, head {self.head}"
+
+    @property
     def message(self) -> str:
-        """One sentence."""
+        """One line: where, what, since when, and what to do."""
+        line = self.threshold
         where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
-        bound = {"sigma": "σ is at least" if self.threshold.above is not None else "σ is at most"}
-        what = bound.get(self.threshold.quantity, f"{self.threshold.quantity} is")
-        value = f"{self.value:.4g}"
-        if self.threshold.quantity == "sigma" and self.threshold.above is None:
-            value = round_up(self.value)
-        elif self.threshold.quantity in ("sigma", "backward"):  # a lower end, a lower bound
-            value = round_down(self.value)
-        return f"{where}: {what} {value} ({self.threshold.describe()}: {self.action})"
+        what, value = f"{line.quantity} is", f"{self.value:.4g}"
+        if line.quantity == "sigma":
+            what = f"σ is at {'least' if line.above is not None else 'most'}"
+        if line.quantity in ("sigma", "backward"):
+            value = round_down(self.value) if line.above is not None else round_up(self.value)
+        limit = f"above {line.above:g}" if line.above is not None else f"below {line.below:g}"
+        before = "at the first reading" if self.fine is None else f"since step {self.since}, not at step {self.fine}"
+        return f"{where}: {what} {value}, {limit} {before}: {self.remedy}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        line = self.threshold
+        if line.quantity == "max_logit" and line.above is not None and 0 < line.above < self.value:
+            which = "its scores" if self.head is not None else "the scores of its worst head"
+            return f"multiply {which} by {line.above / self.value:.3g} (QKClip does), or use QK-norm or a soft-cap"
+        return _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
+
+
+_REMEDIES = {
+    ("sigma", True): "lower the learning rate, or add a penalty on σ (ModelPenalty)",
+    ("entropy", False): "attention collapses onto few tokens: clip queries and keys (QKClip), or use QK-norm",
+    ("backward", True): "one batch: skip it or clip its gradient; step after step: lower the learning rate",
+    ("sink_mass", True): "the first token takes the attention: harmless unless the loss rises with it",
+}
 
 
 class Guard:
-    """Raises an alarm when a line is crossed, and again only after the quantity has come back."""
+    """Raises an alarm when a line is crossed, and again only after the quantity has come back.
+
+    Attributes:
+        state: since when which place is beyond a line, when it last was not, and when a line last spoke: JSON values that a
+            checkpoint keeps.
+    """
 
     def __init__(self, thresholds: Sequence[Threshold]) -> None:
         self.thresholds = tuple(thresholds)
         for threshold in self.thresholds:
             if not isinstance(threshold, Threshold):
                 raise TypeError(f"thresholds must be Threshold objects, got {type(threshold).__name__}")
-        self._beyond: set[tuple[int, int, int | None]] = set()
+        self.state: dict[str, dict[str, int]] = {"beyond": {}, "fine": {}, "spoken": {}}
 
     def check(self, record: Record) -> tuple[Alarm, ...]:
         """The alarms that this record raises."""
-        alarms = []
-        for index, threshold in enumerate(self.thresholds):
+        alarms, beyond, fine = [], self.state["beyond"], self.state["fine"]
+        for threshold in self.thresholds:
             for layer, head, value in threshold.values(record):
-                key = (index, layer, head)
+                alarm = Alarm(layer, head, value, threshold, record.step)
                 if not threshold.crossed(value):
-                    self._beyond.discard(key)
-                elif key not in self._beyond:
-                    self._beyond.add(key)
-                    alarms.append(Alarm(layer, head, value, threshold))
+                    beyond.pop(alarm.place, None)
+                    fine[alarm.place] = record.step
+                elif alarm.place not in beyond:
+                    beyond[alarm.place] = record.step
+                    alarms.append(replace(alarm, fine=fine.get(alarm.place)))
         return tuple(alarms)
+
+    def warnings(self, alarms: Sequence[Alarm], step: int) -> list[str]:
+        """What to say: of every line the worst place, and nothing of a place again before its pause is over."""
+        said, spoken = [], self.state["spoken"]
+        for threshold in self.thresholds:
+            mine = [
+                alarm for alarm in alarms
+                if alarm.threshold is threshold and step - spoken.get(alarm.place, -threshold.pause) >= threshold.pause
+            ]  # fmt: skip
+            if mine:
+                spoken |= {alarm.place: step for alarm in mine}
+                worst = (max if threshold.above is not None else min)(mine, key=lambda alarm: alarm.value)
+                more = f" (and {len(mine) - 1} more places)" if len(mine) > 1 else ""
+                said.append(f"{worst.message}{more} [{threshold.action}]")
+        return said
 
 
 class JointDecision:

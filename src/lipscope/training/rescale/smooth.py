@@ -106,8 +106,9 @@ def smooth(
         if ids.ndim != 2:
             raise ValueError(f"input_ids must have shape (n,) or (B, n), got {tuple(input_ids.shape)}")
         about = f"{ids.shape[0]} given inputs of {ids.shape[1]} tokens"
-    work = _Work(handle, module, ids, by, target, solver or Auto(rtol=1e-3, interval=0.05))
-    if work.kind == "causal" and work.ids.shape[1] < 2:
+    work = _Work(handle, handle.token_inputs(input_ids=ids), by, target, solver or Auto(rtol=1e-3, interval=0.05))
+    work.module, work.kind = module, loss_kind(module, tokenizer)
+    if work.kind == "causal" and ids.shape[1] < 2:
         raise ValueError(
             "inputs of 1 token have no next token, so the model has no loss on them: "
             "give input_ids, or n, of at least 2 tokens"
@@ -115,52 +116,19 @@ def smooth(
     return work.run(handle.check_layers(layers, "attention"), heads, method, about)
 
 
-class _Work:
-    """One run: what was measured before, the rescaling of layer after layer, what is measured after."""
+class Rescaler:
+    """Brings heads below a target on given inputs, one layer after the other."""
 
-    def __init__(self, handle: Model, module: nn.Module, ids: Tensor, by: str, target: float, solver: Solver) -> None:
-        self.handle, self.module, self.by, self.target, self.solver = handle, module, by, target, solver
-        self.inputs = handle.token_inputs(input_ids=ids)
-        self.ids = self.inputs["input_ids"]
-        self.kind = loss_kind(module, handle.tokenizer)
+    def __init__(self, handle: Model, inputs: dict[str, Any], by: str, target: float, solver: Solver | None = None) -> None:
+        self.handle, self.inputs, self.by, self.target, self.solver = handle, inputs, by, target, solver or Auto()
 
-    def _record(self) -> Recorded:
+    def record(self) -> Recorded:
         """A pass with the weights as they are now."""
         return self.handle.record(self.inputs, fresh=True)
 
-    def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
-        handle = self.handle
-        chosen = {index: handle.check_heads(index, heads) for index in layers}
-        for index in layers:
-            self._refuse_unscalable(handle.layer(index))
-        before, loss_before = self._record(), self._loss()
-        found = self._measure(before, chosen)
-        gamma = {index: torch.ones(handle.layer(index).heads, dtype=torch.float64) for index in layers}
-        rescaling = Rescaling()
-        try:
-            for index in sorted(layers):
-                gamma[index] = self._rescale(index, chosen[index], rescaling)
-            after, loss_after = self._record(), self._loss()
-            reached = self._measure(after, chosen)
-        except BaseException:
-            # A module changed in place is given back as it was.
-            rescaling.undo()
-            raise
-        changes = [
-            HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
-            for ((index, h), (logit, span)), (logit_after, span_after) in zip(found.items(), reached.values(), strict=True)
-        ]
-        moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
-        return Smoothing(
-            model=self.module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=self.by, target=self.target,
-            heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
-            loss_before=loss_before, loss_after=loss_after, loss_kind=self.kind, hidden_change=moved, text=about,
-            notes=handle.notes,
-        )  # fmt: skip
-
-    def _rescale(self, index: int, chosen: list[int], rescaling: Rescaling) -> Tensor:
+    def rescale(self, index: int, chosen: list[int], rescaling: Rescaling) -> Tensor:
         """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
-        layer = self._record()[index]
+        layer = self.record()[index]
         plain, where = layer.weights(), layer.layer
         needed = self._factors(layer)
         gamma = torch.ones(layer.heads, dtype=torch.float64)
@@ -173,7 +141,7 @@ class _Work:
             gamma[h] = float(needed.gamma[h])
         if bool((gamma == 1).all()):
             return gamma
-        rows = find_rows(where, plain, lambda: self._record()[index].attention)
+        rows = find_rows(where, plain, lambda: self.record()[index].attention)
         shrink = 1.0
         for _ in range(_ATTEMPTS):
             tried = torch.where(gamma < 1, gamma * shrink, gamma)
@@ -181,9 +149,14 @@ class _Work:
             attempt = Rescaling()
             for found, factors in zip(rows, (q, k), strict=True):
                 attempt.scale(found, factors.repeat_interleave(plain.head_width))
-            again = self._record()[index]
-            check_rescaled(plain, again.attention, q, k, f"layer {index} ({where.name})")
-            if self._meets(again, chosen):
+            try:
+                again = self.record()[index]
+                check_rescaled(plain, again.attention, q, k, f"layer {index} ({where.name})")
+                met = self._meets(again, chosen)
+            except BaseException:
+                attempt.undo()
+                raise
+            if met:
                 rescaling.absorb(attempt)
                 return tried
             # Rounding of the rescaled weights: a little less, from the same weights.
@@ -203,24 +176,7 @@ class _Work:
             values = layer.sigma("head", solver=self.solver, certificate=False).upper.amax(0).cpu()
         return bool((values[chosen] <= self.target).all())
 
-    def _measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
-        """Largest logit and σ of every layer and of the chosen heads."""
-        found: dict[tuple[int, int | None], tuple[float, Span]] = {}
-        for index, heads in chosen.items():
-            layer = recorded[index]
-            logits = largest_logits(layer.core())
-            whole = layer.sigma(solver=self.solver, certificate=False)
-            parts = layer.sigma("head", solver=self.solver, certificate=False)
-            found[index, None] = float(logits.max()), _span(whole, slice(None))
-            found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
-        return found
-
-    def _loss(self) -> float | None:
-        if self.kind is None:
-            return None
-        return language_loss(self.module, self.ids, self.kind, self.handle.tokenizer)
-
-    def _refuse_unscalable(self, layer: Layer) -> None:
+    def refuse_unscalable(self, layer: Layer) -> None:
         """Refuse layers whose scores W_Q and W_K do not scale, each with its reason."""
         label = f"layer {layer.index} ({layer.name})"
         if sum(other.host is layer.host for other in self.handle.layers) > 1:
@@ -236,6 +192,60 @@ class _Work:
                 "of W_Q and W_K: clip-qk does not apply. The gain of that normalisation bounds the scores already"
             )
         raise ValueError(f"{label}: its queries and keys are no affine maps of its tokens, so clip-qk does not apply")
+
+
+class _Work(Rescaler):
+    """One run: what was measured before, the rescaling of layer after layer, what is measured after."""
+
+    module: nn.Module
+    kind: str | None
+
+    def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
+        handle = self.handle
+        chosen = {index: handle.check_heads(index, heads) for index in layers}
+        for index in layers:
+            self.refuse_unscalable(handle.layer(index))
+        before, loss_before = self.record(), self._loss()
+        found = self._measure(before, chosen)
+        gamma = {index: torch.ones(handle.layer(index).heads, dtype=torch.float64) for index in layers}
+        rescaling = Rescaling()
+        try:
+            for index in sorted(layers):
+                gamma[index] = self.rescale(index, chosen[index], rescaling)
+            after, loss_after = self.record(), self._loss()
+            reached = self._measure(after, chosen)
+        except BaseException:
+            # A module changed in place is given back as it was.
+            rescaling.undo()
+            raise
+        changes = [
+            HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
+            for ((index, h), (logit, span)), (logit_after, span_after) in zip(found.items(), reached.values(), strict=True)
+        ]
+        moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
+        return Smoothing(
+            model=self.module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=self.by, target=self.target,
+            heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
+            loss_before=loss_before, loss_after=loss_after, loss_kind=self.kind, hidden_change=moved, text=about,
+            notes=handle.notes,
+        )  # fmt: skip
+
+    def _measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
+        """Largest logit and σ of every layer and of the chosen heads."""
+        found: dict[tuple[int, int | None], tuple[float, Span]] = {}
+        for index, heads in chosen.items():
+            layer = recorded[index]
+            logits = largest_logits(layer.core())
+            whole = layer.sigma(solver=self.solver, certificate=False)
+            parts = layer.sigma("head", solver=self.solver, certificate=False)
+            found[index, None] = float(logits.max()), _span(whole, slice(None))
+            found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
+        return found
+
+    def _loss(self) -> float | None:
+        if self.kind is None:
+            return None
+        return language_loss(self.module, self.inputs["input_ids"], self.kind, self.handle.tokenizer)
 
 
 def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
