@@ -100,6 +100,8 @@ PAGES = (
     Page("performance", "benchmarks/goals.py", ("docs/performance-log.md", "docs/performance"), ("-c",
          "import subprocess; subprocess.run(['make', 'bench'], check=True)"), long=True,
          follows=tuple(f"benchmarks/{name}.py" for name in BENCHMARKS)),
+    Page("gpt2-attention", "docs/make_gpt2_attention.py", ("docs/gpt2-attention.md", "docs/gpt2-attention.svg"),
+         follows=("docs/gpt2-attention.csv",)),
     Page("paper", "src/lipscope/studies/paper/pages.py",
          ("docs/FINDINGS.md", "docs/FINDINGS.csv", "docs/reproduction.md", "docs/figures"),
          ("-m", "lipscope", "paper", "--full", "--out", "build/paper"), long=True,

@@ -23,6 +23,8 @@ SIGMA, COMPANION = "σ", "companion"
 REAL_TEXT = "real text"
 RIVALS = {0.0: "0", 0.25: "¼", 0.5: "½", 1.0: "1"}
 WIDEST = 0.2
+# By less than this no exponent is excluded: it is the last digit that is shown, and √(n−1) is no power of n.
+NEAR = 0.01
 UNDECIDED = "undecided"
 # Constructions grow like √(n−1), which is no power of n for the first few n.
 _SHORTEST = 7
@@ -107,8 +109,8 @@ def verdict(low: float, high: float) -> str:
     """
     if not high - low <= WIDEST:
         return UNDECIDED
-    below = ["below 0", *(name for exponent, name in RIVALS.items() if exponent <= high)]
-    above = [*(name for exponent, name in RIVALS.items() if exponent >= low), "above 1"]
+    below = ["below 0", *(name for exponent, name in RIVALS.items() if exponent <= high + NEAR)]
+    above = [*(name for exponent, name in RIVALS.items() if exponent >= low - NEAR), "above 1"]
     if below[-1] == above[0]:
         return above[0]
     return below[0] if len(below) == 1 else above[-1] if len(above) == 1 else f"between {below[-1]} and {above[0]}"
