@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import itertools
 import json
@@ -346,3 +347,19 @@ def test_rows_do_not_depend_on_what_was_measured_before() -> None:
 
     one, other = estimates([first, second]), estimates([second, first])
     assert all(torch.equal(one[n], other[n]) for n in (6, 8))
+
+
+def test_results_are_short_in_a_console_and_whole_in_a_notebook(bert: Model) -> None:
+    scan = lipscope.scan(bert, TEXT, lengths=[6], inputs=2)
+    result = bert.record(text=TEXT[0][:8])[0].sigma()
+    bounds = lipscope.bounds.table(lipscope.Attention(q=torch.eye(4), k=torch.eye(4), v=torch.eye(4)), radius=1.0, n=4)
+    for shown in (scan, result, bounds, bert):
+        assert repr(shown).startswith(f"<{type(shown).__name__} ")
+        assert len(repr(shown)) < 400
+        assert "\n" not in repr(shown)
+        assert shown._repr_html_() == f"<pre>{html.escape(str(shown))}</pre>"
+        assert len(shown.to_pandas()) == len(shown.to_rows()) > 0
+    with pytest.raises(TypeError, match=r"an interval, not one number: .* \.upper"):
+        float(result)
+    with pytest.raises(TypeError, match=r"\.upper = \d"):
+        float(result[0])

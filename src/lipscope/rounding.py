@@ -8,10 +8,12 @@ shortest decimal number that stands for the float (0.1, not its last bit), so a 
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
-from typing import SupportsFloat
+from importlib import import_module
+from typing import Any, SupportsFloat
 
 # Room for every digit of every float: the only rounding is the one that is asked for.
 _EXACT = Context(prec=1200)
@@ -175,3 +177,26 @@ def printable(text: str) -> str:
         True
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Shown:
+    """How results look in consoles and notebooks: one line by ``repr``, all of ``str`` in a notebook, rows as a table."""
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """Plain dictionaries with the same keys."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
+        return import_module("pandas").DataFrame(self.to_rows())
+
+    def __str__(self) -> str:
+        return counted(len(self.to_rows()), "row")
+
+    def __repr__(self) -> str:
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        more = " · …" if len(lines) > 2 else ""
+        return f"<{type(self).__name__} {' · '.join(lines[:2])}{more}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"

@@ -22,7 +22,7 @@ from lipscope.attention.variants import Variant
 from lipscope.bounds import certificates, exponent, pairs, sets, softmax_jacobian, variants  # noqa: F401  they define the bounds
 from lipscope.bounds.bound import ENTRIES, FEATURES, MASKS, MOST_TOKENS, Bound, Entry
 from lipscope.bounds.constants import additive_length
-from lipscope.rounding import interval
+from lipscope.rounding import Shown, interval
 from lipscope.spectral.result import SpectralNorm, reshape_batch, summarise, with_certificate
 from lipscope.spectral.solvers import Auto
 
@@ -189,8 +189,8 @@ def _holding(layer: Attention | Variant) -> list[Entry]:
     return [e for e in ENTRIES.values() if kind in e.scores and mask in e.masks and e.required <= used <= e.features]
 
 
-@dataclass(frozen=True, eq=False)
-class BoundTable:
+@dataclass(frozen=True, eq=False, repr=False)
+class BoundTable(Shown):
     """Bounds sorted by value within their side: upper bounds first, then lower bounds, then other norms and limits.
 
     Attributes:

@@ -17,13 +17,13 @@ from lipscope.bounds.registry import BoundTable, table
 from lipscope.models.inputs import check_length, probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.recorded import norm_radius
-from lipscope.rounding import interval
+from lipscope.rounding import Shown, interval
 
 Origin = Literal["normalisation", "tokens", "given"]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerBounds:
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerBounds(Shown):
     """Bounds of one layer or head of a model."""
 
     table: BoundTable  # the bounds, and σ when tokens were given

@@ -28,10 +28,10 @@ from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.selftest import run_self_tests
 from lipscope.models.streaming import Stream, streamed_recording
-from lipscope.rounding import counted
+from lipscope.rounding import Shown, counted
 
 
-class Model:
+class Model(Shown):
     """A model ready to be measured.
 
     Args:
@@ -224,6 +224,14 @@ class Model:
                 raise ValueError("scope model needs all layers at once, for products through the whole model: load it whole")
             return [self.layers[0].index]
         return list(dict.fromkeys(layer.index for layer in (self.layers if layers is None else map(self.layer, layers))))
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One dictionary per layer."""
+        names = ("index", "name", "heads", "kv_heads", "mask", "causal", "normed")
+        return [{name: getattr(layer, name) for name in names} for layer in self.layers]
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         """One paragraph on the model and a line per layer."""

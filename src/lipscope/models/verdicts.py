@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lipscope.rounding import Shown
+
 
 @dataclass(frozen=True)
 class Leak:
@@ -46,8 +48,8 @@ class Verdict:
         return None if self.skipped else self.leak is None
 
 
-@dataclass(frozen=True)
-class Isolation:
+@dataclass(frozen=True, repr=False)
+class Isolation(Shown):
     """The verdicts on a model.
 
     Attributes:

@@ -14,12 +14,11 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.doors import read_json, refuse_shape
-from lipscope.rounding import interval, printable
+from lipscope.rounding import Shown, interval, printable
 from lipscope.runs.writing import csv_text, read_cell, write_file
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ class Provenance:
         )
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
     """Rows of a scan or a sweep: plain dictionaries with the same keys, one per layer, head and input.
 
     ``lower``, ``estimate`` and ``upper`` are σ, beside them stand bounds, token norms and what attention looks like:
@@ -150,9 +149,9 @@ class Run:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def to_pandas(self) -> Any:
-        """The rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
-        return import_module("pandas").DataFrame(list(self.rows))
+    def to_rows(self) -> list[Row]:
+        """The rows."""
+        return list(self.rows)
 
     def csv_text(self) -> str:
         """The rows as CSV."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lipscope.rounding import interval, round_up
+from lipscope.rounding import Shown, interval, round_up
 from lipscope.spectral.operator import Operator
 
 
@@ -146,8 +146,8 @@ Numbers: TypeAlias = Any
 Nested: TypeAlias = tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class SpectralNorm:
+@dataclass(frozen=True, eq=False, repr=False)
+class SpectralNorm(Shown):
     """The largest singular value σ of a Jacobian as an interval, with everything needed to judge it.
 
     Fields are Python numbers for one problem and tensors for a batch: shape ``(B,)``, for scope ``head`` ``(H,)`` or
@@ -230,6 +230,10 @@ class SpectralNorm:
     def _one_by_one(self) -> Iterator[tuple[tuple[int, ...], SpectralNorm]]:
         shape = self.batch_shape
         return ((index, self[index] if shape else self) for index in product(*map(range, shape)))
+
+    def __float__(self) -> float:
+        ends = "" if self.batch_shape else f" = {self.lower:.6g}, {self.estimate:.6g}, {self.upper:.6g}"
+        raise TypeError(f"a result is an interval, not one number: say which is meant, .lower, .estimate or .upper{ends}")
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One plain dictionary per problem: numbers, strings and booleans only."""

@@ -23,6 +23,7 @@ from lipscope.bounds.bound import Bound
 from lipscope.bounds.registry import set_bounds
 from lipscope.doors import checked
 from lipscope.measure.sigma import check_tokens, local_lipschitz
+from lipscope.rounding import Shown
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
@@ -80,8 +81,8 @@ class Kind:
         return row
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Shown):
     """All kinds, in the order they were asked for.
 
     Attributes:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lipscope.rounding import round_up
+from lipscope.rounding import Shown, round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
@@ -50,8 +50,8 @@ class StudyRow:
     insertion: float | None
 
 
-@dataclass(frozen=True)
-class PlateauStudy:
+@dataclass(frozen=True, repr=False)
+class PlateauStudy(Shown):
     """The draws of one study, and what they say about n → ∞."""
 
     rows: tuple[StudyRow, ...]  # one per length and repeat

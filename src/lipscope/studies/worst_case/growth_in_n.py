@@ -31,7 +31,7 @@ from lipscope.models.load import load
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.text import Chunker, parse_lengths
-from lipscope.rounding import round_down
+from lipscope.rounding import Shown, round_down
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
 from lipscope.studies.rows import Row, sigma_row
@@ -72,8 +72,8 @@ class WorstInput:
     given: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Growth:
+@dataclass(frozen=True, eq=False, repr=False)
+class Growth(Shown):
     """Worst σ over lengths.
 
     Attributes:

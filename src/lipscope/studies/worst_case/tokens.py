@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lipscope.models.inputs import TokenArguments
 from lipscope.models.model import Model
+from lipscope.rounding import Shown
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.rows import Row, study_row
@@ -63,8 +64,8 @@ class Trial:
     sigma: float  # measured σ
 
 
-@dataclass(frozen=True, eq=False)
-class TokenAttack:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenAttack(Shown):
     """The worst text found.
 
     Attributes:
