@@ -20,6 +20,7 @@ from lipscope.cli.bounds import attack, bounds
 from lipscope.cli.check import check
 from lipscope.cli.measure import measure, scan, tokens
 from lipscope.cli.options import Debug, Quiet
+from lipscope.cli.sensitivity import sensitivity
 from lipscope.cli.show import corpora, describe, models, report, view
 from lipscope.cli.smooth import smooth
 from lipscope.cli.studies import compare_attention, meanfield, paper
@@ -82,7 +83,7 @@ class _OneClearLine:
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Measure": (scan, measure, tokens, sweep, check),
+    "Measure": (scan, measure, tokens, sensitivity, sweep, check),
     "Bound": (bounds, attack, compare_attention, meanfield),
     "Show": (report, view, export),
     "Change": (smooth,),

@@ -9,9 +9,11 @@ every activation to seven digits. ``double_throughout()`` turns those casts into
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from threading import RLock
 from typing import Any
 
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
 
-from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, tokens_of, watching
-from lipscope.models.seam import packed, using_seam
+from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, is_linear, tokens_of, watching
+from lipscope.models.seam import CoreCall, observing_core, packed, using_seam
 from lipscope.spectral.autodiff import differentiable_attention
 
 
@@ -191,6 +193,65 @@ def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
     finally:
         handle.remove()
     raise RuntimeError(f"the replay of {type(call.module).__name__} never reached {type(cut.module).__name__}")
+
+
+# What a layer's tensors are called: input, weights, k, v or output, and a number that tells the weight matrices apart.
+Place = tuple[str, int]
+
+
+@contextmanager
+def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tensor]) -> Iterator[None]:
+    """Hand input, weights, keys, values and output of every layer to ``touch``; the pass goes on with what it returns.
+
+    ``touch`` gets the position in ``layers``, the place and the tensor.
+    """
+    calls: Counter[Any] = Counter()
+    cores = count()
+    matrices: list[tuple[nn.Module, str, Any]] = []  # of the layer that runs
+
+    def layer_at(part: str, module: nn.Module) -> int | None:
+        calls[part, module] += 1
+        mine = (i for i, x in enumerate(layers) if getattr(x, part) is module and x.occurrence == calls[part, module] - 1)
+        return next(mine, None)
+
+    def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer, tokens = layer_at("host", module), tokens_of(args, kwargs)
+        if layer is None or tokens is None:
+            return None
+        linear = [m for m in module.modules() if is_linear(m) or isinstance(m, nn.MultiheadAttention)]
+        matrices.extend((m, name, w) for m in linear for name, w in m.named_parameters(recurse=False) if w.ndim == 2)
+        for number, (m, name, w) in enumerate(matrices):
+            m._parameters[name] = touch(layer, ("weights", number), w)  # type: ignore[assignment]
+        new = touch(layer, ("input", 0), tokens)
+        # Self-attention in torch's own words is module(x, x, x).
+        return tuple(new if v is tokens else v for v in args), {k: new if v is tokens else v for k, v in kwargs.items()}
+
+    def restore() -> None:
+        for m, name, w in matrices:
+            m._parameters[name] = w
+        matrices.clear()
+
+    def leaving(module: nn.Module, args: Any, output: Any) -> Any:
+        restore()
+        layer, found = layer_at("out", module), first_tensor(output)
+        if layer is None or found is None:
+            return None
+        new = touch(layer, ("output", 0), found)
+        return new if output is found else type(output)([new, *output[1:]])
+
+    def at_core(call: CoreCall) -> CoreCall:
+        index = next(cores)
+        return replace(call, k=touch(index, ("k", 0), call.k), v=touch(index, ("v", 0), call.v))
+
+    hooks = [host.register_forward_pre_hook(entering, with_kwargs=True) for host in {layer.host: 0 for layer in layers}]
+    hooks += [out.register_forward_hook(leaving) for out in {layer.out: 0 for layer in layers}]
+    try:
+        with observing_core(at_core):
+            yield
+    finally:
+        restore()
+        for hook in hooks:
+            hook.remove()
 
 
 def last_hidden_state(output: Any) -> Tensor:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,41 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 def _of_hub(name: str) -> bool:
     """Whether a model of the hub could have this name: there are no other characters in them."""
     return re.fullmatch(r"(?![./~])[\w.-]+(/[\w.-]*)?", name, re.ASCII) is not None and len(name) <= 96
+
+
+def load_with_head(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Loaded:
+    """As ``load_named``, with the task head that the checkpoint holds: logits, and a loss, need it."""
+    import transformers
+
+    loaded = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    config = getattr(loaded.model, "config", None)
+    kind = (getattr(config, "architectures", None) or [""])[0]
+    source = getattr(loaded.model, "name_or_path", "")
+    headless = kind == type(loaded.model).__name__ or not hasattr(transformers, kind)
+    # Weights from another file format come without their head.
+    elsewhere = not source or (Path(source).is_dir() and not any(Path(source).glob("*.safetensors")))
+    if headless or elsewhere or getattr(config, "is_encoder_decoder", False):
+        return loaded
+    model = checkpoints.auto_model(source, kind=kind, dtype=loaded.model.dtype, use_safetensors=True)
+    # A head that the checkpoint does not hold would be random numbers.
+    return loaded if checkpoints.not_in_checkpoint(model) else replace(loaded, model=model)
+
+
+def with_tied_head(model: nn.Module) -> nn.Module:
+    """The language model whose head is the embedding of this causal backbone; the backbone where a head has weights."""
+    from transformers.models.auto import modeling_auto
+
+    config: Any = getattr(model, "config", None)
+    known: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not getattr(config, "tie_word_embeddings", False) or type(config) not in known:
+        return model
+    with torch.device("meta"):
+        whole = known[type(config)](config)
+    if type(whole.base_model) is not type(model):
+        return model
+    setattr(whole, whole.base_model_prefix, model)
+    whole.tie_weights()
+    return model if any(p.is_meta for p in whole.parameters()) else whole
 
 
 class ByteTokenizer:

@@ -98,13 +98,13 @@ class CoreCall:
     window: int | None = None
 
 
-CoreObserver = Callable[[CoreCall], None]
+CoreObserver = Callable[[CoreCall], CoreCall | None]
 _observers: list[CoreObserver] = []
 
 
 @contextmanager
 def observing_core(observer: CoreObserver) -> Iterator[None]:
-    """Hand every call of the core to ``observer`` before it is computed; the observer may raise to stop the model."""
+    """Hand every call of the core to ``observer`` before it is computed; it may return another one, or raise to stop."""
     _observers.append(observer)
     try:
         yield
@@ -211,7 +211,7 @@ def seam_attention(
             rule = _also(rule, mask, key.shape[2], query.device)
     call = CoreCall(module, query.to(working) * tau, key.to(working), value.to(working), rule, sliding_window)
     for observer in list(_observers):
-        observer(call)
+        call = observer(call) or call
     return attention_core(call.q, call.k, call.v, call.rule).to(dtype), None
 
 

@@ -153,10 +153,16 @@ def packed_chunks(
 
 def chunk_of(handle: Model, documents: Sequence[str], n: int, seed: int = 0) -> Tensor:
     """Token ids (n,) of one chunk of a text, as the model's tokenizer writes them."""
+    return chunks_of(handle, documents, n, 1, seed)[0]
+
+
+def chunks_of(handle: Model, documents: Sequence[str], n: int, inputs: int, seed: int = 0) -> Tensor:
+    """Token ids (inputs, n) of disjoint chunks of a text, as the model's tokenizer writes them."""
     check_length(handle, n)
+    if inputs < 1:
+        raise ValueError(f"inputs must be at least 1, got {inputs}")
     tokenizer = require_tokenizer(handle)
-    (chunk,) = Chunker(excerpt_for(documents, [n], 1, seed), tokenizer).chunks([n], 1, seed)[n]
-    return torch.tensor(chunk)
+    return torch.tensor(Chunker(excerpt_for(documents, [n], inputs, seed), tokenizer).chunks([n], inputs, seed)[n])
 
 
 def excerpt_for(documents: Sequence[str], lengths: Sequence[int], inputs: int, seed: int = 0) -> list[str]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +22,11 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import model_dtype
-from lipscope.models.checkpoints import Loaded, auto_model, not_in_checkpoint
 from lipscope.models.corpora import read_text
-from lipscope.models.inputs import check_length, require_tokenizer
-from lipscope.models.load import load_named
+from lipscope.models.load import load_with_head
 from lipscope.models.model import Model
 from lipscope.models.recorded import Recorded, RecordedLayer
-from lipscope.models.text import Chunker, excerpt
+from lipscope.models.text import chunks_of
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.training.rescale.factors import Factors, factors_for_logits, factors_for_sigma, largest_logits
@@ -100,7 +96,10 @@ def smooth(
     module, name, tokenizer, notes = _open(model, tokenizer, inplace)
     handle = Model(module, tokenizer, name=name, notes=notes)
     if input_ids is None:
-        ids, about = _calibration(handle, text, n, inputs, seed), f"{inputs} inputs of {n} tokens from {text}"
+        ids, about = (
+            chunks_of(handle, read_text(os.fspath(text)), n, inputs, seed),
+            f"{inputs} inputs of {n} tokens from {text}",
+        )
     else:
         ids = input_ids if input_ids.ndim == 2 else input_ids[None]
         if ids.ndim != 2:
@@ -295,7 +294,7 @@ def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, An
             "model must be a name, a directory or a module: smooth changes weights, and a loaded Model is shared"
         )
     if not isinstance(model, nn.Module):
-        loaded = _load_with_head(os.fspath(model))
+        loaded = load_with_head(os.fspath(model))
         return loaded.model, loaded.name, tokenizer or loaded.tokenizer, loaded.notes
     half = model_dtype(model) not in (torch.float32, torch.float64)
     if half and inplace:
@@ -305,31 +304,6 @@ def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, An
     module = model if inplace else copy.deepcopy(model)
     notes = (f"weights widened from {str(model_dtype(model))[6:]} to float32",) if half else ()
     return module.float() if half else module, type(model).__name__, tokenizer, notes
-
-
-def _load_with_head(name: str) -> Loaded:
-    """A zoo model, a directory or a hub name, with the language-model head of its checkpoint, which the loss needs."""
-    loaded = load_named(name)
-    config = getattr(loaded.model, "config", None)
-    architectures = getattr(config, "architectures", None) or [""]
-    heads = {_CAUSAL: "AutoModelForCausalLM", _MASKED: "AutoModelForMaskedLM"}
-    auto = next((auto for endings, auto in heads.items() if architectures[0].endswith(endings)), None)
-    source = getattr(loaded.model, "name_or_path", "")
-    # Weights from another file format come without their head.
-    if auto is None or not source or (Path(source).is_dir() and not any(Path(source).glob("*.safetensors"))):
-        return loaded
-    model = auto_model(source, kind=auto, dtype=loaded.model.dtype, use_safetensors=True)
-    # A head that the checkpoint does not hold would be random numbers.
-    return loaded if not_in_checkpoint(model) else replace(loaded, model=model)
-
-
-def _calibration(handle: Model, text: str | os.PathLike[str], n: int, inputs: int, seed: int) -> Tensor:
-    check_length(handle, n)
-    if inputs < 1:
-        raise ValueError(f"inputs must be at least 1, got {inputs}")
-    tokenizer = require_tokenizer(handle)
-    documents = excerpt(read_text(os.fspath(text)), max(1_000_000, 50 * n * inputs), seed)
-    return torch.tensor(Chunker(documents, tokenizer).chunks([n], inputs, seed)[n])
 
 
 def _span(result: SpectralNorm, items: Any) -> Span:
