@@ -184,22 +184,13 @@ def cell_facts(cell: Cell) -> list[list[str]]:
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     facts += [[label, number(point.about[name])] for name, label in ABOUT.items() if name in point.about]
     median = "" if point.inputs == 1 else " (median)"
-    for label, bound in zip(_BOUND_FACTS, BOUNDS, strict=True):
+    for bound, (_, _, label) in BOUNDS.items():
         if (ratio := cell.over_sigma(bound)) is not None:
             facts.append([label, f"≤ {above(getattr(point, bound))}, {number(ratio)} × σ{median}"])
         elif shorter := [p for p in cell.points if getattr(p, bound) is not None]:
             why = "beyond, it would cost more than σ" if bound == "certified" else "not for all longer inputs"
             facts.append([label, f"≤ {above(getattr(shorter[-1], bound))} at n = {shorter[-1].n}; {why}"])
     return facts
-
-
-_BOUND_FACTS = (
-    "certificate at these inputs",
-    "refined bound, tokens of that norm",
-    "paper's bound, tokens of that norm",
-    "refined bound, any input",
-    "paper's bound, any input",
-)
 
 
 def cell_table(cell: Cell) -> list[list[str]]:

@@ -10,20 +10,13 @@ from scipy.stats import spearmanr
 
 from lipscope.report.charts import Chart, HeatCell, HeatMap, Panel, Series, log_grid, shade
 from lipscope.report.palette import CYCLE, DEPTHS
-from lipscope.report.settings import Cell, Point, ReportData, Setting, report_data
+from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting, report_data
 from lipscope.report.summary import exponent, places
 from lipscope.rounding import enclosure, number
 from lipscope.runs.run import Source, load_run
 
 # A legend of more layers lists the first and the last, whose colours span the others.
 _MOST_NAMES = 12
-_BOUNDS = (
-    ("certified", "certificate", "purple"),
-    ("refined", "refined bound", "yellow"),
-    ("castin2024", "paper's bound", "black"),
-    ("refined_global", "refined, any input", "yellow"),
-    ("castin2024_global", "paper's, any input", "black"),
-)
 # Column of the rows, name of the file, title, label of the axis.
 _SCATTERS = (
     ("radius_rms", "radius", "σ and the norm of the tokens", "root mean square token norm |x|"),
@@ -110,7 +103,7 @@ def _guides(cell: Cell) -> list[Series]:
 
 
 def _bounds(cell: Cell) -> Iterable[Series]:
-    for field, label, colour in _BOUNDS:
+    for field, (label, colour, _) in BOUNDS.items():
         values = [(p.n, getattr(p, field)) for p in cell.points if getattr(p, field) is not None]
         if values:
             n, y = [v[0] for v in values], [v[1] for v in values]

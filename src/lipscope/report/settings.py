@@ -20,14 +20,22 @@ from lipscope.runs.run import Row, Run, Source, by_place, load_run
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
-# Columns of bounds on σ, and attributes of a point.
-BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
+# Columns of bounds on σ, and attributes of a point: the name in a legend, its colour, and the name in full.
+BOUNDS = {
+    "certified": ("certificate", "purple", "certificate at these inputs"),
+    "refined": ("refined bound", "yellow", "refined bound, tokens of that norm"),
+    "castin2024": ("paper's bound", "black", "paper's bound, tokens of that norm"),
+    "refined_global": ("refined, any input", "yellow", "refined bound, any input"),
+    "castin2024_global": ("paper's, any input", "black", "paper's bound, any input"),
+}
 # Columns that stand beside σ, and what people call them.
 ABOUT = {
     "radius_rms": "token norm |x|",
     "max_logit": "largest logit",
     "entropy": "attention entropy",
     "sink_mass": "on first token and sinks",
+    "typical": "typical gain",
+    "stable_rank": "stable rank",
 }
 
 

@@ -64,6 +64,8 @@ def answer(setting: Setting) -> str:
         f"least smooth in {cell.where}, where a small change of its {cell.last.n} tokens can come out about "
         f"{number(cell.last.median)} times as large"
     )
+    if "typical" in cell.last.about:
+        text += f" (a random one {number(cell.last.about['typical'])} times)"
     if len(ranked) > 1:
         middle = statistics.median(other.last.median for other in ranked)
         text += f"; in the median of its {places(setting, len(ranked))}, {number(middle)} times"

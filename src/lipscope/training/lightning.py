@@ -79,25 +79,20 @@ class LipschitzCallback(Watching, Callback):
         trainer.should_stop = trainer.should_stop or stop
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation without training: one measurement on the first batch."""
-        self._evaluated(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """One measurement on the first batch."""
-        self._evaluated(trainer, pl_module)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the hooks off the model."""
-        if self.monitor is not None:
-            self.monitor.close()
-
-    def _evaluated(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation or test without training: one measurement on the first batch."""
         if trainer.state.fn == "fit" or self.monitor is None:
             return
         record = self.monitor.measure(step=trainer.global_step)
         if record.readings:
             self.records.append(record)
             _log(trainer, None, record.scalars(), record.step)
+
+    on_test_end = on_validation_end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks off the model."""
+        if self.monitor is not None:
+            self.monitor.close()
 
 
 class QKClipCallback(Clipping, Callback):

@@ -19,7 +19,8 @@ from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.seam import CoreCall
 from lipscope.spectral.golub_kahan import GolubKahan
-from lipscope.training.penalties import SOLVER, evaluating, full_precision, jasmin, max_logit, sigma_of_map
+from lipscope.training.attach import undisturbed
+from lipscope.training.penalties import SOLVER, jasmin, max_logit, sigma_of_map
 
 Kind: TypeAlias = Literal["spectral", "jasmin", "max-logit", "weights"]
 
@@ -81,18 +82,18 @@ class ModelPenalty:
         self.kind, self.k, self.limit = kind, k, limit
         self.solver = dataclasses.replace(solver or SOLVER, vectors=True)
         self.values: list[float] = []
-        with evaluating(model):
+        with undisturbed(model):
             self.handle = Model(model)
         missing = [layer.name for layer in self.handle.layers if not layer.through_seam]
         if missing:
             raise ValueError(f"{missing[0]} keeps its own attention: a penalty needs the transformers attention interface")
         self.layers = [layer.index for layer in (self.handle.layers if layers is None else map(self.handle.layer, layers))]
-        with evaluating(model), full_precision(self.handle.device), torch.enable_grad():
+        with undisturbed(model):
             self._try_layers()
 
     def __call__(self, **inputs: Any) -> Tensor:
         """The mean penalty over layers at these inputs (``input_ids``, ``attention_mask``, … as for the model)."""
-        with evaluating(self.handle.model), full_precision(self.handle.device):
+        with undisturbed(self.handle.model):
             with torch.no_grad():
                 recorded = self.handle.record(inputs)
             values = torch.stack([self._layer(recorded[layer]) for layer in self.layers])

@@ -298,11 +298,11 @@ class Monitor:
             backward = self.backward_gains()
             for layer, gain in backward.items():
                 self._peak[layer] = max(gain, self._peak.get(layer, 0.0))
-            record = Record(self.steps, backward=backward, backward_peak=dict(self._peak), scope=self.scope)
+            readings = self._readings(batch) if measured else ()
+            record = Record(self.steps, readings, backward, dict(self._peak), scope=self.scope)
             if measured:
-                record = Record(self.steps, self._readings(batch), backward, dict(self._peak), scope=self.scope)
                 self._measured, self._peak = True, {}
-            record = Record(**vars(record) | {"alarms": self._guard.check(record)})
+            record = replace(record, alarms=self._guard.check(record))
             for words in self._guard.warnings(record.alarms, self.steps):
                 say(f"lipscope.training, step {self.steps}: {words}")
             for alarm, told in ((alarm, told) for alarm in record.alarms for told in self._on_alarm):

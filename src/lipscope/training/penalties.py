@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from lipscope.measure.sigma import check_tokens
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
+from lipscope.training.attach import undisturbed
 
 # Accurate enough for a direction of descent, at a few products per step.
 SOLVER = GolubKahan(rtol=1e-3, interval=None, max_steps=100, vectors=True)
@@ -207,23 +208,8 @@ def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tenso
         batched = batched.to(layer.q)
         left, right = top_pair(AttentionOperator.at(layer, batched), solver)
         return layer.bilinear(batched, left, right)
-    with evaluating(attention if isinstance(attention, nn.Module) else None):
+    with undisturbed(attention) if isinstance(attention, nn.Module) else nullcontext():
         return sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
-
-
-@contextmanager
-def evaluating(module: nn.Module | None) -> Iterator[None]:
-    """Inside, the module and all its parts are in eval mode."""
-    if module is None:
-        yield
-        return
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 @contextmanager
