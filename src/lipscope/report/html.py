@@ -121,7 +121,7 @@ class Document:
                 header, rows = section.table.header, section.table.rows
                 parts.append("\n".join([_line(header), "|" + "---|" * len(header), *map(_line, rows)]))
             parts += [f"```text\n{section.code}\n```"] if section.code else []
-            parts += [f"![{caption}](figures/{name}.png)\n\n*{caption}*" for name, caption in section.figures.items()]
+            parts += [f"![{name}](figures/{name}.png)\n\n*{caption}*" for name, caption in section.figures.items()]
         return "\n\n".join(parts) + "\n"
 
     def to_html(self, figures: Path) -> str:

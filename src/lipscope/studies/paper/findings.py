@@ -47,7 +47,7 @@ def findings(rows: Sequence[Row], cast: Cast) -> list[Finding]:
     texts = [f"{sentence}." for sentence in cast.absent]
     if stand_ins:
         missing = " and ".join(dict.fromkeys(m.stands_for for m in cast.members if m.stands_for))
-        texts.append(f"{', '.join(stand_ins)}: nothing here is a measurement of {missing} on text.")
+        texts.append(f"{', '.join(stand_ins)}: nothing here is a measurement of {missing}.")
     return found + [Finding(MODELS, text) for text in texts]
 
 
@@ -74,7 +74,7 @@ def _on_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     texts = [_counts(table, "σ"), f"n^¼ is excluded in {excluded} of {len(table)}."]
     level = sum(row.fit.better == "saturating" and row.fit.alpha_low > 0 for row in table)
     if level:
-        texts.append(f"Of the curves that grow, {level} are described better by one that levels off (AIC).")
+        texts.append(f"A curve that levels off describes {level} of those that grow better (AIC).")
     return texts
 
 
@@ -128,7 +128,8 @@ def _differences(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     # A difference counts as one where the whole range of the ratio is off by more than a tenth.
     moved = [row for row in table if row.ratio_low > 1 + _CHANGED or row.ratio_high < 1 - _CHANGED]
     moved.sort(key=lambda row: -abs(math.log(row.ratio)))
-    examples = ", ".join(f"{row.variant} {row.ratio:.2g} times for {row.model}" for row in moved[:3])
+    strongest = list({row.variant: row for row in reversed(moved)}.values())[::-1]
+    examples = ", ".join(f"{row.variant} {row.ratio:.2g} times for {row.model}" for row in strongest[:3])
     every, some = ({row.variant for row in each} for each in (table, moved))
     return [
         f"Of {len(every)} differences between the scripts and σ, {len(some)} change the number of some model by more than "
