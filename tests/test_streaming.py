@@ -14,11 +14,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import command
 import lipscope
 from lipscope.models.load import ByteTokenizer
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.streaming import Stream, StreamedPass
 from lipscope.runs import Store
+from lipscope.runs.estimate import ways
 from lipscope.runs.rows import table_digest
 
 WORDS = ["".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(2000))]
@@ -323,3 +325,29 @@ def test_layers_of_a_hybrid_have_the_numbers_that_the_model_gives_them(tmp_path:
     block = whole.record(input_ids=ids)[4]
     assert block.layer.block is whole.model.layers[4]
     assert rows_of(streamed, "block") == rows_of(whole, "block")
+
+
+def test_a_plan_reads_headers_only_and_says_what_scan_would_do(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(*_: Any) -> None:
+        raise AssertionError("a plan reads no weights")
+
+    monkeypatch.setattr("lipscope.models.stored.Checkpoint.read", reading)
+    for free, way in ((1 << 40, "in memory"), (1000, "streamed")):
+        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda free=free: free)
+        told = command.run("plan", str(llama), "--lengths", "16,64")
+        assert told.returncode == 0, told.stderr
+        words = " ".join(told.stdout.split())
+        count = sum(p.numel() for p in made("llama").model.parameters())
+        assert f"{count:,} parameters in {LAYERS} layers" in words
+        assert f"lipscope scan takes it {way}" in words
+        assert words.count("in memory") == 2 + (way == "in memory")
+
+
+def test_larger_models_and_longer_inputs_are_planned_with_more() -> None:
+    small, large = (made("llama", hidden_size=width).model for width in (64, 128))
+    for way in ("in memory", "streamed"):
+        cases = [(model, n) for model in (small, large) for n in (64, 4096)]
+        planned = [ways(model, sum(p.numel() * 2 for p in model.parameters()), n, 1, 1e9)[way] for model, n in cases]
+        for less, more in ((0, 1), (0, 2), (1, 3), (2, 3)):
+            assert planned[less][0] < planned[more][0]
+            assert planned[less][1] < planned[more][1]

@@ -18,7 +18,7 @@ import typer
 from lipscope import __version__
 from lipscope.cli.bounds import attack, bounds
 from lipscope.cli.check import check
-from lipscope.cli.measure import measure, scan, tokens
+from lipscope.cli.measure import measure, plan, scan, tokens
 from lipscope.cli.options import Debug, Quiet
 from lipscope.cli.sensitivity import sensitivity
 from lipscope.cli.show import corpora, describe, models, report, view
@@ -83,7 +83,7 @@ class _OneClearLine:
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Measure": (scan, measure, tokens, sensitivity, sweep, check),
+    "Measure": (scan, plan, measure, tokens, sensitivity, sweep, check),
     "Bound": (bounds, attack, compare_attention, meanfield),
     "Show": (report, view, export),
     "Change": (smooth,),

@@ -1,4 +1,4 @@
-"""Commands that measure: ``scan`` a model on a text, ``measure`` a weights file at tokens, ``tokens`` one by one."""
+"""Commands that measure: ``scan`` a model on a text, ``plan`` that, ``measure`` weights at tokens, ``tokens`` one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, waiting
-from lipscope.rounding import interval, printable, round_down, round_up, span
+from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
@@ -124,6 +124,38 @@ def scan(
         on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
         echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
         raise typer.Exit(130 if why == "interrupted" else 2)
+
+
+def plan(
+    model: opt.ModelName,
+    lengths: opt.Lengths = "128",
+    inputs: opt.Inputs = 1,
+    dtype: opt.Dtype = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+) -> None:
+    """Say what a scan of a saved model would take: in memory and streamed, from its configuration and headers alone."""
+    from lipscope.models.load import saved_model
+    from lipscope.models.memory import batch_size
+    from lipscope.models.stored import fits, free_memory
+    from lipscope.models.streaming import blocks_of
+    from lipscope.models.text import parse_lengths
+    from lipscope.runs.estimate import READ_RATE, product_rate, ways
+
+    checkpoint, skeleton = saved_model(model, as_dtype(dtype), trust_remote_code=trust_remote_code)
+    stored = sum(tensor.size for tensor in checkpoint.tensors.values())
+    count = sum(p.numel() for p in skeleton.parameters())
+    about = f"{count:,} parameters in {len(blocks_of(skeleton))} layers, {show_bytes(stored)} on disk"
+    rows = []
+    for n in parse_lengths(lengths):
+        for way, (size, seconds) in ways(skeleton, stored, n, batch_size(n, inputs), product_rate()).items():
+            rows.append([str(n), way, show_bytes(size), duration(seconds)])
+    caption = (
+        f"scope attention; time at the speed of products on this machine, and of a disk of {show_bytes(READ_RATE)} a second"
+    )
+    print_table(["n", "way", "peak memory", "time"], rows, text=["way"], title=f"{model}: {about}", caption=caption)
+    taken = "in memory" if fits(checkpoint.directory, as_dtype(dtype)) else "streamed"
+    free = free_memory()
+    echo(f"lipscope scan takes it {taken}" + ("." if free is None else f": {show_bytes(free)} of memory are free."))
 
 
 def measure(

@@ -271,6 +271,19 @@ ZOO = {
 }  # fmt: skip
 
 
+def saved_model(
+    name: str, dtype: torch.dtype | None = None, *, revision: str | None = None, **options: Any
+) -> tuple[Checkpoint, nn.Module]:
+    """The headers and the skeleton of a saved model: a directory, or a hub name."""
+    if name in ZOO:
+        raise ValueError(f"{name} cannot be streamed: layers are read from a directory with safetensors files")
+    directory = Path(name).expanduser()
+    directory = directory if directory.is_dir() or not _of_hub(name) else hub_directory(name, revision)
+    refuse_directory(directory, allow_pickle=False)
+    checkpoint = Checkpoint(directory)
+    return checkpoint, skeleton(checkpoint, dtype, **options)
+
+
 def load(
     model: str | os.PathLike[str] | nn.Module | Model,
     tokenizer: Any = None,
@@ -335,15 +348,10 @@ def load(
             at = cached_directory(name, revision) if _of_hub(name) else None
         stream = at is not None and name not in ZOO and not fits(at, dtype)
     if stream:
-        directory = Path(name).expanduser()
-        if name in ZOO or allow_pickle:
-            what = name if name in ZOO else "a pickle"
-            raise ValueError(f"{what} cannot be streamed: layers are read from a directory with safetensors files")
-        directory = directory if directory.is_dir() else hub_directory(name, revision)
-        refuse_directory(directory, allow_pickle=False)
-        checkpoint = Checkpoint(directory)
-        made = skeleton(checkpoint, dtype, trust_remote_code=trust_remote_code, **options)
-        words = tokenizer or tokenizer_in(directory, trust_remote_code=trust_remote_code)
+        if allow_pickle:
+            raise ValueError("a pickle cannot be streamed: layers are read from safetensors files")
+        checkpoint, made = saved_model(name, dtype, revision=revision, trust_remote_code=trust_remote_code, **options)
+        words = tokenizer or tokenizer_in(checkpoint.directory, trust_remote_code=trust_remote_code)
         through = Stream(made, backbone(made, part), checkpoint, place or torch.device("cpu"))
         return Model(made, words, name=Path(name).name, part=part, stream=through, check=check)
     found = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, revision=revision, **options)

@@ -49,6 +49,15 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype | None, **options: Any) 
     return in_dtype(model, dtype).requires_grad_(False).eval()
 
 
+def blocks_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The elements of the model's outermost lists, and their names."""
+    blocks: dict[nn.Module, str] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in blocks.values()):
+            blocks |= {child: f"{name}.{key}" for key, child in part.named_children()}
+    return blocks
+
+
 class Stream:
     """Brings the weights of a skeleton in, unit by unit.
 
@@ -71,10 +80,7 @@ class Stream:
         self.keep: Path | None = None
         self._held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
-        self.blocks: dict[nn.Module, str] = {}
-        for name, part in model.named_modules():
-            if isinstance(part, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in self.blocks.values()):
-                self.blocks |= {child: f"{name}.{key}" for key, child in part.named_children()}
+        self.blocks = blocks_of(model)
         self._home: dict[nn.Module, nn.Module] = {}
         for block in self.blocks:
             self._home |= dict.fromkeys(block.modules(), block)

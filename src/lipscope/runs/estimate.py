@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lipscope.measure.memory import AUTOGRAD_SCOPES, MemoryPlan
+import torch
+from torch import nn
+
+from lipscope.attention.masks import as_mask
+from lipscope.attention.scores import ScoreRule
+from lipscope.attention.tiled import current_tiling
+from lipscope.measure.memory import AUTOGRAD_SCOPES, MemoryPlan, Shape, Strategy, solve_plan
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -50,6 +56,66 @@ def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, ef
     pair = (2 if scope in AUTOGRAD_SCOPES else 1) * (4.0 * n * parameters + 16.0 * n * n * layers * width)
     heads = setting.get("heads")
     return Work(effort * inputs * _PAIRS * pair, inputs, inputs * (1 if heads is None else len(heads)))
+
+
+# Copies of the weights of one attention that finding, measuring and bounding it hold at the peak, its own among them: q, k
+# and v as they were found, and factors of all of them in float64; fitted to measured peaks.
+_COPIES = 5
+# How often the weights of a streamed model are read before the first pass, and bytes a second that a disk is taken to give.
+LOAD_READS, READ_RATE = 4, 1 << 30
+
+
+def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> dict[str, tuple[int, float]]:
+    """Peak bytes and seconds of a scan (scope attention, one length) with the model in memory, and with it streamed.
+
+    Args:
+        skeleton: the model; its parameters need no storage.
+        stored: bytes of its weights on disk.
+        n: tokens per input.
+        inputs: inputs in one pass.
+        rate: floating-point operations per second of plain products of matrices.
+    """
+    from lipscope.models.capture import model_dtype
+    from lipscope.models.memory import RECORDED
+    from lipscope.models.streaming import blocks_of
+
+    config: Any = skeleton.config
+    dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(config.num_attention_heads)
+    blocks = list(blocks_of(skeleton))
+    inside = {part for block in blocks for part in block.modules()}
+    attention = max(
+        sum(p.numel() for p in part.parameters())
+        for block in blocks
+        for part in block.modules()
+        if "attention" in type(part).__name__.lower()
+    )
+    kv, key = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or width // heads
+    shape = Shape(width, width, heads, kv, key, key, dtype, lambda n, inputs: ScoreRule(mask=as_mask("causal")))
+    measuring = _COPIES * attention * dtype.itemsize + solve_plan(shape, n, Strategy(inputs, current_tiling())).total
+    tokens = RECORDED * inputs * n * width * dtype.itemsize
+    whole = sum(p.numel() for p in skeleton.parameters()) * dtype.itemsize
+    alone = [p.numel() for part in skeleton.modules() if part not in inside for p in part.parameters(recurse=False)]
+    unit = max(*alone, *(sum(p.numel() for p in block.parameters()) for block in blocks)) * dtype.itemsize
+    pair = 4.0 * n * attention + 16.0 * n * n * width
+    finding = 2.0 * (width + 1) * attention
+    work = len(blocks) * (inputs * _PAIRS * pair + finding) + 2.0 * inputs * n * whole / dtype.itemsize
+    return {
+        "in memory": (BASE_BYTES + stored + whole + len(blocks) * tokens + measuring, work / rate + stored / READ_RATE),
+        "streamed": (
+            BASE_BYTES + max(unit * 3 // 2, measuring) + 2 * tokens,
+            work / rate + (LOAD_READS + 1) * stored / READ_RATE,
+        ),
+    }
+
+
+def product_rate(n: int = 128, width: int = 1024) -> float:
+    """Floating-point operations per second of (n × d)·(d × d) in float32 here, the best of a few."""
+    a, b, best = torch.ones(n, width), torch.ones(width, width), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * n * width * width / best
 
 
 Group = tuple[str | None, str]
