@@ -75,7 +75,10 @@ class Checkpoint:
         where = self.tensors[name]
         if _state(where.file) != self._seen[where.file]:
             raise ValueError(f"{where.file} changed while it was read: measure again, from the start")
-        data = torch.empty(where.size, dtype=torch.uint8)
+        # Products of matrices round differently at other alignments: as in a file that is mapped into memory.
+        data = torch.empty(where.size + 64, dtype=torch.uint8)
+        shift = (where.start - data.data_ptr()) % 64
+        data = data[shift if shift % where.dtype.itemsize == 0 else 0 :][: where.size]
         with where.file.open("rb", buffering=0) as file:
             file.seek(where.start)
             view: Any = data.numpy()

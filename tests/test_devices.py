@@ -1,0 +1,74 @@
+"""Devices: those that do not exist are refused, and on a GPU, where there is one, the numbers are those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import lipscope
+from cases import layer, masks, random
+from lipscope.attention.operators import AttentionOperator
+
+GPUS = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
+
+
+def model() -> transformers.GPT2Model:
+    torch.manual_seed(0)
+    return transformers.GPT2Model(
+        transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=32)
+    ).eval()
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "mps:3", "nonsense", "xpu"])
+def test_a_device_that_does_not_exist_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match="device"):
+        lipscope.load(model(), device=device)
+
+
+def test_auto_and_cpu_leave_the_callers_model_where_it_is() -> None:
+    own = model()
+    assert lipscope.load(own, device="cpu").model is own
+    assert lipscope.load(own, device="auto").device.type == (GPUS or ["cpu"])[0]
+    assert next(own.parameters()).device.type == "cpu"
+
+
+def test_options_of_the_hub_are_refused_elsewhere(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="revision is for a model of the hub"):
+        lipscope.load(tmp_path, revision="main")
+    with pytest.raises(ValueError, match="names code of the hub"):
+        lipscope.load(tmp_path, attn_implementation="somebody/kernel")
+    plain, eager = lipscope.load(tmp_path), lipscope.load(tmp_path, attn_implementation="eager")
+    assert eager.model.config._attn_implementation == "eager"
+    ids = torch.arange(6)[None]
+    assert torch.equal(plain.record(input_ids=ids)[1].sigma().estimate, eager.record(input_ids=ids)[1].sigma().estimate)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("mask", list(masks()))
+def test_products_on_a_gpu_are_those_of_the_cpu(mask: str, tiled: bool) -> None:
+    here = layer(dtype=torch.float32).with_mask(masks()[mask][0])
+    X = random(3, 5, here.width, seed=1, dtype=torch.float32)
+    u = random(3, X[0].numel(), seed=2, dtype=torch.float32)
+    expected = AttentionOperator.at(here, X, tiled=tiled).matvec(u)
+    found = AttentionOperator.at(here.to(GPUS[0]), X.to(GPUS[0]), tiled=tiled).matvec(u.to(GPUS[0]))
+    assert found.device.type == GPUS[0]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_on_a_gpu_is_measured_like_one_on_the_cpu(tmp_path: Path, stream: bool) -> None:
+    model().save_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    expected = lipscope.load(tmp_path).record(input_ids=ids).rows(scope="block")
+    there = lipscope.load(tmp_path, device=GPUS[0], stream=stream)
+    assert there.device.type == GPUS[0]
+    for row, cpu in zip(there.record(input_ids=ids).rows(scope="block"), expected, strict=True):
+        assert row["estimate"] == pytest.approx(cpu["estimate"], rel=1e-3)
