@@ -59,8 +59,9 @@ def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, ef
 
 
 # Copies of the weights of one attention that finding, measuring and bounding it hold at the peak, its own among them: q, k
-# and v as they were found, and factors of all of them in float64; fitted to measured peaks.
-_COPIES = 5
+# and v as they were found, and factors of all of them in float64. Norms of weights for set bounds take so many times d³
+# operations. Both are fitted to one layer of a 7B model.
+_COPIES, _NORMS = 9, 60
 # How often the weights of a streamed model are read before the first pass, and bytes a second that a disk is taken to give.
 LOAD_READS, READ_RATE = 4, 1 << 30
 
@@ -97,7 +98,7 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     alone = [p.numel() for part in skeleton.modules() if part not in inside for p in part.parameters(recurse=False)]
     unit = max(*alone, *(sum(p.numel() for p in block.parameters()) for block in blocks)) * dtype.itemsize
     pair = 4.0 * n * attention + 16.0 * n * n * width
-    finding = 2.0 * (width + 1) * attention
+    finding = 2.0 * (width + 1) * attention + _NORMS * float(width) ** 3
     work = len(blocks) * (inputs * _PAIRS * pair + finding) + 2.0 * inputs * n * whole / dtype.itemsize
     return {
         "in memory": (BASE_BYTES + stored + whole + len(blocks) * tokens + measuring, work / rate + stored / READ_RATE),
