@@ -206,6 +206,8 @@ def test_tables_of_a_comparison_break_no_words(browser: Any, tmp_path: Path) -> 
         }
         return broken""")
     assert broken == []
+    heights = "return [...document.querySelectorAll('#compare tbody tr')].map((row) => row.offsetHeight)"
+    assert max(browser.execute_script(heights)) < 40  # a place and an interval stand on one line
 
 
 def test_the_keyboard_reaches_every_cell(browser: Any, page: Path) -> None:

@@ -24,7 +24,15 @@ from lipscope.report.run_charts import (
     scopes_chart,
 )
 from lipscope.report.settings import ReportData, report_data
-from lipscope.report.summary import against_guides, cards, closeness_sentence, growth_sentence, sentences, which_curve
+from lipscope.report.summary import (
+    against_guides,
+    answer,
+    cards,
+    closeness_sentence,
+    growth_sentence,
+    sentences,
+    which_curve,
+)
 from lipscope.rounding import enclosure, number
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.runs.run import Run, load_run
@@ -277,6 +285,16 @@ def test_scatters_show_what_the_correlation_speaks_of() -> None:
         assert sorted(y for one in chart.series for y in one.y) == medians
         assert "over 12 heads at n = 64" in chart.note or "With 12 heads at n = 64" in chart.note
         assert chart.panels[0].y == "σ at n = 64, scope head"
+
+
+def test_typical_gain_and_stable_rank_have_their_places_where_rows_hold_them() -> None:
+    (setting,) = data_of(make_rows(typical=1.5, stable_rank=3.0)).settings
+    facts = dict(cell_facts(setting.worst))
+    assert (facts["typical gain"], facts["stable rank"]) == ("1.50", "3.00")
+    assert "(a random one 1.50 times)" in answer(setting)
+    (without,) = data_of(make_rows()).settings
+    assert "typical gain" not in dict(cell_facts(without.worst))
+    assert "random" not in answer(without)
 
 
 def test_growth_by_head_has_a_colour_and_a_line_of_the_legend_per_layer() -> None:
