@@ -36,30 +36,36 @@ def to_toml(document: Mapping[str, Any]) -> str:
         if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) for v in value):
             tables += [(name, table) for table in value]
         else:
-            lines.append(f"{name} = {_value(value)}")
+            lines.append(f"{name} = {_value(value, name)}")
     for name, table in tables:
-        lines += ["", f"[[{name}]]", *(f"{key} = {_value(entry)}" for key, entry in table.items())]
+        lines += ["", f"[[{name}]]", *(f"{key} = {_value(entry, key)}" for key, entry in table.items())]
     return "\n".join(lines) + "\n"
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, where: str) -> str:
+    """A value in TOML; refuses what TOML, or the JSON of a row's identity, cannot hold."""
     match value:
         case bool():
             return "true" if value else "false"
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{where} must be finite, got {value!r}")
         case int() | float():
             return repr(value)
         case str():
             # A JSON string is a basic TOML string but for the characters above the basic plane, which stay as they are.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
-            return "[" + ", ".join(_value(entry) for entry in value) + "]"
+            return "[" + ", ".join(_value(entry, f"{where}[{number}]") for number, entry in enumerate(value)) + "]"
         case Mapping():
-            return "{" + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + "}"
+            pairs = (f"{_key(key, where)} = {_value(entry, f'{where}.{key}')}" for key, entry in value.items())
+            return f"{{{', '.join(pairs)}}}"
         case _:
-            raise ValueError(f"{value!r} cannot be written in a plan: use numbers, strings, true/false, lists and tables")
+            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")
 
 
-def _key(key: str) -> str:
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"names in {where} must be strings, got {key!r}")
     return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else json.dumps(key)
 
 
@@ -408,27 +414,8 @@ def _memory(name: str, value: Any) -> int | str | None:
 def _options(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a table, got {value!r}")
-    _refuse_unwritable(name, value)
+    _value(value, name)
     return value
-
-
-def _refuse_unwritable(where: str, value: Any) -> None:
-    """Options are part of a row's identity, which is JSON, and of the plan, which is TOML."""
-    match value:
-        case Mapping():
-            for key, entry in value.items():
-                if not isinstance(key, str):
-                    raise ValueError(f"names in {where} must be strings, got {key!r}")
-                _refuse_unwritable(f"{where}.{key}", entry)
-        case list() | tuple():
-            for number, entry in enumerate(value):
-                _refuse_unwritable(f"{where}[{number}]", entry)
-        case float() if not math.isfinite(value):
-            raise ValueError(f"{where} must be finite, got {value!r}")
-        case bool() | int() | float() | str():
-            pass
-        case _:
-            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")
 
 
 _COERCIONS: dict[str, Callable[[str, Any], Any]] = {
