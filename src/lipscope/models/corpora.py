@@ -142,8 +142,8 @@ def _python_docs(_: Path) -> list[str]:
 
     documents = []
     for name in sorted(topics):
-        paragraphs = re.split(r"\n\s*\n", topics[name])
-        prose = [" ".join(p.split()) for p in paragraphs if not p.startswith("   ") and not _RULE.search("\n" + p)]
+        long = (p for p in re.split(r"\n\s*\n", topics[name]) if len(p) > 60 and not p.startswith("   "))
+        prose = (" ".join(p.split()) for p in long if not _RULE.search("\n" + p))
         text = "\n".join(p for p in prose if len(p) > 60)
         for mark in '*`"':
             text = text.replace(mark, "")

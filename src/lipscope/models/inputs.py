@@ -175,6 +175,8 @@ def refuse_unknown(tokenizer: Any, ids: list[int]) -> list[int]:
     """The token ids of a text, unless the tokenizer does not know it: more than a few of them are its unknown token."""
     unknown: Any = getattr(tokenizer, "unk_token_id", None)
     special = {*getattr(tokenizer, "all_special_ids", ())} - {unknown}
+    if unknown not in ids and any(i not in special for i in ids):
+        return ids
     words = [i for i in ids if i not in special]
     missed = words.count(unknown)
     # A few words of a sentence may be strange to it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,9 +76,22 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     # Every word once, with the white space before it, where no token reaches across the end of a word.
     words = re.findall(r"\s*\S+|\s+", text) if _ends_tokens_with_words(backend, text) else [text]
     known = list(dict.fromkeys(words))
-    encoded = backend.encode_batch_fast(known, add_special_tokens=False)
-    ids_of = {word: encoding.ids for word, encoding in zip(known, encoded, strict=True)}
-    return [token for word in words for token in ids_of[word]]
+    lists = _in_one_call(backend, known) if len(words) > 1 else None
+    if lists is None:
+        lists = [part.ids for part in backend.encode_batch_fast(known, add_special_tokens=False)]
+    return list(chain.from_iterable(map(dict(zip(known, lists, strict=True)).__getitem__, words)))
+
+
+def _in_one_call(backend: Any, words: list[str]) -> list[list[int]] | None:
+    """The tokens of every word; None unless a token has one character for every byte that it stands for, as GPT-2's have."""
+    if type(backend.pre_tokenizer).__name__ != "ByteLevel":
+        return None
+    (encoded,) = backend.encode_batch_fast(["".join(words)], add_special_tokens=False)
+    ids = encoded.ids
+    width = {token: len(backend.id_to_token(token)) for token in {*ids}}
+    ends = dict(zip(accumulate(map(width.__getitem__, ids)), range(1, len(ids) + 1), strict=True))
+    stops = [ends.get(end, 0) for end in accumulate(map(len, map(str.encode, words)))]
+    return [ids[start:stop] for start, stop in pairwise([0, *stops])] if all(stops) else None
 
 
 def _ends_tokens_with_words(backend: Any, text: str) -> bool:
