@@ -220,6 +220,7 @@ def test_results_are_written_from_rows(tmp_path: Path) -> None:
         table = list(csv.reader(file))
     assert ["exponent of σ", "gpt2-random", "6", "real text"] in [row[:4] for row in table]
     assert ["value over σ: dropout", "gpt2-random", "6", "n = 8", "1.25"] in [row[:5] for row in table]
+    assert {"largest token", "σ at scope norm+attention"} <= {row[0] for row in table}
     found = (tmp_path / "FINDINGS.md").read_text(encoding="utf-8")
     assert len(found.split()) < 900
     assert found.count("![") <= 5
