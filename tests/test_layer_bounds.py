@@ -43,7 +43,7 @@ def test_every_bound_holds(family: str, head: int | None) -> None:
             assert ratio == pytest.approx(bound.value / exact, rel=1e-4)
     assert ratios >= 6
     names = [bound.name for bound in found.table.bounds]
-    assert {"castin2024.general", "certificates.block_norm", "lower.measured"} <= set(names)
+    assert {"castin2024.general", "certificates.row_gram", "lower.measured"} <= set(names)
     rows = found.to_rows()
     assert [row["name"] for row in rows] == names
     assert rows[0]["layer"] == 1

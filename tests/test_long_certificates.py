@@ -9,8 +9,8 @@ import cases
 import lipscope
 import reference
 from largest_tensor import LargestTensor
-from lipscope.bounds import certificates, head_core, several_heads
-from lipscope.bounds.certificates import certified_upper, height_within, local_bounds, strip_height
+from lipscope.bounds import blocks
+from lipscope.bounds.certificates import certified_upper, height_within, local_bounds
 
 N, H = 19, 4
 BIAS = cases.random(H, N, N, seed=7)
@@ -58,7 +58,7 @@ def test_strips_equal_matrices(mask, part):
     subject = layer(MASKS[mask], kv_heads=2, **PARTS[part])
     whole = {bound.name: bound.value for bound in local_bounds(subject, x)}
     cut = {bound.name: bound.value for bound in local_bounds(subject, x, height=8)}
-    assert len(whole) == 3
+    assert len(whole) == 2
     assert cut == pytest.approx(whole, rel=1e-10)
     gains = torch.linspace(0.5, 2.0, N, dtype=torch.float64)[None]
     dense = certified_upper(subject, x[None], "head", gains=gains)
@@ -69,18 +69,6 @@ def test_gains_reach_the_strips():
     x, gains = cases.random(1, N, 10, seed=3), torch.linspace(0.5, 2.0, N, dtype=torch.float64)[None]
     dense = certified_upper(layer("causal"), x, gains=gains)
     torch.testing.assert_close(certified_upper(layer("causal"), x, gains=gains, height=8), dense, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("part", ["plain", "rotary"])
-def test_one_head_and_pieces_of_columns(part, monkeypatch):
-    """A layer of one head has the row-Gram certificate too; products over columns are cut into pieces."""
-    x = cases.random(N, 10, seed=4)
-    subject = layer("causal", heads=1, kv_heads=1, **PARTS[part])
-    whole = {bound.name: bound.value for bound in local_bounds(subject, x)}
-    monkeypatch.setattr(head_core, "COLUMNS", 7)
-    cut = {bound.name: bound.value for bound in local_bounds(subject, x, height=6)}
-    assert set(cut) == {"certificates.row_column", "certificates.block_norm", "certificates.row_gram"}
-    assert cut == pytest.approx(whole, rel=1e-10)
 
 
 def test_strips_are_above_sigma():
@@ -143,13 +131,15 @@ def ratios(seed: int) -> list[tuple[float, str]]:
     """σ of the dense float64 Jacobian over the bound from strips, for the layer and each head, with what was drawn."""
     subject, X, visible, height = drawn(seed)
     J = reference.jacobian(lambda x: reference.attention(subject, x, visible), X)
-    found = [(J, certified_upper(subject, X[None], height=height)[0])]
+    found = [(J, certified_upper(subject, X[None], rung=rung, height=height)[0]) for rung in ("fast", "tight")]
     heads = certified_upper(subject, X[None], "head", height=height)[0]
     for h in range(subject.heads):
         found.append((reference.jacobian(lambda x, h=h: reference.head(subject, h, x, visible), X), heads[h]))
     gains = torch.linspace(0.2, 3.0, len(X), dtype=torch.float64)
     scaled = J.reshape(-1, *X.shape) * gains[:, None]
-    found.append((scaled.reshape(J.shape), certified_upper(subject, X[None], gains=gains[None], height=height)[0]))
+    for rung in ("fast", "tight"):
+        bound = certified_upper(subject, X[None], rung=rung, gains=gains[None], height=height)[0]
+        found.append((scaled.reshape(J.shape), bound))
     words = f"seed {seed}: {subject}, height {height}"
     # Where a sink takes everything, both are zero.
     return [(float(torch.linalg.matrix_norm(J, 2) / bound) if bool(J.any()) else 0.0, words) for J, bound in found]
@@ -201,12 +191,7 @@ def test_large_additive_terms_are_part_of_the_rounding():
 
 
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
-    monkeypatch.setattr(certificates, "STRIP", 1 << 13)
-    monkeypatch.setattr(several_heads, "KEY_ENTRIES", 32 * 9)
-    monkeypatch.setattr(certificates, "DENSE", 64)
-    monkeypatch.setattr(head_core, "COLUMNS", 32)
-    # Few small blocks are computed from the blocks themselves; long inputs never have few.
-    monkeypatch.setattr(head_core, "SMALL", 0)
+    monkeypatch.setattr(blocks, "ENTRIES", 1 << 12)
     for n in (80, 120):
         with LargestTensor(n) as seen:
             certified_upper(layer("causal"), cases.random(1, n, 10, seed=n))
@@ -218,16 +203,13 @@ def test_long_inputs_are_cut_by_themselves(monkeypatch):
     x = cases.random(1, 70, 10, seed=1)
     subject = layer("causal")
     expected = certified_upper(subject, x)
-    monkeypatch.setattr(certificates, "DENSE", 64)
-    monkeypatch.setattr(certificates, "STRIP", 1 << 13)
-    assert strip_height(70, H) < 30
+    monkeypatch.setattr(blocks, "ENTRIES", 1 << 13)
     torch.testing.assert_close(certified_upper(subject, x), expected, rtol=1e-10, atol=0)
 
 
 def test_strips_keep_to_a_memory():
-    assert height_within(1000, 12, 1 << 30) is None
-    assert height_within(1000, 12, 16 << 20) == (16 << 20) // (68 * 8 * 1000)
-    assert height_within(16384, 12, 1 << 40) == strip_height(16384, 12)
+    assert height_within(100, 12, 1 << 30) is None
+    assert height_within(1000, 12, 64 << 20) == (64 << 20) // (16 * 8 * 12 * 1000)
     assert height_within(16384, 12, 1) == 16
 
 

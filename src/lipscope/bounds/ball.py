@@ -159,7 +159,7 @@ class _BallHead:
         delta, block = core.block_norms(w)
         share = torch.where(core.P > 0, block / core.P.clamp_min(1e-300), w.value + delta * core.a)
         A = w.interaction if core.rotation is None else largest_interaction(w, core.rotation)
-        B, _ = core.covariance_norms(w)
+        B = core.query_norms(w)
         # Query gradients are counted from their mean where a common shift of the keys cancels.
         centred = not (core.softcapped or core.sink_share is not None)
         if core.rotation is None:

@@ -1,62 +1,59 @@
-"""Certified upper bounds for σ at one input, closed form and deterministic.
+"""Certified upper bounds for σ at one input, closed form and deterministic, of all heads together.
 
-With v_j the values, o_i = Σ_j P_ij v_j, W = P times the slope of the soft-cap, and R_i the rotations of rotary
-embeddings (the identity without), a_ij = W_KᵀR_jᵀq_i and b_ij = τW_QᵀR_iᵀk_j for rotated queries and keys, one head is
+With the blocks J_ij = M_ij + K_ij + δ_ij Q_i of ``bounds.blocks``:
 
-    (J ε)_i = Σ_j P_ij W_V ε_j + Σ_j W_ij (v_j − o_i)(a_ij·ε_j) + B_i ε_i        B_i = Σ_j W_ij (v_j − o_i) b_ijᵀ
+**Parts**: σ ≤ ‖M‖ + ‖K + Q‖. The mean part is M = Σ_h P^h ⊗ W_O^hW_V^h. With the singular value
+decompositions W_O^hW_V^h = U_hS_hY_hᵀ and any p_h ≥ ‖P^h‖ it is the product of [U_h√(p_hS_h)], of a block-diagonal matrix of
+the P^h/p_h, and of [Y_h√(p_hS_h)]ᵀ, so that
 
-**Row–column**: σ ≤ √(max_j Σ_i P_ij ρ_i²) + max_i ‖B_i‖, with ρ_i² = ‖W_V‖² + c_i‖a_i‖² and c_i the norm of the
-covariance of the values under row i (ρ_i = ‖W_V‖ + √c_i max_j‖a_ij‖ with a soft-cap or rotary embeddings, where a_ij
-depends on j).
-**Block norms**: σ ≤ ‖N‖₂ with N_ij ≥ ‖∂o_i/∂x_j‖, where for a rank-one update M = W_V + δaᵀ, g = W_V a,
+    ‖M‖ ≤ ‖[U_1√(p_1S_1), …]‖ · ‖[Y_1√(p_1S_1), …]‖
 
-    ‖M‖² ≤ ‖W_V‖² + ½(t + √(t² + 4(‖g‖²‖δ‖² − (g·δ)²))),   t = 2 g·δ + ‖a‖²‖δ‖²
+where heads enter by how much their ranges overlap, not by a sum. One direction t of the tokens, that of the average of the
+P^h, is taken out first, ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖²: the first is a matrix of d columns. The other part is at
+most the norm of the n×n matrix of ‖K_ij‖_F + δ_ij‖Q_i‖_F: blocks by way of scores have few large directions.
 
-since MMᵀ = W_V W_Vᵀ + gδᵀ + δgᵀ + ‖a‖²δδᵀ and the last three terms live in the span of g and δ.
-**Row Gram**: block norms with the directions of the blocks of a row kept. For any weights ω_ij > 0, by Cauchy–Schwarz,
+**Row Gram**: with S_ij = M_ij + K_ij and any weights ω_ij, ω_i > 0, by Cauchy–Schwarz,
 
-    ‖Σ_j M_ij ε_j + B_i ε_i‖² ≤ λ_i( Σ_j ‖ε_j‖²/ω_ij + ‖ε_i‖²/ω_i ),    λ_i = ‖Σ_j ω_ij M_ijM_ijᵀ + ω_i B_iB_iᵀ‖
+    ‖Σ_j S_ij ε_j + Q_i ε_i‖² ≤ λ_i( Σ_j ‖ε_j‖²/ω_ij + ‖ε_i‖²/ω_i ),    λ_i = ‖Σ_j ω_ij S_ijS_ijᵀ + ω_i Q_iQ_iᵀ‖
 
-Sum over i and exchange the sums: σ² ≤ max_j ( Σ_i λ_i/ω_ij + λ_j/ω_j ). With N_ij ≥ ‖M_ij‖, N_i ≥ ‖B_i‖, any x > 0 and
-the weights ω_ij = x_j/N_ij, ω_i = x_i/N_i, the triangle inequality gives λ_i ≤ (Nx)_i and the bound becomes
-Collatz–Wielandt's for the block norms; the norm of the sum itself is smaller, since the blocks of a row point in
-different directions. With g_ij = Va_ij,
+Sum over i and exchange the sums: σ² ≤ max_j ( Σ_i λ_i/ω_ij + λ_j/ω_j ). With N_ij ≥ ‖S_ij‖, any x > 0 and ω_ij = x_j/N_ij
+the triangle inequality gives λ_i ≤ (Nx)_i and Collatz–Wielandt's bound for the norms of blocks; the norm of the sum itself
+is smaller, since the blocks of a row point in different directions. N need not be a bound: any numbers near the norms of the
+blocks, zero only with them, give good weights.
 
-    Σ_j ω_ij M_ijM_ijᵀ = (Σ_j ω_ijP_ij²)VVᵀ + X_i + X_iᵀ + Σ_j ω_ijW_ij²‖a_ij‖²δ_ijδ_ijᵀ,    X_i = Σ_j ω_ijP_ijW_ij g_ijδ_ijᵀ
-
-is a matrix as small as a head.
-**Factored** (several heads): heads enter by a maximum, not by a sum, see ``several_heads``.
-
-Everything is computed in float64, a strip of rows of the scores at a time: what belongs to a row (B_i, c_i, ρ_i) is found
-in one pass over the strips, column sums are added up on the way, and a bound by Collatz–Wielandt needs one pass per power
-step, NᵀNx = Σ_strips N_sᵀ(N_s x). Short sequences are one strip, of which every matrix is formed once. Ours; proofs in
-docs/theory.
+Everything is computed in float64, a strip of rows of the scores at a time, and rounded up by what ``bounds.blocks`` says of
+its errors. Ours; proofs in docs/theory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
+from lipscope.attention.norms import NormLinearisation
 from lipscope.attention.validation import balanced, times_power
+from lipscope.bounds import blocks
+from lipscope.bounds.blocks import Blocks, Strip, frobenius
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.head_core import HeadCore, Strip, Strips, power_of_two, with_diagonal
-from lipscope.bounds.several_heads import several_heads
-from lipscope.bounds.spectral_upper import best_vectors, matrix_norm_upper
-from lipscope.bounds.weights import HeadWeights, LayerWeights, layer_weights
+from lipscope.bounds.spectral_upper import Grams, best_vectors, matrix_norm_upper
+from lipscope.bounds.weights import layer_weights
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
 
-# Entries of one matrix of a strip over all heads.
-STRIP = 1 << 23
-# Tokens up to which a single strip has all rows, and how many n×n matrices that takes.
-DENSE, _MATRICES = 2048, 20
-_TINY = 1e-280
+# Most passes over the scores for a bound by Collatz–Wielandt; the matrices of a single strip are kept between them.
+PASSES = 40
+# Choices of weights that row Grams are computed for.
+ROUNDS = 2
+# Operations of a row Gram up to which it is part of every certificate.
+CHEAP = 1e9
+# Tokens up to which all rows may be one strip.
+DENSE = 2048
 
 
 def certified_upper(
@@ -64,11 +61,12 @@ def certified_upper(
     X: Tensor,
     scope: str = "attention",
     *,
+    rung: str = "fast",
     gains: Tensor | None = None,
     offset: Tensor | None = None,
     height: int | None = None,
 ) -> Tensor:
-    """A proven upper bound for σ at every input: the least of the certificates above.
+    """A proven upper bound for σ at every input.
 
     The value covers the rounding of its own float64 computation, see ``head_rounding``; it is infinite when the relative
     margin of probabilities exceeds 0.1, that is when float64 does not resolve the scores.
@@ -77,17 +75,17 @@ def certified_upper(
         layer: the attention layer: any mask, biases, soft-cap, grouped queries, sinks, rotary embeddings.
         X: tokens (B, n, d).
         scope: ``"attention"`` (all heads and W_O) or ``"head"`` (each head before W_O).
+        rung: ``"fast"`` (parts; the row Gram of single heads and small layers) or ``"tight"`` (the row Gram besides).
         gains: (B, n), when token j of X is itself a function of its own input with Jacobian of norm gains_j: the bound is
             then for the composition.
         offset: (d,), to be added to all tokens.
-        height: rows of the scores that are computed at a time. By default all of them up to 2,048 tokens, which takes a
-            dozen n×n matrices; beyond, as many as keep to a fixed memory.
+        height: rows of the scores that are computed at a time, by default as many as keep to a fixed memory.
 
     Returns:
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
 
-    Cost: about 6·H·n²·d_head² + 16·H·n·d_head³ flops (10 instead of 6 with rotary embeddings); beyond 2,048
-    tokens half of the first under a causal mask, up to 40 passes over the scores more, and memory that grows like n.
+    Cost: ``"fast"`` about 4·H²·n²·(d_head + n) flops, with rotary embeddings 2·H²·n²·d_head² + 4·H²·n·d_head³; ``"tight"``
+    besides, twice, 2·n²·d² + 12·n·d³.
 
     Example:
         >>> import torch, lipscope
@@ -96,39 +94,53 @@ def certified_upper(
         >>> round(float(certified_upper(layer, torch.randn(1, 5, 2, dtype=torch.float64))), 6)
         1.0
     """
+    return certified_and_sized(layer, X, scope, rung=rung, gains=gains, offset=offset, height=height)[0]
+
+
+def certified_and_sized(
+    layer: Attention,
+    X: Tensor,
+    scope: str = "attention",
+    *,
+    rung: str | None = "fast",
+    gains: Tensor | None = None,
+    offset: Tensor | None = None,
+    height: int | None = None,
+    norm: NormLinearisation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What ``certified_upper`` says (infinity for ``rung`` None), and ‖J‖_F, from the same blocks.
+
+    With ``norm``, of which X are the images g∘z before its offset, ‖J‖_F is that of attention behind it.
+    """
     if scope not in ("attention", "head"):
         raise ValueError(f"no certificate for scope {scope!r}; there are certificates for: attention, head")
     offset, heads = None if offset is None else offset.double(), scope == "head"
     layer, X, offset, power = balanced(layer, X.detach().double(), offset, heads=heads)
+    unit = 0
     if gains is not None:
-        scale = power_of_two(float(gains.max()))
-        gains, power = gains.to(X) / scale, power + math.frexp(scale)[1] - 1
-    weights = layer_weights(layer)
+        unit = math.frexp(float(gains.max()))[1]
+        gains = times_power(gains.to(X), -unit)
     values: list[Any] = []
     with torch.no_grad():
-        precise = layer.to(torch.float64)
+        weights, precise = layer_weights(layer), layer.to(torch.float64)
         for b, x in enumerate(X):
             one = precise.for_input(b)
             gain = x.new_ones(x.shape[0]) if gains is None else gains[b]
-            if heads:
-                found = [_alone(one.head(h), x, w, gain, offset, height) for h, w in enumerate(weights.plain)]
-            else:
-                found = [min(_whole_layer(one, x, weights, gain, offset, height).values())]
-            values.append(found)
-    bounds: Tensor = times_power(torch.tensor(values, dtype=torch.float64, device=X.device), power, outwards=1)
-    return bounds if heads else bounds[:, 0]
-
-
-def _alone(single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, offset: Tensor | None, height: int | None) -> float:
-    """The least certificate of one head, whose own scale may be far from that of the others."""
-    scaled, x, offset, power = balanced(single, x, offset)
-    w = w if scaled is single else layer_weights(scaled).plain[0]
-    value = min(_one_head(scaled, x, w, gain, offset, height).values())
-    return float(times_power(torch.tensor(value, dtype=torch.float64), power, outwards=1))
+            for single in [one.head(h) for h in range(layer.heads)] if heads else [one]:
+                # The scale of a single head may be far from that of the others.
+                scaled, tokens, shift, more = balanced(single, x, offset) if heads else (one, x, offset, 0)
+                at = Blocks(scaled, tokens, offset=shift, weights=None if heads else weights)
+                found = math.inf if rung is None else min(_candidates(at, gain, rung, height).values())
+                before = None if norm is None else norm.select(torch.tensor([b], device=X.device))
+                pair = torch.tensor([found, frobenius(at, before, height)[0]], dtype=torch.float64, device=X.device)
+                values.append(times_power(pair, more, outwards=1))
+    shape = (len(X), layer.heads) if heads else (len(X),)
+    bounds, sizes = torch.stack(values).mT.reshape(2, *shape)
+    return times_power(bounds, power + unit, outwards=1), times_power(sizes, power)
 
 
 def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scope: str) -> bool:
-    """Whether the certificate is estimated to cost no more than the measurement that gave ``result`` (a flat batch).
+    """Whether the fast certificate is estimated to cost no more than the measurement that gave ``result`` (a flat batch).
 
     Small certificates (below about a tenth of a second) always are; an exact result needs none. Float64 counts twice, and
     small batched products run at half the speed of large ones.
@@ -136,11 +148,12 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     if "probabilistic" not in result.upper_kind:
         return False
     H, dk, d = layer.heads, layer.head_width, layer.width
-    pairs = 10 if layer.rotary is not None else 6
-    certificate = 4.0 * inputs * H * (pairs * n**2 * dk**2 + 16 * n * dk**3)
-    if n > DENSE:
-        # The passes of power steps over the scores, each a handful of products of length dk and the exponentials.
-        certificate += 4.0 * inputs * H * 40 * n**2 * (8 * dk + 32)
+    pairs = H if scope == "head" else H**2
+    certificate = 2.0 * inputs * pairs * n**2 * (2 * dk**2 if layer.rotary is not None else 4 * (dk + min(n, dk**2 / 4)))
+    if pairs // H * n**2 > blocks.ENTRIES:
+        certificate *= PASSES / 2
+    if scope == "head":
+        certificate += 8.0 * inputs * H * (2 * n**2 * dk**2 + 16 * n * dk**3)
     width = 3 * dk if scope == "head" else d
     pair = 4 * n * width * (layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]) + 16 * H * n**2 * dk
     if scope != "head" and layer.out is not None:
@@ -149,16 +162,14 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     return certificate <= max(steps * pair, 1e9)
 
 
-@bound("certificates.factored", needs="x", only="several_heads")
-@bound("certificates.row_gram", needs="x", without="several_heads")
-@bound("certificates.block_norm", needs="x")
-@bound("certificates.row_column", needs="x")
+@bound("certificates.row_gram", needs="x")
+@bound("certificates.parts", needs="x")
 def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> list[Bound]:
     """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``; ``height`` as in ``certified_upper``."""
     layer, x, _, power = balanced(layer, x.detach().double())
-    weights = layer_weights(layer)
     with torch.no_grad():
-        candidates = _whole_layer(layer.to(torch.float64), x, weights, x.new_ones(x.shape[0]), None, height)
+        at = Blocks(layer.to(torch.float64), x, weights=layer_weights(layer))
+        candidates = _candidates(at, x.new_ones(x.shape[0]), "tight", height)
     given = {"n": x.shape[0], "heads": layer.heads}
     values = times_power(torch.tensor(list(candidates.values()), dtype=torch.float64), power, outwards=1).tolist()
     return [
@@ -167,124 +178,223 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     ]
 
 
-def strip_height(n: int, heads: int) -> int:
-    """Rows of a strip, so that its matrices over all heads stay within a fixed memory."""
-    return min(n, max(16, STRIP // (n * heads)))
-
-
 def height_within(n: int, heads: int, memory: int) -> int | None:
-    """Rows of a strip whose matrices take at most ``memory`` bytes, 16 at least; None when n×n matrices do not take more."""
-    if n <= DENSE and _MATRICES * 8 * n * n <= memory:
+    """Rows of a strip whose arrays take at most ``memory`` bytes, 16 at least; None when they need not be fewer."""
+    if 16 * 8 * heads * n * n <= memory and n <= DENSE:
         return None
-    return min(strip_height(n, heads), max(16, memory // ((4 * heads + _MATRICES) * 8 * n)))
+    return min(n, max(16, memory // (16 * 8 * heads * n)))
 
 
-def _whole_layer(
-    layer: Attention, x: Tensor, weights: LayerWeights, gain: Tensor, offset: Tensor | None, height: int | None
-) -> dict[str, float]:
-    """Every certificate of the layer."""
-    if layer.heads == 1:
-        return _one_head(layer, x, weights.image[0], gain, offset, height)
-    strips = Strips(layer, x, weights.image, _height(len(x), layer.heads, height), offset)
-    return _round_up(several_heads(strips, layer, weights, gain), strips, gain)
+def _candidates(at: Blocks, gain: Tensor, rung: str, height: int | None) -> dict[str, float]:
+    """The certificates of a rung, by name."""
+    if at.margin >= 0.1:
+        return {"parts": math.inf, "row_gram": math.inf}
+    sizes, x = _block_sizes(at, gain, height)
+    found = {"parts": _mean_part(at, gain, height) + sizes["K"]}
+    if rung == "tight" or at.layer.heads == 1 or _row_gram_cost(at) <= CHEAP:
+        found["row_gram"] = _row_gram(at, gain, x, height)
+    least = at.underflow * float(gain.max())
+    return {name: value * (1 + 4 * at.margin) + least for name, value in found.items()}
 
 
-def _one_head(
-    single: Attention, x: Tensor, w: HeadWeights, gain: Tensor, offset: Tensor | None, height: int | None
-) -> dict[str, float]:
-    """Every certificate of a layer of one head."""
-    strips = Strips(single, x, (w,), _height(len(x), 1, height), offset)
-    B, columns = x.new_zeros(len(x)), x.new_zeros(len(x))
-    for strip in strips:
-        core = strip.core(0)
-        B[strip.rows], c = core.covariance_norms(w)
-        columns[strip.columns] += core.rho(c, w).square() @ core.P
-    row_column = math.sqrt(float((columns * gain.square()).max())) + float((B * gain).max())
-    # No entry of N exceeds twice the row–column bound.
-    scale = power_of_two(row_column)
-
-    def total(strip: Strip, names: set[str]) -> dict[str, Tensor]:
-        return {"N": with_diagonal(_blocks(strip, w) * gain[strip.columns], strip, B * gain)}
-
-    value, perron = best_vectors(strips.grams(total, {"N": scale}), {"N": torch.ones_like(gain)})["N"]
-    found = {"row_column": row_column, "block_norm": scale * value, "row_gram": _row_gram(strips, w, B, gain, perron)}
-    return _round_up(found, strips, gain)
+def _row_gram_cost(at: Blocks) -> float:
+    """Floating-point operations of the row Gram."""
+    side = at.layer.heads * at.layer.value_width
+    return float(ROUNDS * (2 * at.n**2 * side**2 + 12 * at.n * side**3))
 
 
-def _blocks(strip: Strip, w: HeadWeights) -> Tensor:
-    """≥ ‖M_ij‖ on a strip of one head."""
-    if "blocks" not in strip.kept:
-        strip.kept["blocks"] = strip.core(0).block_norms(w)[1]
-    blocks: Tensor = strip.kept["blocks"]
-    return blocks
+def _norms(
+    at: Blocks, names: list[str], matrices: Callable[[Strip], dict[str, Tensor]], height: int | None
+) -> dict[str, Any]:
+    """Norms of nonnegative n×n matrices that are known strip by strip, each with the vector at which it was found."""
+
+    def grams(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: torch.zeros_like(x) for name, x in vectors.items()}
+        for strip in at.strips(height):
+            for name, N in matrices(strip).items():
+                if name in vectors:
+                    found[name][strip.columns] += N.mT @ (N @ vectors[name][strip.columns])
+        return found
+
+    products: Grams = grams
+    return best_vectors(products, {name: at.q.new_ones(at.n) for name in names}, PASSES)
 
 
-def _row_gram(strips: Strips, w: HeadWeights, B: Tensor, gain: Tensor, x: Tensor, rounds: int = 2) -> float:
-    """The least row-Gram bound over some choices of x, without the margin for the rounding of probabilities.
+def _block_sizes(at: Blocks, gain: Tensor, height: int | None) -> tuple[dict[str, float], Tensor]:
+    """The norm of the matrix of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and the leading vector of one near the norms of whole blocks."""
 
-    The first x is the leading vector of the block norms, the next what the bound itself suggests.
-    """
+    def matrices(strip: Strip) -> dict[str, Tensor]:
+        keys, whole, own = _near_norms(strip)
+        for N in (keys, whole):
+            strip.own(N).add_(own)
+        return {"K": keys * gain[strip.columns], "N": whole * gain[strip.columns]}
+
+    found = _norms(at, ["K", "N"], matrices, height)
+    return {name: value for name, (value, _) in found.items()}, found["N"][1]
+
+
+def _near_norms(strip: Strip) -> tuple[Tensor, Tensor, Tensor]:
+    """Upper bounds for ‖K_ij‖_F, numbers near ‖M_ij + K_ij‖ that vanish only with them, and upper bounds for ‖Q_i‖_F."""
+    _, off, own_off, _ = strip.errors
+    keys = (strip.key.clamp_min(0) + off).sqrt()
+    weights = strip.at.weights
+    # The mean part has the directions of W_OW_V: its norm is about that share of its Frobenius norm.
+    share = max(w.value / max(w.out_size * w.sizes[2], 1e-300) for w in weights.image)
+    whole = keys + share * strip.mean.clamp_min(0).sqrt()
+    if strip.at.head_norms is not None:
+        whole = strip.at.head_norms[strip.rows, strip.columns].clone()
+    return keys, whole, (strip.query.clamp_min(0) + own_off).sqrt()
+
+
+def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
+    """A bound for ‖M‖."""
+    heads = [str(h) for h in range(at.layer.heads)]
+
+    def matrices(strip: Strip) -> dict[str, Tensor]:
+        P = strip.P * gain[strip.columns]
+        return {"mean": P.mean(0)} | dict(zip(heads, P, strict=True))
+
+    found = _norms(at, ["mean", *heads], matrices, height)
+    t = torch.nn.functional.normalize(found["mean"][1], dim=0)
+    images = gain.new_zeros(len(heads), at.n)
+    for strip in at.strips(height):
+        images[:, strip.rows] = (strip.P * gain[strip.columns]) @ t[strip.columns]
+
+    def rest(strip: Strip) -> dict[str, Tensor]:
+        # Columns that a strip does not hold have P = 0; what is taken from them is counted by ``outside``.
+        inside = strip.P * gain[strip.columns] - images[:, strip.rows, None] * t[strip.columns]
+        return dict(zip(heads, inside.abs(), strict=True))
+
+    outside = [0.0] * len(heads)
+    for strip in at.strips(height):
+        away = float(t.square().sum() - t[strip.columns].square().sum())
+        for h, image in enumerate(images[:, strip.rows]):
+            outside[h] += max(0.0, away) * float(image.square().sum())
+    left = _norms(at, heads, rest, height)
+    whole = _overlap(at, [found[h][0] for h in heads])
+    # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
+    inner, grams = images @ images.mT, at.grams
+    side = len(heads) * at.layer.value_width
+    product = (grams.out * inner[:, :, None, None]).transpose(1, 2).reshape(side, side)
+    V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(
+        at.layer.heads // at.layer.kv_heads, dim=0
+    )
+    V = V.flatten(0, 1)
+    along = _root_norm(V.mT @ product @ V)
+    cut = math.hypot(
+        along, _overlap(at, [math.hypot(left[h][0], math.sqrt(out)) for h, out in zip(heads, outside, strict=True)])
+    )
+    return min(whole, cut)
+
+
+def _overlap(at: Blocks, norms: list[float]) -> float:
+    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ for norms p_h."""
+    p = at.q.new_tensor(norms)
+    left, right = (_root_norm(gram * (p[:, None] * p).sqrt()[:, None, :, None]) for gram in _balanced_grams(at))
+    # What the rounding of the decompositions may have done.
+    return left * right + 1e-12 * sum(
+        size * w.out_size * w.sizes[2] for size, w in zip(norms, at.weights.image, strict=True)
+    )
+
+
+def _root_norm(gram: Tensor) -> float:
+    side = math.isqrt(gram.numel())
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram.reshape(side, side))[-1]))) * (1 + 1e-12)
+
+
+def _balanced_grams(at: Blocks) -> tuple[Tensor, Tensor]:
+    """Gram matrices (H, dv, H, dv) of the matrices U_h√S_h and Y_h√S_h; kept with the weights."""
+    kept, layer = at.weights.kept, at.layer
+    if "balanced" not in kept:
+        out = torch.eye(layer.output_width, dtype=layer.dtype, device=layer.device) if layer.out is None else layer.out
+        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for h, block in enumerate(out.split(layer.value_width, dim=1)):
+            (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (block, layer.head(h).v.mT))
+            U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
+            for side, half in zip(sides, ((Q @ U), (Y @ Z.mT)), strict=True):
+                side.append(torch.nn.functional.pad(half * S.sqrt(), (0, layer.value_width - len(S))))
+        joined = [torch.cat(side, dim=1) for side in sides]
+        kept["balanced"] = tuple((t.mT @ t).reshape(layer.heads, -1, layer.heads, layer.value_width) for t in joined)
+    found: tuple[Tensor, Tensor] = kept["balanced"]
+    return found
+
+
+def _row_gram(at: Blocks, gain: Tensor, x: Tensor, height: int | None) -> float:
+    """The least row-Gram bound over some choices of x, the first being the leading vector of the norms of the blocks."""
     best = math.inf
-    eps = (2 * len(x) + 8) * torch.finfo(x.dtype).eps
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         x = (x / x.max()).clamp_min(1e-100)
         sums = torch.zeros_like(x)
-        own = torch.where(B > 0, x * gain / B.clamp_min(_TINY), 0.0)
-        for strip in strips:
-            block, rows, columns = _blocks(strip, w), strip.rows, strip.columns
-            weights = torch.where(block > 0, (x * gain)[columns] / block.clamp_min(_TINY), 0.0)
-            total = with_diagonal(block * gain[columns], strip, B * gain)
-            norms = _row_norms(strip.core(0), w, weights, own[rows], B[rows])
-            sums[columns] += total.mT @ torch.minimum(norms, total @ x[columns])
-        value = float((sums / x).max()) * (1 + eps)
-        if not math.isfinite(value):
-            break
+        for strip in at.strips(height):
+            _, N, own = _near_norms(strip)
+            column = x[strip.columns]
+            weights = torch.where(N > 0, column / N.clamp_min(1e-280), 0.0)
+            own_weights = torch.where(own > 0, x[strip.rows] / own.clamp_min(1e-280), 0.0)
+            norms = _row_norms(strip, weights, own_weights)
+            # Where N vanishes so do the blocks.
+            sums[strip.columns] += (norms[:, None] * N).sum(0)
+            sums[strip.rows] += norms * own
+        value = float((gain.square() * sums / x).max()) * (1 + (2 * at.n + 8) * torch.finfo(x.dtype).eps)
+        if not math.isfinite(value) or value == 0:
+            return min(best, value)
         best = min(best, math.sqrt(value))
-        x = sums
-        if float(x.max()) == 0:
-            break
+        x = sums * gain
     return best
 
 
-def _row_norms(core: HeadCore, w: HeadWeights, weights: Tensor, own: Tensor, B: Tensor) -> Tensor:
-    """λ_i for every row, its rounding included."""
-    v, o = core.through_output(w)
-    P, W, a = core.P, core.W, core.a
-    mean = (weights * P.square()).sum(-1)
-    mixed, spread = weights * P * W, weights * W.square() * a.square()
-    VV = w.V @ w.V.mT
-    crosses = _cross_terms(core, w, mixed, v, o)
+def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
+    """λ_i of every row, its rounding included."""
+    (H, r, dv), c = strip.o.shape, strip.k.shape[1]
+    step = strip.at.rows_of(H * dv * max(c, H * dv))
     found = []
-    for part, cross, moment in core.moments(w, spread):
-        gram = mean[part, None, None] * VV + moment + own[part, None, None] * (cross @ cross.mT)
-        gram = gram + crosses[part] + crosses[part].mT
-        found.append(matrix_norm_upper(gram, symmetric=True))
-    v_size = core.value_sizes(w)
-    size = mean * w.value**2 + 2 * (mixed * a).sum(-1) * w.value * v_size + spread.sum(-1) * v_size**2
-    # ‖M Mᵀ‖ moves by 2‖M‖‖dM‖ to first order, M_ij by at most P_ij times the error of V and W_ij times ``moved``.
-    moved = core.value_error(w)[:, None] * a + v_size[:, None] * core.gradient_error
-    error = 2 * w.value * (mean * w.value_error + (mixed * moved).sum(-1))
-    error = error + 2 * v_size * (mixed * a * w.value_error + weights * W.square() * a * moved).sum(-1)
-    slack = 2 * own * B * core.moment_slack(w)[0]
-    return torch.cat(found) + core.margin * (size + own * B.square()) + 2 * error + slack
+    root = _output_root(strip.at)
+    for start in range(0, r, step):
+        part = slice(start, min(r, start + step))
+        Z = _row_grams(strip, part, weights[part], own[part]).reshape(-1, H * dv, H * dv)
+        Y = Z if root is None else root @ Z @ root.mT
+        large = Y.shape[-1] > 64
+        found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=large))
+    off, _, own_off, _ = strip.errors
+    return torch.cat(found) + (weights * off).sum(-1) + own * own_off
 
 
-def _cross_terms(core: HeadCore, w: HeadWeights, mixed: Tensor, v: Tensor, o: Tensor) -> Tensor:
-    """X_i = Σ_j mixed_ij g_ij δ_ijᵀ for every row."""
-    if core.rotation is None:
-        h = mixed @ v - mixed.sum(-1, keepdim=True) * o
-        return (core.q @ w.VK.mT)[:, :, None] * h[:, None, :]
-    found = []
-    for part, G in core.pair_images(w.VK, core.q):
-        G = G * mixed[part, :, None]
-        found.append(G.mT @ v - G.sum(1)[:, :, None] * o[part, None, :])
-    return torch.cat(found)
+def _output_root(at: Blocks) -> Tensor | None:
+    """R with RᵀR = W_OᵀW_O, at most as tall as wide; None without W_O."""
+    out = at.layer.out
+    if out is None or out.shape[0] <= out.shape[1]:
+        return out
+    if "root" not in at.weights.kept:
+        at.weights.kept["root"] = torch.linalg.qr(out, mode="r").R
+    found: Tensor = at.weights.kept["root"]
+    return found
 
 
-def _height(n: int, heads: int, asked: int | None) -> int:
-    return asked or (n if n <= DENSE else strip_height(n, heads))
-
-
-def _round_up(found: dict[str, float], strips: Strips, gain: Tensor) -> dict[str, float]:
-    margin, least = strips.margin, strips.underflow * float(gain.max())
-    return {name: value * (1 + 4 * margin) + least if margin < 0.1 else math.inf for name, value in found.items()}
+def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:
+    """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ + ω_i Q_iQ_iᵀ before W_O for some rows, (rows, H, dv, H, dv)."""
+    grams, heads = strip.at.grams, range(len(strip.W))
+    P = strip.P[:, part].transpose(0, 1)
+    D = (strip.W[:, part, :, None] * (strip.v[:, None] - strip.o[:, part, None])).transpose(0, 1)
+    weighted = P * weights[:, None]
+    Z = (weighted @ P.mT)[:, :, None, :, None] * grams.values.transpose(1, 2)
+    if strip.at.rotation is None:
+        q = strip.q[:, part]
+        slopes = torch.stack([((q[g] @ grams.keys[g]) * q).sum(-1) for g in heads])
+        joined = (D * weights.sqrt()[:, None, :, None]).transpose(1, 2).flatten(2)
+        Z = Z + (joined.mT @ joined).reshape(Z.shape) * slopes.permute(2, 0, 1)[:, :, None, :, None]
+        moved = weighted[:, None] @ D  # (rows, h, g, dv)
+        image = torch.stack([q @ grams.value_key[g].mT for g in heads])  # (g, h, rows, dv)
+        cross = image.permute(2, 0, 3, 1)[..., None] * moved.permute(0, 2, 1, 3)[:, :, None]
+        Z = Z + cross + cross.permute(0, 3, 4, 1, 2)
+    else:
+        a = strip.a[:, part]
+        for g in heads:
+            slopes = ((a[g] @ grams.keys[g][:, None]) * a).sum(-1).transpose(0, 1) * weights[:, None]
+            image = (a @ grams.value_key[g].mT[:, None]).transpose(0, 1) * weighted[:, g, None, :, None]
+            Z[:, g] += (D[:, g].mT[:, None] @ (slopes[..., None] * D)).transpose(1, 2)
+            cross = image.mT @ D
+            Z[:, g] += cross.transpose(1, 2)
+            Z[:, :, :, g] += cross.transpose(-1, -2)
+    C = strip.covariances[:, part].transpose(0, 1)
+    for g in heads:
+        Z[:, g] += own[:, None, None, None] * ((C[:, g, None] @ grams.queries[g]) @ C.mT).transpose(1, 2)
+    return Z

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class HeadWeights:
     KQ: Tensor  # W_K τW_Qᵀ, (dk, dk): a_i·b_j = q_iᵀ KQ k_j
     basis: Tensor  # orthonormal columns that span the rows of W_V and W_K, (d, m)
     out: float  # ‖W_O‖ of this head, 1 for the identity
+    out_size: float  # ‖W_O‖_F likewise, for rounding
     query: float  # |τ|‖W_Q‖ of this head
     value: float  # ‖W_O W_V‖, the rounding of the product included
     value_error: float  # that rounding
@@ -53,13 +54,7 @@ class LayerWeights:
     image: tuple[HeadWeights, ...]
     plain: tuple[HeadWeights, ...]  # heads alone
     out: float  # ‖W_O‖, 1 without W_O
-    queries: float  # |τ|‖W_Q‖ of the heads stacked; keys and values that several heads share count once per head
-    keys: float  # ‖W_K‖ likewise
-    values: float  # ‖W_V‖ likewise
-    total: float  # ‖Σ_h W_O^h W_V^h‖
-    gram_out: Tensor  # W_OᵀW_O, (heads·dv, heads·dv)
-    gram_query: Tensor  # τ²W_QW_Qᵀ, (heads·dk, heads·dk)
-    gram_key: Tensor  # W_KW_Kᵀ likewise, once per query head
+    kept: dict[str, Any] = field(default_factory=dict)  # what others derive from the same weights
 
 
 def spectral(M: Tensor) -> float:
@@ -113,18 +108,10 @@ def _compute(layer: Attention) -> LayerWeights:
     with torch.no_grad():
         singles = [layer.head(h) for h in range(layer.heads)]
         plain = tuple(map(_head, singles))
-        W_V = torch.cat([single.v for single in singles])
-        W_K, W_Q = torch.cat([single.k for single in singles]), layer.tau * layer.q
-        keys, queries, values = (_root_norm(M) for M in (W_K, W_Q, W_V))
-        grams = (_gram(W_Q), _gram(W_K))
         if layer.out is None:
-            identity = torch.eye(W_V.shape[0], dtype=W_V.dtype, device=W_V.device)
-            return LayerWeights(plain, plain, 1.0, queries, keys, values, values, identity, *grams)
-        blocks = layer.out.split(layer.value_width, dim=1)
-        image = tuple(map(_through, plain, singles, blocks))
-        # Gram matrices at most d wide: cheaper than the SVD of a (d_out, d) product, and as accurate at the top.
-        total = _root_norm(layer.out @ W_V) + rounding_unit(layer.out) * _frobenius(layer.out) * _frobenius(W_V)
-        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total, _gram(layer.out.mT), *grams)
+            return LayerWeights(plain, plain, 1.0)
+        image = tuple(map(_through, plain, singles, layer.out.split(layer.value_width, dim=1)))
+        return LayerWeights(image, plain, _root_norm(layer.out))
 
 
 def rounding_unit(*matrices: Tensor) -> float:
@@ -137,13 +124,6 @@ def _frobenius(M: Tensor | None) -> float:
         return 0.0
     power = power_above(M)
     return float(torch.linalg.vector_norm(times_power(M, -power))) * (1 + 1e-12) * 2.0**power
-
-
-def _gram(M: Tensor) -> Tensor:
-    """MMᵀ, above it as a quadratic form by what rounding may have taken from it."""
-    gram = M @ M.mT
-    gram.diagonal().add_(rounding_unit(M) * _frobenius(M) * _frobenius(M))
-    return gram
 
 
 def _root_norm(M: Tensor) -> float:
@@ -170,6 +150,7 @@ def _head(single: Attention) -> HeadWeights:
         KQ=tau * single.k @ single.q.mT,
         basis=basis,
         out=1.0,
+        out_size=math.sqrt(single.value_width),
         query=spectral(R_Q),
         value=spectral(triangle(single.v.mT)),
         value_error=0.0,
@@ -192,6 +173,7 @@ def _through(plain: HeadWeights, single: Attention, out: Tensor) -> HeadWeights:
         VK=V @ single.k.mT,
         V=V @ plain.basis,
         out=spectral(R_O),
+        out_size=_frobenius(out),
         value=spectral(triangle(V.mT)) + error,
         value_error=error,
         value_bias=_size(single.v_bias, R_O),

@@ -17,6 +17,8 @@ COLUMNS = {
     "upper_kind": "exact (dense SVD), certified (closed form), verified (factorisation) or probabilistic (may fail: delta)",
     "delta": "failure probability of a probabilistic upper end",
     "certified": "the certified upper bound at this input, where it was computed, least or not",
+    "typical": "root-mean-square gain of a random direction, ‖J‖_F/√(number of inputs), where ‖J‖_F has a closed form",
+    "stable_rank": "‖J‖_F²/σ²: how many directions are about as bad as the worst one",
     "refined": "least refined.* set bound for any n tokens no longer than radius_max",
     "castin2024": "least castin2024.* set bound for the same tokens: the paper's",
     "refined_global": "least refined.* set bound for any n tokens no longer than radius_norm: for every input of the model",

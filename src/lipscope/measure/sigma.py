@@ -18,7 +18,7 @@ from lipscope.attention.masks import MaskLike
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
-from lipscope.bounds.certificates import affordable, certified_upper, height_within
+from lipscope.bounds.certificates import affordable, certified_and_sized, height_within
 from lipscope.bounds.verified import MEMORY, verified_upper
 from lipscope.measure.memory import plan_memory, read_bytes
 from lipscope.measure.scopes import LAYER_SCOPES, Certificate, Rung, check_certificate
@@ -230,21 +230,21 @@ def certificate_at(
     scope: str = "attention",
     norm: Normalisation | None = None,
     memory: int | None = None,
-    rung: Rung = "fast",
-) -> Tensor:
-    """Certified upper bounds at tokens X (B, n, d), one per item of the operator: (B,), or (B·H,) for scope ``"head"``.
+    rung: Rung | None = "fast",
+) -> tuple[Tensor, Tensor]:
+    """Certified upper bounds and ‖J‖_F at tokens X (B, n, d) per item of the operator: (B,), or (B·H,) for scope ``"head"``.
 
-    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters by its local norm at every token. The
-    matrices take at most ``memory`` bytes.
+    For scope ``"norm+attention"`` X are the tokens before ``norm``, which enters the certificate by its local norm at every
+    token. The matrices take at most ``memory`` bytes. Without a ``rung`` there are no certificates.
     """
-    if rung == "tight":
-        raise ValueError(f"certificate {rung!r} is not available yet: ask for 'fast'")
     heads = 1 if scope == "head" else layer.heads
-    height = None if memory is None else height_within(X.shape[1], heads, memory)
-    if scope != "norm+attention" or norm is None:
-        return certified_upper(layer, X, scope, height=height).flatten()
-    at = norm.linearise(X.double())
-    return certified_upper(layer, at.g * at.z, gains=at.local_norm(), offset=norm.offset(X.double()), height=height)
+    how: dict[str, Any] = {"rung": rung, "height": None if memory is None else height_within(X.shape[1], heads, memory)}
+    if scope == "norm+attention" and norm is not None:
+        at = norm.linearise(X.double())
+        X, scope = at.g * at.z, "attention"
+        how |= {"gains": at.local_norm(), "offset": norm.offset(X), "norm": at}
+    certified, frobenius = certified_and_sized(layer, X, scope, **how)
+    return certified.flatten(), frobenius.flatten()
 
 
 def add_certificate(
@@ -258,11 +258,11 @@ def add_certificate(
     memory: int | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> SpectralNorm:
-    """The same flat batch with certified upper ends, where there are some and they are wanted.
+    """The same flat batch with ‖J‖_F and certified upper ends, where they are known and wanted.
 
     The batch has one item per input, or per input and head of ``heads`` (all by default). ``layer`` is None when what was
     measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
-    measurement; one that does not exist is refused.
+    measurement; one that does not exist is refused. An exact result has no need of one.
     """
     if check_certificate(wanted) is False:
         return result
@@ -274,17 +274,23 @@ def add_certificate(
                 "norm+attention behind LayerNorm or RMSNorm) of layers whose projections are known"
             )
         return result
-    if wanted is None and not affordable(layer, X.shape[1], result, X.shape[0], scope):
+    exact = "probabilistic" not in result.upper_kind
+    if wanted is None and not exact and not affordable(layer, X.shape[1], result, X.shape[0], scope):
         return result
-    rung: Rung = wanted if isinstance(wanted, str) else "fast"
+    layer = layer.to(device=X.device)
+    rung: Rung | None = wanted if isinstance(wanted, str) else None if exact and wanted is None else "fast"
+    closed = None if rung == "verified" else rung
+    certified, frobenius = certificate_at(layer, X, scope, norm, memory, closed)
+    if heads is not None:
+        items = head_items(X.shape[0], layer.heads, heads).to(certified.device)
+        certified, frobenius = certified[items], frobenius[items]
+    typical = frobenius / math.sqrt(X.shape[1] * X.shape[2])
+    result = replace(result, typical=typical, stable_rank=(frobenius / result.estimate).square())
     if rung == "verified":
         how: dict[str, Any] = {"heads": heads, "memory": memory or MEMORY, "progress": progress}
-        verified = verified_upper(layer.to(device=X.device), X, scope, estimate=result.estimate, **how)
+        verified = verified_upper(layer, X, scope, estimate=result.estimate, **how)
         return with_certificate(result, verified.flatten(), "verified")
-    certified = certificate_at(layer.to(device=X.device), X, scope, norm, memory, rung)
-    if heads is not None:
-        certified = certified[head_items(X.shape[0], layer.heads, heads).to(certified.device)]
-    return with_certificate(result, certified)
+    return result if rung is None else with_certificate(result, certified)
 
 
 def head_items(inputs: int, heads: int, chosen: Sequence[int]) -> Tensor:

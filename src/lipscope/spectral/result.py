@@ -177,6 +177,8 @@ class SpectralNorm(Shown):
         right: leading right singular vectors (unit input directions), when asked for.
         left: leading left singular vectors (the matching output directions), when asked for.
         certified: the certified upper bound where one was computed, whether or not it is the least.
+        typical: ‖J‖_F/√(number of inputs), the root-mean-square gain of a random direction, where ‖J‖_F is known.
+        stable_rank: ‖J‖_F²/σ² with the estimate of σ: how many directions are about as bad as the worst one.
     """
 
     lower: Numbers
@@ -200,6 +202,8 @@ class SpectralNorm(Shown):
     right: Tensor | None = None
     left: Tensor | None = None
     certified: Numbers = None
+    typical: Numbers = None
+    stable_rank: Numbers = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -243,6 +247,7 @@ class SpectralNorm(Shown):
             | {"scope": self.scope, "mask": self.mask, "n": self.tokens}
             | {"lower": one.lower, "estimate": one.estimate, "upper": one.upper, "upper_kind": one.upper_kind}
             | {"delta": self.delta if one.upper_kind == "probabilistic" else None, "certified": one.certified}
+            | {"typical": one.typical, "stable_rank": one.stable_rank}
             | {"iterations": one.iterations, "residual": one.residual, "converged": one.converged}
             | {"status": str(one.status), "solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
             | {"rounding": self.rounding}
@@ -370,7 +375,8 @@ def _with_fields(
     result: SpectralNorm, number: Callable[[Any], Any], tensor: Callable[[Any], Any], word: Callable[[Any], Any]
 ) -> SpectralNorm:
     """The result with functions applied to its fields: one value per problem, one row per problem, one word per problem."""
-    changes = dict.fromkeys(("lower", "estimate", "upper", "iterations", "residual", "converged", "certified"), number)
+    numbers = ("lower", "estimate", "upper", "iterations", "residual", "converged", "certified", "typical", "stable_rank")
+    changes = dict.fromkeys(numbers, number)
     changes |= dict.fromkeys(("singular_values", "token_energy", "right", "left"), tensor)
     changes |= dict.fromkeys(("status", "upper_kind"), word)
     given = ((name, change, getattr(result, name)) for name, change in changes.items())

@@ -1,0 +1,384 @@
+"""The blocks of a layer's Jacobian at one input, all heads together: their sizes in closed form, and ‖J‖_F. In float64.
+
+With P the probabilities, W = P times the slope of the soft-cap, q_ij = R_jᵀq_i (R the rotations of rotary embeddings, if
+any) and C_i = Σ_l W_il (v_l − o_i) k_lᵀ R_i, everything for every head h, the blocks are
+
+    ∂out_i/∂x_j = Σ_h W_O^h [ P_ij W_V + W_ij (v_j − o_i) q_ijᵀ W_K + δ_ij C_i τW_Q ]^h = M_ij + K_ij + δ_ij Q_i
+
+a mean part, a key part and a query part. Inner products of them are sums over pairs of heads (g, h) of products of numbers,
+
+    ‖M_ij‖_F²    = Σ P_ij^g P_ij^h ⟨W_O^g W_V^g, W_O^h W_V^h⟩
+    ‖K_ij‖_F²    = Σ W_ij^g W_ij^h · (v_j − o_i)^gᵀ W_O^gᵀ W_O^h (v_j − o_i)^h · q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h
+    ⟨M_ij, K_ij⟩ = Σ P_ij^g W_ij^h · (v_j − o_i)^hᵀ W_O^hᵀ W_O^g W_V^g W_K^hᵀ q_ij^h
+
+and so on, so that no block is formed. ‖Q_i‖_F² is the sum of ⟨C_i^g, W_O^gᵀ W_O^h C_i^h W_Q^h W_Q^gᵀ⟩τ²; for short inputs
+without rotations it is cheaper from n×n matrices, since ⟨v_l k_lᵀ, v_m k_mᵀ⟩ is a product of entries of two Gram matrices.
+
+**Behind a normalisation** block (i, j) is multiplied by D_j = diag(g)(C − z_jz_jᵀ/d)/s_j, the derivative of norm(u_j), and
+
+    D_jD_jᵀ = ( diag(g)² − g gᵀ/d − c_j (g∘z_j)(g∘z_j)ᵀ )/s_j²,    c_j = (2 − |z_j|²/d)/d
+
+(g gᵀ for LayerNorm alone): ‖J_ijD_j‖_F² is that of weights with columns times g, less those of J_ij applied to two vectors.
+
+**Rounding.** A probability is off by a relative margin (see ``head_rounding``), and with it v_j − o_i by that margin times
+the mean deviation of the row; every other factor by ``unit`` times what it was added up from. A product of two parts A and
+B is off by 4·(|A||dB| + |B||dA| + |dA||dB| + unit·|A|'|B|'), with |·| the norms of all factors multiplied, one of them
+replaced by its error in |d·|, and √(|v_j|² + |o_i|²) in the place of |v_j − o_i| in |·|', since squares of differences are
+computed from squares.
+
+Rows are evaluated in strips, so that memory grows like n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.core import Point
+from lipscope.attention.layer import Attention
+from lipscope.attention.norms import NormLinearisation
+from lipscope.attention.rotary import Rotation
+from lipscope.attention.validation import derived
+from lipscope.bounds.head_core import HeadCore
+from lipscope.bounds.head_rounding import Rounding
+from lipscope.bounds.weights import LayerWeights, layer_weights
+
+# Entries of the arrays of one strip.
+ENTRIES = 1 << 24
+# Rows of J up to which the norms of blocks are looked at head by head.
+SMALL = 4096
+# How often the margins of single numbers cover the rounding of a product of two parts.
+ROUNDS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Grams:
+    """Products of the weights of every pair of heads (g, h), each (H, H, ·, ·), of a float64 layer."""
+
+    out: Tensor  # W_O^gᵀ W_O^h
+    keys: Tensor  # W_K^g W_K^hᵀ
+    queries: Tensor  # τ²W_Q^g W_Q^hᵀ
+    values: Tensor  # W_V^g W_V^hᵀ
+    value_key: Tensor  # W_V^g W_K^hᵀ
+    value_query: Tensor  # W_V^g τW_Q^hᵀ
+    key_query: Tensor  # W_K^g τW_Q^hᵀ
+
+    @classmethod
+    def of(cls, layer: Attention) -> Grams:
+        """Keys and values that several heads share are multiplied once."""
+        H = layer.heads
+        q, k, v = (t.reshape(count, -1, layer.width) for t, count in
+                   ((layer.tau * layer.q, H), (layer.k, layer.kv_heads), (layer.v, layer.kv_heads)))  # fmt: skip
+
+        def pairs(a: Tensor, b: Tensor) -> Tensor:
+            gram = (a.flatten(0, 1) @ b.flatten(0, 1).mT).reshape(*a.shape[:2], *b.shape[:2]).transpose(1, 2)
+            return gram.repeat_interleave(H // len(a), 0).repeat_interleave(H // len(b), 1)
+
+        width = layer.value_width
+        out = torch.eye(H * width, dtype=q.dtype, device=q.device) if layer.out is None else layer.out
+        heads = out.mT.reshape(H, width, -1)
+        return cls(pairs(heads, heads), pairs(k, k), pairs(q, q), pairs(v, v), pairs(v, k), pairs(v, q), pairs(k, q))
+
+
+class Blocks:
+    """The blocks of one input's Jacobian, a strip of rows at a time."""
+
+    def __init__(
+        self, layer: Attention, x: Tensor, *, offset: Tensor | None = None, weights: LayerWeights | None = None
+    ) -> None:
+        """A float64 layer at tokens x (n, d), to all of which an offset is to be added."""
+        (self.n, _), H = x.shape, layer.heads
+        self.x, self.offset = x, offset
+        self.layer, self.weights = layer, weights or layer_weights(layer)
+        point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
+        self.q = point.q[0]
+        self.raw_keys, v = (t[0].repeat_interleave(group, dim=0) for t in (point.k, point.v))
+        # Without sinks and soft-cap the deviations v_l − o_i have mean zero, and a common term of the keys cancels in C_i.
+        free = layer.softcap is None and layer.sinks is None
+        self.k = self.raw_keys - self.raw_keys.mean(1, keepdim=True) if free else self.raw_keys
+        self.centre = v.mean(1, keepdim=True)
+        self.v = v - self.centre
+        if point.shift is not None:
+            self.centre = self.centre + point.shift[0].repeat_interleave(group, dim=0)
+        self.rotation, gain = layer.rotation(self.n, 1), None
+        if self.rotation is not None:
+            self.rotation = Rotation(self.rotation.cos[0, 0], self.rotation.sin[0, 0], self.rotation.interleaved)
+            gain = max(1.0, float((self.rotation.cos.square() + self.rotation.sin.square()).max().sqrt()))
+        self.rule = layer.score_rule(self.n, 1, tiled=True)
+        self.rounding = [Rounding.of(w, x, self.rule, gain, offset) for w in self.weights.plain]
+        self.margin = max(each.margin for each in self.rounding)
+        self.underflow = sum(each.underflow(w, self.n) for each, w in zip(self.rounding, self.weights.image, strict=True))
+        eps = torch.finfo(x.dtype).eps
+        self.unit = max(each.unit for each in self.rounding) + 8 * (self.n + x.shape[1]) * eps
+        shifted = 0.0 if layer.sinks is None else 2.0
+        # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, and sizes of queries, keys and v_j − o_i.
+        factors = [
+            (
+                w.out_size * w.sizes[2],
+                w.out_size * w.sizes[1],
+                w.out_size * w.sizes[0],
+                r.query,
+                r.key,
+                2 * r.value + shifted * r.shift,
+            )
+            for w, r in zip(self.weights.image, self.rounding, strict=True)
+        ]
+        self.factors = x.new_tensor(factors).T[:, :, None, None]
+
+    @cached_property
+    def head_norms(self) -> Tensor | None:
+        """Close bounds for the norms of all blocks M_ij + K_ij, (n, n), where there is one head, or where all is small."""
+        heads = range(self.layer.heads)
+        if (
+            self.offset is not None
+            or not self.single()
+            or (len(heads) > 1 and self.n * self.v.shape[2] * len(heads) > SMALL)
+        ):
+            return None
+        pairs = [(HeadCore.at(self.layer.head(h), self.x, self.weights.plain[h]), self.weights.image[h]) for h in heads]
+        return torch.stack([core.block_norms(w)[1] for core, w in pairs]).sum(0)
+
+    @cached_property
+    def grams(self) -> Grams:
+        """Products of the weights, kept as long as these live."""
+        if "grams" not in self.weights.kept:
+            self.weights.kept["grams"] = Grams.of(self.layer)
+        found: Grams = self.weights.kept["grams"]
+        return found
+
+    @property
+    def short(self) -> bool:
+        """Query parts cost less from n×n matrices than from covariances."""
+        return self.rotation is None and self.n**2 <= self.q.shape[2] ** 3
+
+    @staticmethod
+    def rows_of(entries: int) -> int:
+        """How many rows of so many entries are held at a time."""
+        return max(1, ENTRIES // entries)
+
+    @property
+    def height(self) -> int:
+        """Rows of a strip, by default."""
+        H, _, dk = self.q.shape
+        row = self.n if self.rotation is None else self.n * dk
+        return self.rows_of(H * max(row, self.n if self.short else self.v.shape[2] * dk))
+
+    def single(self, height: int | None = None) -> bool:
+        """One strip has all rows."""
+        return (height or self.height) >= self.n
+
+    @cached_property
+    def _only(self) -> Strip:
+        return Strip(self, slice(0, self.n))
+
+    def strips(self, height: int | None = None) -> Iterator[Strip]:
+        """All rows, ``height`` at a time; a single strip is kept with all that was computed for it."""
+        if self.single(height):
+            yield self._only
+            return
+        height = height or self.height
+        for start in range(0, self.n, height):
+            yield Strip(self, slice(start, min(self.n, start + height)))
+
+    def rotated(self, places: slice) -> Rotation:
+        """The rotations of some tokens."""
+        assert self.rotation is not None
+        return Rotation(self.rotation.cos[places], self.rotation.sin[places], self.rotation.interleaved)
+
+
+class Strip:
+    """Some rows of the scores of all heads, with the columns that they see and their own: arrays are (H, r, c)."""
+
+    def __init__(self, at: Blocks, rows: slice) -> None:
+        first, last = at.rule.span(rows, at.n)
+        self.at, self.rows, self.columns = at, rows, slice(min(first, rows.start), max(last, rows.stop))
+        self.q, self.k, self.v = at.q[:, rows], at.k[:, self.columns], at.v[:, self.columns]
+        raw = (self.q @ at.raw_keys[:, self.columns].mT)[None]
+        P, W = at.rule.probabilities(raw, rows, self.columns, at.n)
+        self.P, self.W = P[0], W[0]
+        self.o = self.P @ self.v
+        if at.rule.sinks is not None:
+            self.o = self.o - at.rule.sink_share(raw, rows, self.columns, at.n)[0] * at.centre
+        # v_i − o_i of the rows themselves.
+        self.delta = self.v[:, rows.start - self.columns.start :][:, : self.o.shape[1]] - self.o
+
+    def own(self, t: Tensor) -> Tensor:
+        """The entries (i, i) of matrices (…, r, c)."""
+        return t.diagonal(self.rows.start - self.columns.start, -2, -1)
+
+    @cached_property
+    def a(self) -> Tensor:
+        """q_ij, (H, r, c, dk), or (H, r, 1, dk) without rotations."""
+        q = self.q[:, :, None]
+        if self.at.rotation is None:
+            return q
+        return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
+
+    @cached_property
+    def covariances(self) -> Tensor:
+        """C_i, (H, r, dv, dk)."""
+        C = torch.stack(
+            [w @ (v[:, :, None] * k[:, None]).flatten(1) for w, v, k in zip(self.W, self.v, self.k, strict=True)]
+        )
+        C = C.reshape(*self.o.shape, -1) - self.o[..., None] * (self.W @ self.k)[:, :, None]
+        return C if self.at.rotation is None else self.at.rotated(self.rows).unsqueeze().transpose(C)
+
+    @cached_property
+    def errors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What rounding may do to the squares of M_ij + K_ij, K_ij (r, c) and Q_i (r,), and to 2⟨M_ii + K_ii, Q_i⟩ (r,)."""
+        mean, key, query, q_size, k_size, v_size = self.at.factors
+        squares = self.v.square().sum(-1)[:, None] + self.o.square().sum(-1)[..., None]
+        far = (squares - 2 * self.o @ self.v.mT).clamp_min(0).sqrt()
+        # What a relative error of probabilities does to v_j − o_i.
+        far = far + (self.P * far).sum(-1, keepdim=True)
+        if self.at.rule.sinks is not None:
+            far = far + (1 - self.P.sum(-1, keepdim=True)).clamp_min(0) * v_size
+        q, k = (torch.linalg.vector_norm(t, dim=-1) for t in (self.q, self.k))
+        q, k, ends = q[..., None], k[:, None], squares.sqrt()
+        # Sizes of parts, how far they are off, and what their squares are added up from.
+        weight, own = self.W * key, self.W * query
+        K = [(weight * t).sum(0) for t in (far * q, v_size * q + far * q_size, ends * q)]
+        A = [(self.P * mean).sum(0) + t for t in K]
+        B = [(own * t).sum((0, 2)) for t in (far * k, v_size * k + far * k_size, ends * k)]
+
+        def error(A: list[Tensor], B: list[Tensor]) -> Tensor:
+            off = [self.at.margin * size + self.at.unit * most for size, most, _ in (A, B)]
+            return ROUNDS * (A[0] * off[1] + B[0] * off[0] + off[0] * off[1] + self.at.unit * A[2] * B[2])
+
+        return error(A, A), error(K, K), error(B, B), 2 * error([self.own(t) for t in A], B)
+
+    def spread(self, g: int) -> Tensor:
+        """(v_j − o_i)^gᵀ W_O^gᵀ W_O^h (v_j − o_i)^h for all h, up to terms that cancel in sums symmetric in g and h."""
+        G, v, o = self.at.grams.out[g], self.v, self.o
+        oG = o[g] @ G
+        return ((v[g] @ G) * v).sum(-1)[:, None] + (oG * o).sum(-1)[..., None] - 2 * (oG @ v.mT)
+
+    def slopes(self, g: int) -> Tensor:
+        """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all h, (H, r, c), or (H, r, 1) without rotations."""
+        return ((self.a[g] @ self.at.grams.keys[g][:, None]) * self.a).sum(-1)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """‖K_ij‖_F² (r, c), not rounded up."""
+        return sum(self.W[g] * (self.W * self.slopes(g) * self.spread(g)).sum(0) for g in range(len(self.W)))  # type: ignore[return-value]
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """‖M_ij‖_F² (r, c), not rounded up."""
+        grams = self.at.grams
+        inner = (grams.out * grams.values).sum((-2, -1))
+        return ((self.P.flatten(1).mT @ inner).mT * self.P.flatten(1)).sum(0).reshape(self.P.shape[1:])
+
+    def mean_key(self) -> Tensor:
+        """2⟨M_ij, K_ij⟩ (r, c)."""
+        grams, total = self.at.grams, torch.zeros_like(self.P[0])
+        for g in range(len(self.P)):
+            N = grams.out[:, g] @ grams.value_key[g]
+            v, o = self.v @ N, self.o @ N
+            if self.at.rotation is None:
+                inner = self.q @ v.mT - (self.q * o).sum(-1, keepdim=True)
+            else:
+                inner = ((v[:, None] - o[:, :, None]) * self.a).sum(-1)
+            total += 2 * self.P[g] * (self.W * inner).sum(0)
+        return total
+
+    @cached_property
+    def query(self) -> Tensor:
+        """‖Q_i‖_F² (r,), not rounded up."""
+        grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
+        total = torch.zeros_like(o[0, :, 0])
+        keys = W @ k
+        for g in range(len(W)):
+            if not self.at.short:
+                image = grams.out[:, g, None] @ (self.covariances[g] @ grams.queries[g][:, None])
+                total += (image * self.covariances).sum((0, 2, 3))
+                continue
+            oG, kG = o[g] @ grams.out[g], k[g] @ grams.queries[g] @ k.mT
+            total += ((W[g] @ (kG * ((v[g] @ grams.out[g]) @ v.mT))) * W).sum((0, 2))
+            total -= 2 * ((W[g] @ kG) * (oG @ v.mT) * W).sum((0, 2))
+            total += ((oG * o).sum(-1) * ((keys[g] @ grams.queries[g]) * keys).sum(-1)).sum(0)
+        return total
+
+    def own_query(self) -> Tensor:
+        """2⟨M_ii + K_ii, Q_i⟩ (r,)."""
+        grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
+        rotation = None if self.at.rotation is None else self.at.rotated(self.rows)
+        a = self.q if rotation is None else rotation.transpose(self.q)
+        P_own, W_own, total = self.own(self.P), self.own(W), torch.zeros_like(o[0, :, 0])
+        for g in range(len(W)):
+            N, z, y = grams.out[:, g] @ grams.value_query[g], self.delta[g] @ grams.out[g], a[g] @ grams.key_query[g]
+            if self.at.short:
+                inner = z @ v.mT - (z * o).sum(-1, keepdim=True)
+                key = (W * inner * (y @ k.mT)).sum((0, 2))
+                mean = (W @ ((v @ N) * k).sum(-1)[..., None])[..., 0] - ((o @ N) * (W @ k)).sum(-1)
+            else:
+                key = ((z[:, :, None] @ self.covariances)[:, :, 0] * y).sum((0, 2))
+                mean = (N[:, None] * self.covariances).sum((2, 3))
+            total += 2 * (P_own[g] * mean.sum(0) + W_own[g] * key)
+        return total
+
+    def along(self, y: Tensor, weight: Tensor) -> Tensor:
+        """Σ_j weight_j ‖J_ij y_j‖² over the strip, for vectors y (n, d)."""
+        layer, grams, P, v, o = self.at.layer, self.at.grams, self.P, self.v, self.o
+        group = layer.heads // layer.kv_heads
+        dq, dk, dv = (t[0] for t in layer.split_heads((y @ layer.qkv.mT)[None]))
+        dk, dv = (t.repeat_interleave(group, dim=0)[:, self.columns] for t in (dk, dv))
+        dq = dq[:, self.rows] if self.at.rotation is None else self.at.rotated(self.rows).apply(dq[:, self.rows])
+        S = self.W * (self.q @ dk.mT if self.at.rotation is None else (self.a * dk[:, None]).sum(-1))
+        total = torch.zeros_like(P[0])
+        for g in range(len(P)):
+            moved = dv[g] @ grams.out[g]
+            total += P[g] * (P * (moved * dv).sum(-1)[:, None]).sum(0) + S[g] * (S * self.spread(g)).sum(0)
+            total += 2 * P[g] * (S * ((moved * v).sum(-1)[:, None] - o @ moved.mT)).sum(0)
+        T = self.W * (dq @ self.k.mT)
+        rest = self.own(P)[..., None] * dv[:, self.rows.start - self.columns.start :][:, : o.shape[1]]
+        rest = rest + self.own(S)[..., None] * self.delta
+        query = T @ v - T.sum(-1, keepdim=True) * o
+        image = torch.einsum("grx,ghxy->hry", query, grams.out)
+        own = (image * (query + 2 * rest)).sum((0, 2))
+        return (total @ weight[self.columns]).sum() + own @ weight[self.rows]
+
+
+def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | None = None) -> tuple[float, float]:
+    """‖J‖_F at one input, with a bound for what rounding may have done to it.
+
+    Args:
+        at: the blocks at tokens x; with ``norm``, x is what it puts out before its offset.
+        norm: the normalisation before attention at its own tokens (1, n, d): J is then that of attention behind it.
+        height: rows of a strip.
+
+    Returns:
+        The norm, and the largest error.
+
+    Cost: about 4·H²·n²·(d_head + n) + 8·H²·n·d_head² flops for short inputs; with rotary embeddings, and where n² > d_head³,
+    2·H²·n²·d_head² + 4·H²·n·d_head³.
+    """
+    x, layer = at.v.new_ones(at.n), at.layer
+    scale = x
+    if norm is not None:
+        # Columns of the weights times g; the products with vectors below take the weights as they are.
+        at.__dict__["grams"] = Grams.of(derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g))
+        scale = norm.s[0, :, 0].square().reciprocal()
+    total = error = x.new_zeros(())
+    for strip in at.strips(height):
+        columns, rows = scale[strip.columns], scale[strip.rows]
+        total = (
+            total + ((strip.mean + strip.key + strip.mean_key()) @ columns).sum() + (strip.query + strip.own_query()) @ rows
+        )
+        blocks, _, own, pairs = strip.errors
+        most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
+        error = error + most * ((blocks @ columns).sum() + (own + pairs) @ rows)
+        if norm is not None:
+            d = layer.width
+            if norm.centred:
+                total = total - strip.along(norm.g.expand(at.n, d), scale / d)
+            t = norm.z[0].square().sum(-1) / d
+            total = total - strip.along(norm.g * norm.z[0], scale * (2 - t) / d)
+    squares, off = max(0.0, float(total)), float(error)
+    value = math.sqrt(squares)
+    return value, max(math.sqrt(squares + off) - value, value - math.sqrt(max(0.0, squares - off))) + at.underflow
