@@ -200,8 +200,8 @@ def test_bad_input(arguments, message):
 def test_no_start_vector_ranks_heads_by_a_value_below_the_largest(monkeypatch):
     """A start vector that hardly sees the largest singular value: 27.1 where σ is 40.9, so that another head was chosen."""
     at = lipscope.load("gpt2-mini").record(input_ids=torch.arange(16))[2]
-    ranking = dataclasses.replace(constructions._RANKING, seed=0)
-    monkeypatch.setattr(constructions, "_RANKING", ranking)
+    ranking = dataclasses.replace(constructions.RANKING, seed=0)
+    monkeypatch.setattr(constructions, "RANKING", ranking)
     (pair,) = construct(at.weights().for_input(0), 16, norm=at.norm, names=["pair"])
     assert pair.sigma.lower > 40
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
-from lipscope.cli.measure import _logit_cells, _masks
+from lipscope.cli.measure import logit_cells, masks_of
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
@@ -118,7 +118,7 @@ def test_the_table_is_printed_whatever_becomes_of_the_files(tmp_path: Path, monk
 def test_progress_in_a_pipe_is_a_line_now_and_then_and_quiet_is_quiet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lipscope.cli.terminal._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("lipscope.cli.terminal.SECONDS_BETWEEN_LINES", 0.0)
     told = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
     assert "n = 6, layer 1: 33% done after" in told.stderr
     assert " left" in told.stderr
@@ -145,15 +145,15 @@ def test_a_table_for_those_whose_logits_explode(monkeypatch: pytest.MonkeyPatch)
     assert "largest logit first" in said
     logits = {"layer": 0, "max_logit": 101.0}
     handle = lipscope.load("tiny")
-    assert _logit_cells(handle, logits) == ["101", "QK-norm, soft-cap, QK-clip"]
-    assert _logit_cells(handle, logits | {"max_logit": 8.6})[1] == "QK-norm"
-    assert _logit_cells(handle, logits | {"max_logit": 1.0})[1] == "none"
+    assert logit_cells(handle, logits) == ["101", "QK-norm, soft-cap, QK-clip"]
+    assert logit_cells(handle, logits | {"max_logit": 8.6})[1] == "QK-norm"
+    assert logit_cells(handle, logits | {"max_logit": 1.0})[1] == "none"
 
 
 def test_masks_that_alternate_and_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"layer": layer, "mask": mask} for layer, mask in ((0, "causal"), (1, "window:4"), (2, "causal"), (0, "causal"))]
-    assert _masks(rows) == "causal (layers 0, 2), window:4 (layers 1)"
-    assert _masks(rows[:1]) == "causal"
+    assert masks_of(rows) == "causal (layers 0, 2), window:4 (layers 1)"
+    assert masks_of(rows[:1]) == "causal"
     said = runner.invoke(app, ["scan", "tiny", "--scope", "model", "--lengths", "6", "--inputs", "1"]).output
     assert "scope model" in said
     assert "layer" not in said.partition("scope model")[2].splitlines()[3]

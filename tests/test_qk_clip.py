@@ -143,7 +143,7 @@ def test_trainer_holds_the_logits(tmp_path):
     assert not held.model._forward_pre_hooks
     two = QKClipCallback(1.0)
     with pytest.raises(ValueError, match="works in one process"):
-        two._start(gpt2(), 2)
+        two.start(gpt2(), 2)
 
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")

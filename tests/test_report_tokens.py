@@ -17,7 +17,7 @@ from lipscope.cli.main import app
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
-from lipscope.report.page import _scopes_command, _tokens_command
+from lipscope.report.page import scopes_command, tokens_command
 from lipscope.report.settings import report_data
 from lipscope.runs.plan import Plan
 from lipscope.runs.run import LONGEST_VIEW, Run, load_run, worst_inputs
@@ -250,7 +250,7 @@ def test_what_the_report_suggests_works_for_a_model_without_a_norm_before_attent
     rows = lipscope.scan("post", ["The quick brown fox jumps over the lazy dog. " * 9], lengths=[8], inputs=1).rows
     Path("book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 9, encoding="utf-8")
     (setting,) = report_data([load_run(Run(rows, {"text": "book.txt"}))]).settings
-    for command in (_scopes_command(setting), _tokens_command(setting, setting.worst)):
+    for command in (scopes_command(setting), tokens_command(setting, setting.worst)):
         assert command is not None
         done = runner.invoke(app, shlex.split(command)[1:])
         assert done.exit_code == 0, done.output

@@ -129,9 +129,9 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     hold, sigma = Stream.hold, RecordedLayer.sigma
 
     def holding(stream: Stream, module: torch.nn.Module) -> None:
-        held = stream._held
+        held = stream.held
         hold(stream, module)
-        if stream._held is not held:
+        if stream.held is not held:
             peaks.append(living(64 * 128 * 4))
 
     def measuring(*args: Any, **kwargs: Any) -> Any:
@@ -179,9 +179,9 @@ def test_a_scan_that_is_killed_goes_on_at_its_layer(llama: Path, tmp_path: Path,
     for tasks in (2, 1):
         assert os.WTERMSIG(killed_after(tasks, llama, keep)) == signal.SIGKILL
     read: list[str] = []
-    go_to, bring = StreamedPass.go_to, Stream._bring
+    go_to, bring = StreamedPass.go_to, Stream.bring
     monkeypatch.setattr(StreamedPass, "go_to", lambda one, layer: (read.append(f"go to {layer}"), go_to(one, layer)))
-    monkeypatch.setattr(Stream, "_bring", lambda one, part, *more: (read.append(one.names[part]), bring(one, part, *more)))
+    monkeypatch.setattr(Stream, "bring", lambda one, part, *more: (read.append(one.names[part]), bring(one, part, *more)))
     result = scanned(llama, keep)
     went = [what for what in read[read.index("go to 3") :] if what.startswith(("go to", "layers."))]
     # Layer 3 of the first pass is next; the pass was kept where layer 2 began, so the layers before are not read for it.

@@ -37,7 +37,7 @@ def test_it_sees_matrices_and_not_views() -> None:
 # Private names of other libraries that say what nothing public says: hooks of a module, the attention a model was given, …
 FOREIGN = {
     "_attn_implementation", "_attn_implementation_internal", "_exit", "_experts_implementation_internal", "_foreach_zero_",
-    "_forward_hooks", "_forward_pre_hooks", "_global_mapping", "_orig_mod", "_python_dispatch",
+    "_forward_hooks", "_forward_pre_hooks", "_global_mapping", "_orig_mod", "_python_dispatch", "_repr_html_",
 }  # fmt: skip
 PRIVATE = re.compile(r"_(?!_)\w+")
 

@@ -336,10 +336,10 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
             fit = fits[(s["layer"], s["head"])]
             cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2))
         if for_logits is not None:
-            cells += _logit_cells(for_logits, s)
+            cells += logit_cells(for_logits, s)
         rows.append(cells)
     title = f"σ of {first['model']} on {text}, largest {'' if for_logits is None else 'logit '}first\n"
-    title += f"scope {first['scope']} · mask {_masks(result.rows)} · {first['dtype']}"
+    title += f"scope {first['scope']} · mask {masks_of(result.rows)} · {first['dtype']}"
     title += f"\n{first['notes']}" if first["notes"] else ""
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, text=["would act"], title=title, caption=caption)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
@@ -351,7 +351,7 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         echo("Some estimates were not shown to have converged; their intervals are valid but wide.")
 
 
-def _masks(rows: Sequence[Mapping[str, Any]]) -> str:
+def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """The mask, or which layers have which."""
     layers: dict[str, list[int]] = {}
     for row in rows:
@@ -362,7 +362,7 @@ def _masks(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{mask} (layers {', '.join(map(str, sorted(which)))})" for mask, which in layers.items())
 
 
-def _logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
+def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
     """The largest logit, and which remedies would change it."""
     logit = summary["max_logit"]
     if logit is None:

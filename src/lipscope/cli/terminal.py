@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LONG = 2048
 
 # In a pipe or a file.
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 
 # Words are folded down to so many letters before a table becomes wider than the terminal.
 _FOLDED = 8
@@ -194,7 +194,7 @@ def _lines() -> Callable[[float, float, str], None]:
     def show(done: float, total: float, what: str) -> None:
         nonlocal said
         now = time.monotonic()
-        if now - said >= _SECONDS_BETWEEN_LINES:
+        if now - said >= SECONDS_BETWEEN_LINES:
             said = now
             left = f", about {duration((now - start) * (total - done) / done)} left" if done else ""
             notice(f"{what}: {done / total if total else 1:.0%} done after {duration(now - start)}{left}")

@@ -78,7 +78,7 @@ class Stream:
 
         self.model, self.checkpoint, self.device = model, checkpoint, device
         self.keep: Path | None = None
-        self._held: nn.Module | None = None
+        self.held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
         self.blocks = blocks_of(model)
         self._home: dict[nn.Module, nn.Module] = {}
@@ -130,8 +130,8 @@ class Stream:
         for part in unit.modules():
             for name, tensor in list(_own(part)):
                 if tensor.device.type == "meta":
-                    self._bring(part, name, tensor)
-        self._held = unit
+                    self.bring(part, name, tensor)
+        self.held = unit
 
     def release(self, but: nn.Module | None = None) -> None:
         """Let the unit go, but for a part that is still measured.
@@ -139,13 +139,14 @@ class Stream:
         Vectors stay: the normalisation that closes a block belongs to the attention of the next one.
         """
         kept = set() if but is None else set(but.modules())
-        for part in () if self._held is None else set(self._held.modules()) - kept:
+        for part in () if self.held is None else set(self.held.modules()) - kept:
             for name, tensor in list(_own(part)):
                 if tensor.ndim > 1 and name in part._parameters:
                     part._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
-        self._held = None if but is None else self._held
+        self.held = None if but is None else self.held
 
-    def _bring(self, part: nn.Module, name: str, empty: Tensor) -> None:
+    def bring(self, part: nn.Module, name: str, empty: Tensor) -> None:
+        """Read one tensor from its file into its module."""
         full = f"{self.names[part]}.{name}".removeprefix(".")
         if full not in self._stored:
             # Heads may be missing, as nothing measured has them; should something have it, NaN is seen at once.

@@ -78,7 +78,7 @@ class Page:
             "why": [self._add(f"{index}-{chart.name}", chart) for chart in scatter_charts(setting)],
             "views": [self._view(f"{index}-tokens-{k}", view) | {"cell": numbers.get((view["layer"], view["head"]))}
                       for k, view in enumerate(views)],
-            "views_command": _views_command(run), "scopes_command": _scopes_command(setting),
+            "views_command": _views_command(run), "scopes_command": scopes_command(setting),
         }  # fmt: skip
         script = {
             "worst": numbers[setting.worst.layer, setting.worst.head],
@@ -105,7 +105,7 @@ class Page:
             "facts": cell_facts(cell), "table": cell_table(cell), "view": view,
             "chart": page_chart(growth_chart(setting, cell), self._looks),
             "tokens": [] if view is None else worst_tokens(views[view]), "at": None if view is None else views[view]["n"],
-            "measure": None if view is not None else _tokens_command(setting, cell),
+            "measure": None if view is not None else tokens_command(setting, cell),
         }  # fmt: skip
 
     def _comparison(self, index: int, comparison: Comparison) -> dict[str, Any]:
@@ -207,7 +207,8 @@ def _interval(point: Point) -> str:
     return f"{number(point.median)} in {enclosure(point.lower, point.upper)}"
 
 
-def _tokens_command(setting: Setting, cell: Cell) -> str | None:
+def tokens_command(setting: Setting, cell: Cell) -> str | None:
+    """What measures the token view of a place; None where there is none."""
     if not setting.model or setting.scope == "model":
         return None
     place = ["--layer", str(cell.layer)]
@@ -224,8 +225,8 @@ def _views_command(run: Run) -> str:
     return f"{run.provenance.command or 'lipscope scan … --out DIR'} --views 6"
 
 
-def _scopes_command(setting: Setting) -> str:
-    # Scopes that every model with blocks has.
+def scopes_command(setting: Setting) -> str:
+    """What measures other scopes: those that every model with blocks has."""
     words = ["lipscope", "sweep", "--model", setting.model or "MODEL", "--text", setting.text or "TEXT"]
     words += ["--lengths", ",".join(map(str, setting.lengths))]
     return shlex.join([*words, "--scope", "attention", "--scope", "attention+residual", "--scope", "block"])

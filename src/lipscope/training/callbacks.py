@@ -48,7 +48,8 @@ class Clipping:
         self.records: list[ClipRecord] = []
         self._last: int | None = None
 
-    def _start(self, model: Any, processes: int) -> None:
+    def start(self, model: Any, processes: int) -> None:
+        """Attach to the model, or to another one than before."""
         if processes > 1:
             raise ValueError("QKClip works in one process: several would rescale their copies of the weights differently")
         if self.clip is None or self.clip.model is not model:

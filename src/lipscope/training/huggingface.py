@@ -106,7 +106,7 @@ class QKClipCallback(Clipping, TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse now what cannot be rescaled."""
-        self._start(kwargs["model"], args.world_size)
+        self.start(kwargs["model"], args.world_size)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step."""

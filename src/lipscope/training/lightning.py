@@ -113,7 +113,7 @@ class QKClipCallback(Clipping, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse now what cannot be rescaled."""
-        self._start(pl_module if self._model is None else self._model, trainer.world_size)
+        self.start(pl_module if self._model is None else self._model, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimiser steps from here on, also in a resumed training."""

@@ -171,7 +171,7 @@ def group_gain(layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> float:
 NAMES = ("proposition34.max", "proposition34.min", "pair", "groups", "meanfield")
 # Symmetric inputs repeat singular values, and without an upper end a solve can settle on a repeated one below the largest.
 # Another start vector than the one that measures what is chosen.
-_RANKING = Auto(rtol=1e-3, interval=0.5, seed=1)
+RANKING = Auto(rtol=1e-3, interval=0.5, seed=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +253,7 @@ def construct(
     found = [candidate for each in pairs for candidate in each.all(names, n)]
     X = torch.stack([tokens(c.u, c.w, n, c.m) for c in found])
     # One round for all of them ranks, a second one measures the chosen.
-    rough = local_lipschitz(precise, X, solver=_RANKING, certificate=False).estimate
+    rough = local_lipschitz(precise, X, solver=RANKING, certificate=False).estimate
     result = []
     for name in names:
         # A head that has the eigenvalue comes before one in which the general pair stands in.
