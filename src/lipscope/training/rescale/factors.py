@@ -74,25 +74,21 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
     heads = layer.heads
     lowest = torch.full((heads,), torch.inf, dtype=torch.float64)
     good, bad = torch.zeros(heads, dtype=torch.float64), torch.ones(heads, dtype=torch.float64)
-    for gamma in _RANGE:
+    hopeful = good == 0
+    for gamma in (*_RANGE, 0.0, *_BELOW):
+        open_ = (good == 0) & hopeful
+        if not bool(open_.any()):
+            break
         values = head_sigma(layer, X, torch.full((heads,), gamma), solver)
-        lowest = torch.minimum(lowest, values)
-        met, open_ = values <= target, good == 0
+        met = values <= target
+        if gamma == 0 or gamma in _RANGE:
+            lowest = torch.minimum(lowest, values)
+        if gamma == 0:
+            # Below the range: only where even attention meets the target there is something to find.
+            hopeful = met
+            continue
         good = torch.where(open_ & met, torch.full_like(good, gamma), good)
         bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
-        if bool((good > 0).all()):
-            break
-    if not bool((good > 0).all()):
-        # Below the range: only where even attention meets the target there is something to find.
-        even = head_sigma(layer, X, torch.zeros(heads), solver)
-        for gamma in _BELOW:
-            open_ = (good == 0) & (even <= target)
-            if not bool(open_.any()):
-                break
-            met = head_sigma(layer, X, torch.full((heads,), gamma), solver) <= target
-            good = torch.where(open_ & met, torch.full_like(good, gamma), good)
-            bad = torch.where(open_ & ~met, torch.full_like(bad, gamma), bad)
-        lowest = torch.minimum(lowest, even)
     searching = (good > 0) & (good < 1)
     for _ in range(_BISECTIONS if bool(searching.any()) else 0):
         middle = torch.where(searching, (good * bad).sqrt(), good.clamp_min(_RANGE[-1]))
@@ -103,17 +99,12 @@ def factors_for_sigma(layer: Attention, X: Tensor, target: float, solver: Solver
 
 
 def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Tensor:
-    """The upper end of σ of every head (H,) with its scores times ``gamma``, the largest over the inputs."""
-    operator = with_scores_times(layer, gamma).operator(X, "head")
-    upper: Tensor = sigma(operator, solver, scope="head", shape=(operator.batch // layer.heads, layer.heads)).upper
-    return upper.amax(0).cpu()
-
-
-def with_scores_times(layer: Attention, gamma: Tensor) -> Attention:
-    """The layer with the scores of head h multiplied by γ_h: its queries are."""
+    """The upper end of σ of every head (H,) with its scores, hence its queries, times ``gamma``; the largest over X."""
     rows = gamma.to(layer.q).repeat_interleave(layer.head_width)
     bias = None if layer.q_bias is None else layer.q_bias * rows
-    return dataclasses.replace(layer, q=layer.q * rows[:, None], q_bias=bias)
+    operator = dataclasses.replace(layer, q=layer.q * rows[:, None], q_bias=bias).operator(X, "head")
+    upper: Tensor = sigma(operator, solver, scope="head", shape=(operator.batch // layer.heads, layer.heads)).upper
+    return upper.amax(0).cpu()
 
 
 def _logits(raw: Tensor, additive: Tensor, visible: Tensor, softcap: float | None) -> Tensor:

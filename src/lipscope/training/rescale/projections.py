@@ -79,11 +79,11 @@ def _parallel(
 ) -> list[list[tuple[int, int]]]:
     """For every wanted row (rows, d + 1) the parameter rows with its direction; none for a row of zeros."""
     locations: list[list[tuple[int, int]]] = [[] for _ in range(wanted.shape[0])]
-    direction = _unit(wanted)
+    direction = nn.functional.normalize(wanted, dim=1, eps=_TINY)
     for index, (weight, bias, transposed) in enumerate(candidates):
         rows = _with_bias(weight.detach().mT if transposed else weight.detach(), bias)
         if rows.shape[1] == wanted.shape[1]:
-            for i, row in (direction @ _unit(rows).mT >= 1 - _SAME).nonzero().tolist():
+            for i, row in (direction @ nn.functional.normalize(rows, dim=1, eps=_TINY).mT >= 1 - _SAME).nonzero().tolist():
                 locations[i].append((index, row))
     return locations
 
@@ -102,15 +102,11 @@ class Rescaling:
 
     def scale(self, rows: Rows, factors: Tensor) -> None:
         """Multiply every row, and its bias, by its factor (rows,)."""
-        by_location: dict[tuple[int, int], float] = {}
-        for location, factor in zip(rows.where, factors.tolist(), strict=True):
-            if location[0] >= 0:
-                by_location[location] = factor
         with torch.no_grad():
-            for index in sorted({index for index, _ in by_location}):
+            for index in sorted({index for index, _ in rows.where if index >= 0}):
                 weight, bias, transposed = rows.weights[index]
                 column = torch.ones(weight.shape[1 if transposed else 0], dtype=torch.float64)
-                for (at, row), factor in by_location.items():
+                for (at, row), factor in zip(rows.where, factors.tolist(), strict=True):
                     if at == index:
                         column[row] = factor
                 self._multiply(weight, column if transposed else column[:, None])
@@ -157,11 +153,7 @@ def _matrices(layer: Layer) -> Iterator[tuple[nn.Parameter, nn.Parameter | None,
                 yield weight, bias if isinstance(bias, nn.Parameter) else None, type(module).__name__ == "Conv1D"
 
 
-def _unit(rows: Tensor) -> Tensor:
-    unit: Tensor = rows / rows.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return unit
-
-
+_TINY = torch.finfo(torch.float64).tiny
 # Cosines this close are the same direction: projections are probed in the model's precision.
 _SAME = 1e-5
 # Rows this many times the precision of the largest one are zero.
