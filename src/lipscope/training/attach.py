@@ -143,17 +143,14 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode, full precision and autograd inside; modes, buffers and random states restored on exit."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = _buffers(model)
     # A module compiled in place would run, and keep, code traced for the probe.
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl is not None]
-    states = _random_states()
+    # The attention core gives NaN for a derivative nobody asks for; anomaly detection would take it for a mistake.
+    autograd = torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False)
+    precision = full_precision(*{p.device.type for p in model.parameters()} - {"meta"})
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        # The attention core gives NaN for a derivative nobody asks for; anomaly detection would take it for a mistake.
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        for device in {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}:
-            stack.enter_context(torch.autocast(device, enabled=False))
+        for context in (*autograd, precision, _same_buffers(model), _same_random_states()):
+            stack.enter_context(context)
         try:
             for module, _ in modes:
                 # Not .eval(), which some modules override.
@@ -166,42 +163,45 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = training
             for module, call in compiled:
                 module._compiled_call_impl = call
-            _restore_buffers(buffers)
-            _restore_random_states(states)
 
 
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, int, Tensor]]:
-    """Owner, name, tensor, version and content of every buffer: rotary tables may grow or shrink in a forward pass."""
-    found = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                version = -1 if buffer.is_inference() else buffer._version
-                found.append((module, name, buffer, version, buffer.detach().clone()))
-    return found
+@contextmanager
+def full_precision(*devices: str) -> Iterator[None]:
+    """Inside, autocast is off, on the CPU too: σ and its singular pair do not survive bfloat16."""
+    with ExitStack() as stack:
+        for device in {"cpu", *devices}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
-def _restore_buffers(buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]]) -> None:
-    for module, name, buffer, version, content in buffers:
-        module._buffers[name] = buffer
-        if not buffer.is_inference() and buffer._version != version:
-            with torch.no_grad():
-                buffer.copy_(content)
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Rotary tables may grow or shrink in a forward pass; afterwards every buffer is the tensor it was, and as it was."""
+    found = [(m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None]
+    contents = [(-1 if buffer.is_inference() else buffer._version, buffer.detach().clone()) for _, _, buffer in found]
+    try:
+        yield
+    finally:
+        for (module, name, buffer), (version, content) in zip(found, contents, strict=True):
+            module._buffers[name] = buffer
+            if not buffer.is_inference() and buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(content)
 
 
-def _random_states() -> tuple[Any, ...]:
+@contextmanager
+def _same_random_states() -> Iterator[None]:
     # Asking CUDA for its state would start it in a process that does not use it.
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), on_gpu, np.random.get_state(), random.getstate()
-
-
-def _restore_random_states(states: tuple[Any, ...]) -> None:
-    on_cpu, on_gpu, numpy_state, python_state = states
-    torch.set_rng_state(on_cpu)
-    if on_gpu is not None:
-        torch.cuda.set_rng_state_all(on_gpu)
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)
+    on_cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state_all(on_gpu)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 class OwnHook:

@@ -17,8 +17,7 @@ minimise it. Everything is computed in full precision, inside autocast too, and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from lipscope.measure.sigma import check_tokens
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
-from lipscope.training.attach import undisturbed
+from lipscope.training.attach import full_precision, undisturbed
 
 # Accurate enough for a direction of descent, at a few products per step.
 SOLVER = GolubKahan(rtol=1e-3, interval=None, max_steps=100, vectors=True)
@@ -66,7 +65,7 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
     """
     batched = check_tokens(X)
     solver = dataclasses.replace(solver or SOLVER, vectors=True)
-    with full_precision(X.device):
+    with full_precision(X.device.type):
         values = _sigma(attention, X, batched, solver)
     if not values.requires_grad:
         raise ValueError("nothing in attention requires gradients, so there is nothing to regularise: set requires_grad")
@@ -75,14 +74,14 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
 
 def jasmin_penalty(attention: Attention, X: Tensor, k: int = 0) -> Tensor:
     """JaSMin of a layer at tokens X (n, d) or (B, n, d), with a gradient in W_Q, W_K and their biases; see ``jasmin``."""
-    with full_precision(attention.device):
+    with full_precision(attention.device.type):
         _, P, _ = scores_and_weights(attention, check_tokens(X).to(attention.q))
         return jasmin(P, k)
 
 
 def max_logit_penalty(attention: Attention, X: Tensor, *, limit: float = 0.0) -> Tensor:
     """Squared excess of the largest |logit| over ``limit`` at tokens X, mean over heads and inputs; see ``max_logit``."""
-    with full_precision(attention.device):
+    with full_precision(attention.device.type):
         raw, _, visible = scores_and_weights(attention, check_tokens(X).to(attention.q))
         return max_logit(raw, visible, limit=limit)
 
@@ -170,7 +169,7 @@ def matrix_norm(matrix: Tensor) -> Tensor:
         tensor([[1., 0.],
                 [0., 0.]])
     """
-    with full_precision(matrix.device):
+    with full_precision(matrix.device.type):
         with torch.no_grad():
             U, _, Vh = torch.linalg.svd(matrix.detach(), full_matrices=False)
         norm: Tensor = U[:, 0] @ matrix @ Vh[0]
@@ -210,12 +209,3 @@ def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tenso
         return layer.bilinear(batched, left, right)
     with undisturbed(attention) if isinstance(attention, nn.Module) else nullcontext():
         return sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """Inside, autocast is off: σ and its singular pair do not survive bfloat16."""
-    with ExitStack() as stack:
-        for kind in {"cpu", device.type}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
