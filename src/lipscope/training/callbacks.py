@@ -18,8 +18,7 @@ class Watching:
         unknown = set(options) - set(inspect.signature(Monitor).parameters)
         if unknown:
             raise TypeError(f"{min(unknown)!r} is no option of lipscope.training.Monitor")
-        checked = inspect.signature(check_options).parameters
-        check_options(every=every, **{name: value for name, value in options.items() if name in checked})
+        check_options(every=every, **options)
         self._options: dict[str, Any] = {"every": every, **options}
         self.monitor: Monitor | None = None
         self.records: list[Record] = []
@@ -27,22 +26,29 @@ class Watching:
         self._last: int | None = None
 
     def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Record | None, bool, bool]:
-        """The record of a step, and whether to save and to stop. A callback that was attached twice acts once."""
+        """What was measured after a step, and whether to save and to stop. A callback that was attached twice acts once."""
         if step == self._last:
             return None, False, False
         self._last = step
         record = None if self.monitor is None else self.monitor.step(batch, step=step)
-        if record is not None and record.readings:
-            self.records.append(record)
-        return record, *self._decision.take(record, joint=joint, due=step % int(self._options["every"]) == 0)
+        return self._kept(record), *self._decision.take(record, joint=joint, due=step % int(self._options["every"]) == 0)
+
+    def _outside_training(self, step: int) -> Record | None:
+        return None if self.monitor is None else self._kept(self.monitor.measure(step=step))
+
+    def _kept(self, record: Record | None) -> Record | None:
+        """The record where something was measured."""
+        if record is None or not record.readings:
+            return None
+        self.records.append(record)
+        return record
 
 
 class Clipping:
     """One ``QKClip`` at a time, and what it did."""
 
     def __init__(self, tau: float, options: Mapping[str, Any]) -> None:
-        checked = inspect.signature(check_clip).parameters
-        check_clip(tau, **{name: value for name, value in options.items() if name in checked})
+        check_clip(tau, **options)
         self._tau, self._options = tau, dict(options)
         self.clip: QKClip | None = None
         self.records: list[ClipRecord] = []
@@ -62,8 +68,10 @@ class Clipping:
             return None
         self._last = step
         record = self.clip.step(batch, step=step)
-        self.records += [record] if record.heads else []
-        return record if record.heads else None
+        if not record.heads:
+            return None
+        self.records.append(record)
+        return record
 
     def _finish(self) -> None:
         if self.clip is not None:

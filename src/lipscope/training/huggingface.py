@@ -15,7 +15,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from lipscope.training.callbacks import Clipping, Watching
 from lipscope.training.monitor import Monitor
-from lipscope.training.readings import Record
 
 
 class LipschitzCallback(Watching, TrainerCallback):
@@ -54,20 +53,16 @@ class LipschitzCallback(Watching, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
         record, save, stop = self._after(state.global_step, joint=args.world_size > 1)
-        if record is not None and record.readings and self.monitor is not None:
-            self._log(record, control)
+        if record is not None and self.monitor is not None:
+            _log(record.scalars(), control)
             _kept(state)[self._key] = self.monitor.state_dict()
         control.should_save = control.should_save or save
         control.should_training_stop = control.should_training_stop or stop
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Evaluation without training: one measurement on the first batch that was evaluated."""
-        if self._training or self.monitor is None:
-            return
-        record = self.monitor.measure(step=state.global_step)
-        if record.readings:
-            self.records.append(record)
-            self._log(record, control)
+        if not self._training and (record := self._outside_training(state.global_step)) is not None:
+            _log(record.scalars(), control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the hooks off the model."""
@@ -85,9 +80,6 @@ class LipschitzCallback(Watching, TrainerCallback):
                 self.monitor.close()
             self._watched = model
             self.monitor = Monitor(model, **self._options)
-
-    def _log(self, record: Record, control: TrainerControl) -> None:
-        _log(record.scalars(), control)
 
 
 class QKClipCallback(Clipping, TrainerCallback):

@@ -72,7 +72,7 @@ class LipschitzCallback(Watching, Callback):
         """After every batch; nothing happens before the optimiser has stepped."""
         step = trainer.global_step
         record, save, stop = self._after(step, joint=trainer.world_size > 1, batch=batch)
-        if record is not None and record.readings:
+        if record is not None:
             _log(trainer, pl_module, record.scalars(), step)
         if save:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / f"lipscope-step={step}.ckpt")
@@ -80,11 +80,7 @@ class LipschitzCallback(Watching, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation or test without training: one measurement on the first batch."""
-        if trainer.state.fn == "fit" or self.monitor is None:
-            return
-        record = self.monitor.measure(step=trainer.global_step)
-        if record.readings:
-            self.records.append(record)
+        if trainer.state.fn != "fit" and (record := self._outside_training(trainer.global_step)) is not None:
             _log(trainer, None, record.scalars(), record.step)
 
     on_test_end = on_validation_end

@@ -22,7 +22,7 @@ from lipscope.models.capture import model_dtype
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
-from lipscope.training.monitor import say
+from lipscope.training.monitor import check_counts, say
 from lipscope.training.rescale.factors import largest_logits
 from lipscope.training.rescale.projections import Rescaling, find_rows
 from lipscope.training.rescale.smooth import Rescaler, language_loss, loss_kind
@@ -95,7 +95,7 @@ class QKClip:
         tokens: int = 256,
         part: str | None = None,
     ) -> None:
-        check_clip(tau, every, inputs, tokens)
+        check_clip(tau, every=every, inputs=inputs, tokens=tokens)
         self.tau, self.every, self.inputs, self.tokens = tau, every, inputs, tokens
         self.model, _ = unwrapped(model)
         if model_dtype(self.model) not in (torch.float32, torch.float64):
@@ -175,10 +175,8 @@ class QKClip:
             self._batch = named_arguments(self.model, args, kwargs)
 
 
-def check_clip(tau: float, every: int = 10, inputs: int = 4, tokens: int = 256) -> None:
+def check_clip(tau: float, *, every: int = 10, inputs: int = 4, tokens: int = 256, **_: Any) -> None:
     """Refuse what ``QKClip`` refuses, where it is said: not when training starts."""
     if not 0 < tau < float("inf"):
         raise ValueError(f"tau must be a positive number, got {tau}")
-    for name, value in (("every", every), ("inputs", inputs), ("tokens", tokens)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_counts(every=every, inputs=inputs, tokens=tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -104,7 +104,6 @@ COLUMNS = ("step", "scope", *Reading.__dataclass_fields__, "backward")
 
 Action = Literal["warn", "save", "stop"]
 _QUANTITIES = ("sigma", "max_logit", "entropy", "sink_mass", "backward")
-_ACTIONS = ("warn", "save", "stop")
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ class Threshold:
     def __post_init__(self) -> None:
         if self.quantity not in _QUANTITIES:
             raise ValueError(f"quantity must be one of {', '.join(_QUANTITIES)}, got {self.quantity!r}")
-        if self.action not in _ACTIONS:
-            raise ValueError(f"action must be one of {', '.join(_ACTIONS)}, got {self.action!r}")
+        if self.action not in get_args(Action):
+            raise ValueError(f"action must be one of {', '.join(get_args(Action))}, got {self.action!r}")
         if (self.above is None) == (self.below is None):
             raise ValueError(f"a threshold on {self.quantity} needs exactly one of above and below")
 
@@ -153,14 +152,10 @@ class Threshold:
         if self.quantity == "backward":
             found = [(layer, None, gain) for layer, gain in record.backward.items()]
         else:
-            found = [(r.layer, r.head, value) for r in record.readings if (value := self._value(r)) is not None]
+            end = "lower" if self.above is not None else "upper"
+            column = end if self.quantity == "sigma" else self.quantity
+            found = [(r.layer, r.head, value) for r in record.readings if (value := getattr(r, column)) is not None]
         return [entry for entry in found if self.layers is None or entry[0] in self.layers]
-
-    def _value(self, reading: Reading) -> float | None:
-        if self.quantity == "sigma":
-            return reading.lower if self.above is not None else reading.upper
-        value: float | None = getattr(reading, self.quantity)
-        return value
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ class Alarm:
             what = f"σ is at {'least' if line.above is not None else 'most'}"
         if line.quantity in ("sigma", "backward"):
             value = round_down(self.value) if line.above is not None else round_up(self.value)
-        limit = f"above {line.above:g}" if line.above is not None else f"below {line.below:g}"
+        limit = line.describe().removeprefix(f"{line.quantity} ")
         before = "at the first reading" if self.fine is None else f"since step {self.since}, not at step {self.fine}"
         return f"{where}: {what} {value}, {limit} {before}: {self.remedy}"
 
@@ -217,18 +212,14 @@ _REMEDIES = {
 
 
 class Guard:
-    """Raises an alarm when a line is crossed, and again only after the quantity has come back.
-
-    Attributes:
-        state: since when which place is beyond a line, when it last was not, and when a line last spoke: JSON values that a
-            checkpoint keeps.
-    """
+    """Raises an alarm when a line is crossed, and again only after the quantity has come back."""
 
     def __init__(self, thresholds: Sequence[Threshold]) -> None:
         self.thresholds = tuple(thresholds)
         for threshold in self.thresholds:
             if not isinstance(threshold, Threshold):
                 raise TypeError(f"thresholds must be Threshold objects, got {type(threshold).__name__}")
+        # Since when which place is beyond a line, when it last was not, and when a line last spoke: a checkpoint keeps it.
         self.state: dict[str, dict[str, int]] = {"beyond": {}, "fine": {}, "spoken": {}}
 
     def check(self, record: Record) -> tuple[Alarm, ...]:
