@@ -70,29 +70,16 @@ def comparisons(data: ReportData) -> list[Comparison]:
     seconds = [setting for setting in data.settings if setting.run == 1]
     for first in (setting for setting in data.settings if setting.run == 0):
         partners = [setting for setting in seconds if setting.scope == first.scope]
-        partners.sort(key=lambda s: [_value(s, name) != _value(first, name) for name in _MATCHED])
-        for partner in partners[:1]:
-            if first.model != partner.model and _places(first) != _places(partner):
-                continue
-            shared = set(first.lengths) & set(partner.lengths)
-            if shared and (changes := _changes(first, partner, max(shared))):
-                found.append(Comparison(first, partner, max(shared), changes))
+        if not partners:
+            continue
+        partner = min(partners, key=lambda s: [_value(s, name) != _value(first, name) for name in _MATCHED])
+        cells, others = ({(cell.layer, cell.head): cell for cell in setting.cells} for setting in (first, partner))
+        n = max(set(first.lengths) & set(partner.lengths), default=0)
+        pairs = [(cell, cell.at(n), others[place].at(n)) for place, cell in cells.items() if place in others]
+        changes = [Change(cell, a, b) for cell, a, b in pairs if a and b and a.median > 0 and b.median > 0]
+        if changes and (first.model == partner.model or cells.keys() == others.keys()):
+            found.append(Comparison(first, partner, n, changes))
     return found
-
-
-def _places(setting: Setting) -> set[tuple[int, int | None]]:
-    return {(cell.layer, cell.head) for cell in setting.cells}
-
-
-def _changes(first: Setting, second: Setting, n: int) -> list[Change]:
-    others = {(cell.layer, cell.head): cell for cell in second.cells}
-    changes = []
-    for cell in first.cells:
-        other = others.get((cell.layer, cell.head))
-        a, b = cell.at(n), None if other is None else other.at(n)
-        if a is not None and b is not None and a.median > 0 and b.median > 0:
-            changes.append(Change(cell, a, b))
-    return changes
 
 
 def _value(setting: Setting, name: str) -> str:

@@ -100,7 +100,9 @@ def write_figures(
     place, data = Path(directory), read_data(source, compare, all_plans)
     named: list[tuple[Path, Chart | None]] = []
     for number, setting in enumerate(data.settings):
-        home = place if len(data.settings) == 1 else place / f"{number}-{_file_name(data.label(setting))}"
+        # Letters, digits, dots and dashes: a label may hold anything.
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", data.label(setting)).strip("-.")[:80] or "setting"
+        home = place if len(data.settings) == 1 else place / f"{number}-{name}"
         charts = [heat_chart(setting), layers_chart(setting), *scatter_charts(setting)]
         named += [(home / chart.name, chart) for chart in charts]
         named.append((home / "growth-worst", growth_chart(setting, setting.worst)))
@@ -122,9 +124,10 @@ def print_figure(chart: Chart) -> Any:
         grid = figure.add_gridspec(rows, min(chart.columns, len(chart.panels)))
         drawn = []
         for place, panel in zip(grid, chart.panels, strict=False):
-            title = panel.title if several else _title(chart, panel)
+            # A single panel bears the title of the chart, and a heat map has no other.
+            title = panel.title if several else f"{chart.title}\n{panel.title}".rstrip()
             if isinstance(panel, HeatMap):
-                _draw_heat_map(figure, place, panel, title)
+                _draw_heat_map(figure, place, panel, title if several else chart.title)
             else:
                 drawn.append((_draw_panel(figure, place, panel, title), [one.name for one in panel.drawn]))
         if several:
@@ -134,11 +137,6 @@ def print_figure(chart: Chart) -> Any:
         figure.get_layout_engine().execute(figure)
         figure.set_layout_engine(None)
         return figure
-
-
-def _title(chart: Chart, panel: Panel | HeatMap) -> str:
-    """What stands above a single panel."""
-    return chart.title if isinstance(panel, HeatMap) or not panel.title else f"{chart.title}\n{panel.title}"
 
 
 def _size(chart: Chart, rows: int) -> tuple[float, float]:
@@ -264,8 +262,3 @@ def _plain_numbers(axis: Any, limits: tuple[float, float]) -> None:
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
     axis.set_minor_locator(ticker.NullLocator())
-
-
-def _file_name(text: str) -> str:
-    """Letters, digits, dots and dashes: a label may hold anything."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "setting"

@@ -27,16 +27,9 @@ _STRONG = 0.05
 
 
 class Page:
-    """The page of a report.
+    """The page of a report: ``words`` for its templates, ``script`` for its script, which both refer to ``charts`` by name.
 
-    Args:
-        data: what it shows.
-        version: changes when the data do; a served page looks at it.
-
-    Attributes:
-        words: what the templates show.
-        charts: static charts by their number.
-        script: what the page's script works with.
+    ``version`` changes when the data do; a served page looks at it.
     """
 
     def __init__(self, data: ReportData, version: str = "") -> None:
@@ -150,11 +143,8 @@ def _run_words(run: Run, number: int, data: ReportData) -> dict[str, Any]:
         values = sorted({str(row[column]) for row in run.rows if row.get(column)})
         more = f" and {len(values) - 6} more" if len(values) > 6 else ""
         facts.append((label, ", ".join(values[:6]) + more or "not recorded"))
-    for label, numbers in (
-        ("failure probability δ", story.delta),
-        ("relative tolerance", story.rtol),
-        ("seeds", story.seeds),
-    ):
+    settings = {"failure probability δ": story.delta, "relative tolerance": story.rtol, "seeds": story.seeds}
+    for label, numbers in settings.items():
         facts.append((label, ", ".join(f"{value:g}" for value in numbers) or "not recorded"))
     for environment in story.environments[:3]:
         versions = environment.get("versions", {})
@@ -236,6 +226,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stored view (``TokenView.to_dict``) as words for the template and as a chart for the script."""
     tokens, energy = list(view["tokens"]), [float(share) for share in view["energy"]]
     most = max(energy, default=0.0) or 1.0
+    entries = [(v, i, j) for i, line in enumerate(view["influence"]) for j, v in enumerate(line) if i != j and v > 0]
     head = "" if view.get("head") is None else f", head {view['head']}"
     title = f"Layer {view['layer']}{head}, n = {view['n']}"
     words: dict[str, Any] = {
@@ -253,7 +244,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         ],
         "pairs": [
             {"i": i, "j": j, "moving": tokens[j], "moved": tokens[i], "value": number(value)}
-            for value, i, j in _strongest(view["influence"])
+            for value, i, j in sorted(entries, reverse=True)[:_PAIRS]
         ],
         "singular": [
             {"text": number(value), "width": f"{100 * value / max(view['singular_values']):.1f}"}
@@ -275,11 +266,6 @@ def worst_tokens(view: Row, count: int = 3) -> list[list[str]]:
     """The tokens with the largest shares, and these."""
     order = sorted(range(len(view["tokens"])), key=lambda k: -view["energy"][k])[:count]
     return [[_short(view["tokens"][k]).strip() or "␣", f"{view['energy'][k]:.0%}"] for k in order]
-
-
-def _strongest(matrix: list[list[float]]) -> list[tuple[float, int, int]]:
-    entries = [(value, i, j) for i, line in enumerate(matrix) for j, value in enumerate(line) if i != j and value > 0]
-    return sorted(entries, reverse=True)[:_PAIRS]
 
 
 def _short(token: str) -> str:

@@ -124,11 +124,6 @@ class Setting:
         return sorted({point.n for cell in self.cells for point in cell.points})
 
     @property
-    def masks(self) -> list[str]:
-        """Masks of its rows."""
-        return sorted({str(row["mask"]) for row in self.rows if row["mask"]})
-
-    @property
     def notes(self) -> list[str]:
         """Remarks on the model."""
         return sorted({str(row["notes"]) for row in self.rows if row["notes"]})
@@ -146,15 +141,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class ReportData:
-    """What a report shows.
+    """What a report shows."""
 
-    Attributes:
-        runs: one run, or two to compare.
-        settings: of all runs.
-    """
-
-    runs: tuple[Run, ...]
-    settings: tuple[Setting, ...]
+    runs: tuple[Run, ...]  # one, or two to compare
+    settings: tuple[Setting, ...]  # of all runs
 
     def label(self, setting: Setting) -> str:
         """A setting by what tells it from the others."""
@@ -179,9 +169,6 @@ class ReportData:
 
 def report_data(runs: Sequence[Run]) -> ReportData:
     """Group the rows of one run, or of two.
-
-    Raises:
-        ValueError: when a run has no rows to show.
 
     Example:
         >>> from lipscope.runs.run import Run, load_run
@@ -261,6 +248,5 @@ def _all_max(rows: Sequence[Row], name: str) -> float | None:
     return max(values) if all(value is not None and math.isfinite(value) for value in values) else None
 
 
-@lru_cache(maxsize=65536)
-def _fit(n: tuple[int, ...], sigma: tuple[float, ...]) -> GrowthFit:
-    return fit_growth(n, sigma)
+# Called with tuples, which can be remembered.
+_fit = lru_cache(maxsize=65536)(fit_growth)
