@@ -70,8 +70,7 @@ def render_page(page: Page, runs: Sequence[Run], *, live: bool = False) -> str:
 
 def render_content(page: Page) -> str:
     """What stands between header and footer."""
-    text: str = _environment().get_template("content.html.j2").render(page=page.words, charts=page.charts)
-    return text
+    return str(_environment().get_template("content.html.j2").render(page=page.words, charts=page.charts))
 
 
 def render_chart(chart: Chart) -> str:
@@ -140,7 +139,7 @@ def _render(template: str, title: str, scripts: Sequence[str] = (), data: Any = 
     """A page with its style, its scripts and its data, which nothing else can add to."""
     from markupsafe import Markup
 
-    texts = [plotly_script() if name == "plotly" else read_template(name) for name in scripts]
+    texts = [read_template(name) for name in scripts]
     text: str = _environment().get_template(template).render(
         title=title, version=__version__, policy=policy(texts, live=bool(more.get("live"))),
         style=Markup(read_template("style.css")), scripts=[Markup(script) for script in texts],
@@ -205,14 +204,10 @@ def _finite(value: Any) -> Any:
 
 @cache
 def read_template(name: str) -> str:
-    """One of the page's own files."""
+    """One of the page's own files, or the Plotly library, to carry it along."""
+    if name == "plotly":
+        return str(needed("plotly.offline").get_plotlyjs())
     return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-@cache
-def plotly_script() -> str:
-    """The Plotly library, to carry it along."""
-    return str(needed("plotly.offline").get_plotlyjs())
 
 
 @cache

@@ -59,14 +59,11 @@ class SweepProgress:
         """One line for people."""
         line = f"{self.done} of {self.asked} tasks done, {self.rows} rows"
         line += f", {self.failed} failed" if self.failed else ""
-        left = self.asked - self.done - self.failed
-        if not left:
+        if not (left := self.asked - self.done - self.failed):
             return f"Complete: {line}."
-        return (
-            f"Running for {duration(round(self.seconds))}: {line}."
-            if self.running
-            else f"Not running: {line}, {left} to do."
-        )
+        if self.running:
+            return f"Running for {duration(round(self.seconds))}: {line}."
+        return f"Not running: {line}, {left} to do."
 
 
 def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
@@ -81,14 +78,11 @@ def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
             if run is None:
                 return SweepProgress(0, 0, 0, 0, False, 0.0)
             plan, started, finished = run
-            asked, done, failed = db.execute(
-                "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0) FROM plan_tasks "
-                "LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = ?", (plan,),
-            ).fetchone()  # fmt: skip
-            (rows,) = db.execute(
-                "SELECT coalesce(sum(row_count), 0) FROM tasks WHERE key IN (SELECT task FROM plan_tasks WHERE plan = ?)",
+            asked, done, failed, rows = db.execute(
+                "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0), "
+                "coalesce(sum(row_count), 0) FROM plan_tasks LEFT JOIN tasks ON key = plan_tasks.task WHERE plan = ?",
                 (plan,),
-            ).fetchone()
+            ).fetchone()  # fmt: skip
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is not a lipscope store that can be read ({error})") from None
     seconds = (datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds()
@@ -134,7 +128,8 @@ class ReportServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._room = threading.Semaphore(MOST_CONNECTIONS)
         self._silent: dict[Any, None] = {}  # connections without a request to answer, the oldest first
-        self._made: tuple[str, float, Page, tuple[Run, ...]] | None = None
+        self._made: tuple[str, Page, tuple[Run, ...]] | None = None
+        self._made_at = -LEAST_PAUSE
         self._is_store = is_store(self.path)
         if self._is_store:
             Store(self.path).close()  # a damaged one is recovered, and says so
@@ -195,12 +190,14 @@ class ReportServer(ThreadingHTTPServer):
         """The page of the rows so far, made anew when there are more and the last one is some seconds old."""
         with self._lock:
             version = self.progress().version
-            if self._made is not None and (self._made[0] == version or time.monotonic() - self._made[1] < LEAST_PAUSE):
-                return self._made[0], self._made[2], self._made[3]
-            data = report_data([load_run(self.path)])
-            page = Page(data, version)
-            self._made = (version, time.monotonic(), page, data.runs)
-            return version, page, data.runs
+            if self._made is None or (self._made[0] != version and not self._is_new):
+                data = report_data([load_run(self.path)])
+                self._made, self._made_at = (version, Page(data, version), data.runs), time.monotonic()
+            return self._made
+
+    @property
+    def _is_new(self) -> bool:
+        return time.monotonic() - self._made_at < LEAST_PAUSE
 
     def answer(self, name: str) -> tuple[str, bytes] | None:
         """Content type and body of what lies under the secret path; None for nothing."""
@@ -210,9 +207,7 @@ class ReportServer(ThreadingHTTPServer):
         if name == "progress.json":
             now = self.progress()
             # A page is told of new rows when it can have them.
-            shown = (
-                self._made[0] if self._made is not None and time.monotonic() - self._made[1] < LEAST_PAUSE else now.version
-            )
+            shown = self._made[0] if self._made is not None and self._is_new else now.version
             found = {**vars(now), "words": now.words, "version": shown}
             return "application/json", json.dumps(found).encode()
         if name == "content.json":
