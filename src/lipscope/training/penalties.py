@@ -66,7 +66,16 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
     batched = check_tokens(X)
     solver = dataclasses.replace(solver or SOLVER, vectors=True)
     with full_precision(X.device.type):
-        values = _sigma(attention, X, batched, solver)
+        if isinstance(attention, Attention):
+            if batched.shape[-1] != attention.width:
+                raise ValueError(f"X has tokens of width {batched.shape[-1]}, but the layer takes width {attention.width}")
+            # A fresh description: what an old one has cached may belong to earlier values of its tensors.
+            layer = dataclasses.replace(attention)
+            batched = batched.to(layer.q)
+            values = layer.bilinear(batched, *top_pair(AttentionOperator.at(layer, batched), solver))
+        else:
+            with undisturbed(attention) if isinstance(attention, nn.Module) else nullcontext():
+                values = sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
     if not values.requires_grad:
         raise ValueError("nothing in attention requires gradients, so there is nothing to regularise: set requires_grad")
     return values.mean()
@@ -195,17 +204,3 @@ def top_pair(operator: Operator, solver: GolubKahan) -> tuple[Tensor, Tensor]:
         assert output.right is not None
         left, right = output.left[:, 0], output.right[:, 0]
     return left.reshape(-1, *operator.output_shape), right.reshape(-1, *operator.input_shape)
-
-
-def _sigma(attention: Attention | Variant | TensorMap, X: Tensor, batched: Tensor, solver: GolubKahan) -> Tensor:
-    """σ of every input, with its graph."""
-    if isinstance(attention, Attention):
-        if batched.shape[-1] != attention.width:
-            raise ValueError(f"X has tokens of width {batched.shape[-1]}, but the layer takes width {attention.width}")
-        # A fresh description: what an old one has cached may belong to earlier values of its tensors.
-        layer = dataclasses.replace(attention)
-        batched = batched.to(layer.q)
-        left, right = top_pair(AttentionOperator.at(layer, batched), solver)
-        return layer.bilinear(batched, left, right)
-    with undisturbed(attention) if isinstance(attention, nn.Module) else nullcontext():
-        return sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
