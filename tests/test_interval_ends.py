@@ -103,8 +103,8 @@ def test_words_about_numbers_stay_true(value: float, width: float) -> None:
     assert rate[0] <= 0.61803
     assert rate[1] >= 1.41421
     above_line, below_line = Threshold("sigma", above=0.0), Threshold("sigma", below=1e13)
-    assert float(re.search(r"at least (\S+)", Alarm(0, None, value, above_line).message)[1]) <= value
-    assert float(re.search(r"at most (\S+)", Alarm(0, None, value, below_line).message)[1]) >= value
+    assert float(re.search(r"at least ([^\s,]+)", Alarm(0, None, value, above_line).message)[1]) <= value
+    assert float(re.search(r"at most ([^\s,]+)", Alarm(0, None, value, below_line).message)[1]) >= value
     bound = Bound("b", value, "set", "all", "us")
     assert float(re.search(r"≤ (\S+)", str(bound))[1]) >= value
     assert float(re.search(r"≥ (\S+)", str(replace(bound, side="lower")))[1]) <= value
