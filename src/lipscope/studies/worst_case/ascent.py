@@ -55,33 +55,20 @@ _RADII = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True, eq=False)
 class Ascent:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        tokens: the best input (n, d).
-        sigma: its σ, with the least upper end known, certified where that is less.
-        history: lower bounds of σ per step and restart, (steps + 1, restarts); constant once a restart has stopped.
-        labels: where each restart began.
-        starts: σ measured at the start of each restart, (restarts,).
-        ends: σ measured at its end.
-        best: the restart that won.
-        domain: the set in words.
-        inputs: the end of every restart, (restarts, n, d).
-        stopped: ``"converged"`` when every restart stood still before its steps were used up, else ``"steps"``.
-        start_seed: seed of the start vector that measured ``sigma``, see ``unseen``; with it as the ``seed`` of the solver
-            the tokens give the same interval again.
-    """
-
-    tokens: Tensor
-    sigma: SpectralNorm
-    history: Tensor
-    labels: tuple[str, ...]
-    starts: Tensor
-    ends: Tensor
-    best: int
-    domain: str
-    inputs: Tensor
-    stopped: str
+    tokens: Tensor  # the best input (n, d)
+    sigma: SpectralNorm  # its σ, with the least upper end known, certified where that is less
+    history: Tensor  # lower bounds of σ per step and restart, (steps + 1, restarts); constant once a restart has stopped
+    labels: tuple[str, ...]  # where each restart began
+    starts: Tensor  # σ measured at the start of each restart, (restarts,)
+    ends: Tensor  # σ measured at its end
+    best: int  # the restart that won
+    domain: str  # the set in words
+    inputs: Tensor  # the end of every restart, (restarts, n, d)
+    stopped: str  # ``"converged"`` when every restart stood still before its steps were used up, else ``"steps"``
+    # Seed of the start vector that measured ``sigma``, see ``unseen``; with it as the ``seed`` of the solver the tokens give
+    # the same interval again.
     start_seed: int
 
     def restarts(self) -> list[dict[str, Any]]:

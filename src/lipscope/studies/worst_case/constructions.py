@@ -176,27 +176,18 @@ RANKING = Auto(rtol=1e-3, interval=0.5, seed=1)
 
 @dataclass(frozen=True, eq=False)
 class Construction:
-    """A constructed input.
+    """A constructed input."""
 
-    Attributes:
-        name: see the table of this module.
-        tokens: X (n, d), inside the set.
-        head: the head whose A it was built from.
-        m: number of tokens at u; the other n−m are at w.
-        predicted: closed-form lower bound for σ(X) of the whole layer; None when a mask or additive bias rules it out.
-        sigma: the measured σ(X).
-        limit: for ``meanfield`` on a ball and one plain unmasked head, what the closed form tends to as n → ∞; else None.
-        note: what stood in for what, or an empty string.
-    """
-
-    name: str
-    tokens: Tensor
-    head: int
-    m: int
+    name: str  # see the table of this module
+    tokens: Tensor  # X (n, d), inside the set
+    head: int  # the head whose A it was built from
+    m: int  # number of tokens at u; the other n−m are at w
+    # Closed-form lower bound for σ(X) of the whole layer; None when a mask or additive bias rules it out.
     predicted: float | None
-    sigma: SpectralNorm
+    sigma: SpectralNorm  # the measured σ(X)
+    # For ``meanfield`` on a ball and one plain unmasked head, what the closed form tends to as n → ∞; else None.
     limit: float | None = None
-    note: str = ""
+    note: str = ""  # what stood in for what, or an empty string
 
     def to_row(self) -> Row:
         """A row with the columns of a scan, and how the input was built."""

@@ -49,43 +49,26 @@ SOURCES = ("refined", "castin2024")
 
 @dataclass(frozen=True, eq=False)
 class WorstInput:
-    """The worst input found at one length.
+    """The worst input found at one length."""
 
-    Attributes:
-        n: number of tokens.
-        tokens: the input (n, d).
-        sigma: its σ.
-        source: the construction, or ``"ascent"``.
-        built: every construction at this length.
-        ascent: the search, or None when there was none.
-        bounds: upper bounds by name, for tokens as long as the longest of the set.
-        given: σ at the user's own input of this length, or None.
-    """
-
-    n: int
-    tokens: Tensor
-    sigma: SpectralNorm
-    source: str
-    built: tuple[Construction, ...]
-    ascent: Ascent | None
-    bounds: dict[str, float]
-    given: float | None = None
+    n: int  # number of tokens
+    tokens: Tensor  # the input (n, d)
+    sigma: SpectralNorm  # its σ
+    source: str  # the construction, or ``"ascent"``
+    built: tuple[Construction, ...]  # every construction at this length
+    ascent: Ascent | None  # the search, or None when there was none
+    bounds: dict[str, float]  # upper bounds by name, for tokens as long as the longest of the set
+    given: float | None = None  # σ at the user's own input of this length, or None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Growth(Shown):
-    """Worst σ over lengths.
+    """Worst σ over lengths."""
 
-    Attributes:
-        worst: the worst input at every length.
-        domain: the set in words.
-        radius: R of the bounds.
-        fits: power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths.
-    """
-
-    worst: tuple[WorstInput, ...]
-    domain: str
-    radius: float
+    worst: tuple[WorstInput, ...]  # the worst input at every length
+    domain: str  # the set in words
+    radius: float  # R of the bounds
+    # Power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths.
     fits: dict[str, GrowthFit]
 
     @property

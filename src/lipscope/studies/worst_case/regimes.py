@@ -32,23 +32,14 @@ _POINTS, _LARGEST = 32, 990
 
 @dataclass(frozen=True, eq=False)
 class RegimeMap:
-    """Where a head is in the (n, R) plane, and its worst σ over n at one set.
+    """Where a head is in the (n, R) plane, and its worst σ over n at one set."""
 
-    Attributes:
-        borders: the radius of the scaled set with its borders in n, for every scale.
-        here: the borders of the set itself.
-        lengths: powers of two, past both borders of the set where floats reach that far.
-        lower: at every length, what the supremum of σ over the set is at least.
-        upper: what it is at most.
-        found: constructions and ascent at the measured lengths.
-    """
-
-    borders: tuple[tuple[float, Regime], ...]
-    here: Regime
-    lengths: tuple[int, ...]
-    lower: tuple[float, ...]
-    upper: tuple[float, ...]
-    found: Growth
+    borders: tuple[tuple[float, Regime], ...]  # the radius of the scaled set with its borders in n, for every scale
+    here: Regime  # the borders of the set itself
+    lengths: tuple[int, ...]  # powers of two, past both borders of the set where floats reach that far
+    lower: tuple[float, ...]  # at every length, what the supremum of σ over the set is at least
+    upper: tuple[float, ...]  # what it is at most
+    found: Growth  # constructions and ascent at the measured lengths
 
     def to_dict(self) -> dict[str, Any]:
         """Borders and bounds as plain values; rows of σ are those of ``found``."""

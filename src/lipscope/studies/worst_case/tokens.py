@@ -35,21 +35,13 @@ _RANKING = Auto(rtol=1e-4, interval=None)
 
 @dataclass(frozen=True)
 class Substitution:
-    """One replaced token.
+    """One replaced token."""
 
-    Attributes:
-        position: where.
-        before: the token that was there, as text.
-        after: the token that is there now.
-        predicted: first-order change of σ.
-        sigma: σ measured after this and all earlier substitutions.
-    """
-
-    position: int
-    before: str
-    after: str
-    predicted: float
-    sigma: float
+    position: int  # where
+    before: str  # the token that was there, as text
+    after: str  # the token that is there now
+    predicted: float  # first-order change of σ
+    sigma: float  # σ measured after this and all earlier substitutions
 
 
 @dataclass(frozen=True)
@@ -66,31 +58,18 @@ class Trial:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenAttack(Shown):
-    """The worst text found.
+    """The worst text found."""
 
-    Attributes:
-        before: σ of the text as given, one item.
-        after: σ of the worst text.
-        substitutions: in the order in which they were made; empty when nothing raised σ.
-        before_text: the text as given.
-        after_text: the worst text.
-        before_ids: token ids of the text as given (n,).
-        after_ids: those of the worst text, which reading it anew need not give back.
-        retokenises: whether the tokenizer turns the new text into the new ids; None without a tokenizer.
-        tried: every measured candidate.
-        start_seed: seed of the start vector that measured ``after``, unknown to the search; that of ``before`` is 0.
-    """
-
-    before: SpectralNorm
-    after: SpectralNorm
-    substitutions: tuple[Substitution, ...]
-    before_text: str
-    after_text: str
-    before_ids: Tensor
-    after_ids: Tensor
-    retokenises: bool | None
-    tried: tuple[Trial, ...]
-    start_seed: int
+    before: SpectralNorm  # σ of the text as given, one item
+    after: SpectralNorm  # σ of the worst text
+    substitutions: tuple[Substitution, ...]  # in the order in which they were made; empty when nothing raised σ
+    before_text: str  # the text as given
+    after_text: str  # the worst text
+    before_ids: Tensor  # token ids of the text as given (n,)
+    after_ids: Tensor  # those of the worst text, which reading it anew need not give back
+    retokenises: bool | None  # whether the tokenizer turns the new text into the new ids; None without a tokenizer
+    tried: tuple[Trial, ...]  # every measured candidate
+    start_seed: int  # seed of the start vector that measured ``after``, unknown to the search; that of ``before`` is 0
 
     def steps(self) -> list[dict[str, Any]]:
         """One plain dictionary per substitution."""
