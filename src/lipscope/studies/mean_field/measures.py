@@ -344,12 +344,7 @@ LAW_SYNTAX = "ball:R, sphere:R, gaussian:S, mixture:K:R:S (K Gaussian clusters o
 
 
 def parse_law(text: str, dimension: int, default_size: float | None = None) -> Law:
-    """A law from a short string.
-
-    Args:
-        text: ``ball:R``, ``sphere:R``, ``gaussian:S`` (standard deviation S per coordinate) or ``mixture:K:R:S``.
-        dimension: the d of R^d.
-        default_size: the norm that stands for R when it is left out; a Gaussian then gets S = default_size/√d.
+    """A law from a short string, see ``LAW_SYNTAX``; ``default_size`` stands for an R left out, and S = default_size/√d.
 
     Example:
         >>> print(parse_law("sphere:2", dimension=3), parse_law("gaussian", 4, default_size=1.0))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -68,9 +67,17 @@ def of(rows: Iterable[Row], *experiments: str) -> list[Row]:
     return [row for row in rows if row.get("experiment") in experiments]
 
 
+def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by what they hold in some columns, in the order in which they come."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return groups
+
+
 def text_curves(rows: Sequence[Row]) -> list[Curve]:
     """Real text, a curve per model and layer."""
-    return _curves(of(rows, GROWTH), GROWTH, lambda row: REAL_TEXT)
+    return _curves(of(rows, GROWTH), GROWTH, REAL_TEXT)
 
 
 def long_curves(rows: Sequence[Row]) -> list[Curve]:
@@ -78,25 +85,19 @@ def long_curves(rows: Sequence[Row]) -> list[Curve]:
     far = of(rows, LONG)
     layers = {(row["model"], row["layer"]) for row in far}
     near = [row for row in of(rows, GROWTH) if (row["model"], row["layer"]) in layers]
-    return _curves(near + far, LONG, lambda row: "long range")
+    return _curves(near + far, LONG, "long range")
 
 
 def adversarial_curves(rows: Sequence[Row]) -> list[Curve]:
     """A curve per model, layer, radius and kind of points."""
-    return [
-        curve
-        for name in (ADVERSARIAL, BORDER)
-        for curve in _curves(of(rows, name), name, lambda row: f"R = {row['radius']:.4g}, {row['points']}")
-    ]
+    return [curve for name in (ADVERSARIAL, BORDER) for curve in _curves(of(rows, name), name, "R = {radius:.4g}, {points}")]
 
 
-def _curves(rows: Sequence[Row], experiment: str, condition: Any) -> list[Curve]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["layer"], row["mask"], condition(row)), []).append(row)
+def _curves(rows: Sequence[Row], experiment: str, condition: str) -> list[Curve]:
+    named = [row | {"condition": condition.format(**row)} for row in rows]
     return [
         Curve(model, layer, mask, experiment, what, tuple(sorted(group, key=lambda row: (row["n"], row["input"]))))
-        for (model, layer, mask, what), group in groups.items()
+        for (model, layer, mask, what), group in grouped(named, "model", "layer", "mask", "condition").items()
     ]
 
 
@@ -147,30 +148,29 @@ def fit_table(rows: Sequence[Row]) -> list[FitRow]:
     return table
 
 
-@dataclass(frozen=True)
-class Correlation:
-    """Pearson correlation of n with the largest token norm of an input, with its 95 % interval."""
+class Number(NamedTuple):
+    """One number behind the sentences, between its ends: a line of ``FINDINGS.csv``."""
 
+    table: str
     model: str
     layer: int
-    r: float
+    condition: str
+    value: float
     low: float
     high: float
-    points: int
+    verdict: str = ""
 
 
-def radius_correlations(rows: Sequence[Row]) -> list[Correlation]:
-    """One per curve on real text; none where the norm never changes."""
+def radius_correlations(rows: Sequence[Row]) -> list[Number]:
+    """Pearson correlation of n with the largest token norm, and its 95 % interval; none where the norm never changes."""
     found = []
     for curve in text_curves(rows):
         n, radius = curve.values("radius_max")
         if len(n) < 4 or np.ptp(radius) <= 1e-6 * max(radius) or len(set(n)) < 2:
             continue
         result = stats.pearsonr(n, radius)
-        interval = result.confidence_interval(0.95)
-        found.append(
-            Correlation(curve.model, curve.layer, float(result.statistic), float(interval.low), float(interval.high), len(n))
-        )
+        r, (low, high) = float(result.statistic), map(float, result.confidence_interval(0.95))
+        found.append(Number("correlation of n and largest norm", curve.model, curve.layer, REAL_TEXT, r, low, high))
     return found
 
 
@@ -190,11 +190,8 @@ class NormRow:
 
 def norm_table(rows: Sequence[Row]) -> list[NormRow]:
     """The three scopes side by side."""
-    groups: dict[tuple[str, int, int], list[Row]] = {}
-    for row in of(rows, LAYERNORM):
-        groups.setdefault((row["model"], row["layer"], row["n"]), []).append(row)
     table = []
-    for (model, layer, n), group in groups.items():
+    for (model, layer, n), group in grouped(of(rows, LAYERNORM), "model", "layer", "n").items():
         by_scope = {scope: [row for row in group if row["scope"] == scope] for scope in NORM_SCOPES}
         inner = by_scope["attention"]
         sigma = {scope: median(row["estimate"] for row in found) for scope, found in by_scope.items() if found}
@@ -205,61 +202,27 @@ def norm_table(rows: Sequence[Row]) -> list[NormRow]:
     return sorted(table, key=lambda row: (row.model, row.n, row.layer))
 
 
-@dataclass(frozen=True)
-class DifferenceRow:
-    """By what one difference from the published scripts multiplies σ of one model: the median over inputs, and the range."""
-
-    variant: str
-    model: str
-    layer: int
-    n: int
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-
-
-def difference_table(rows: Sequence[Row]) -> list[DifferenceRow]:
-    """A line per difference and model."""
-    groups: dict[tuple[str, str, int, int], list[Row]] = {}
-    for row in of(rows, DIFFERENCES):
-        groups.setdefault((row["variant"], row["model"], row["layer"], row["n"]), []).append(row)
-    table = []
-    for (variant, model, layer, n), group in groups.items():
-        ratios = [row["value"] / row["reference"] for row in group]
-        table.append(DifferenceRow(variant, model, layer, n, median(ratios), min(ratios), max(ratios)))
+def difference_table(rows: Sequence[Row]) -> list[Number]:
+    """By what each difference from the published scripts multiplies σ of a model: the median over inputs, and the range."""
+    found = []
+    for (name, model, layer, n), group in grouped(of(rows, DIFFERENCES), "variant", "model", "layer", "n").items():
+        found.append(_middle(name, model, layer, f"n = {n}", [row["value"] / row["reference"] for row in group]))
     order = list(VARIANTS)
-    return sorted(table, key=lambda row: order.index(row.variant))
+    return sorted(found, key=lambda one: order.index(one.table))
 
 
-@dataclass(frozen=True)
-class MaskedPair:
-    """σ of one input without and with the causal mask: the same weights, the same text."""
-
-    model: str
-    layer: int
-    n: int
-    ratio: float
+def _middle(table: str, model: str, layer: int, condition: str, values: Sequence[float]) -> Number:
+    return Number(table, model, layer, condition, median(values), min(values), max(values))
 
 
-def masked_pairs(rows: Sequence[Row]) -> list[MaskedPair]:
-    """Every input of a model of BERT's kind that was also measured under the causal mask."""
+def masked_ratios(rows: Sequence[Row]) -> list[Row]:
+    """σ with over σ without the causal mask, for every input of a model of BERT's kind that was measured with both."""
     at = {(row["model"], row["layer"], row["n"], row["input"]): row["estimate"] for row in of(rows, GROWTH)}
     return [
-        MaskedPair(model, layer, n, at[model + SUFFIX, layer, n, index] / value)
+        {"model": model, "layer": layer, "n": n, "ratio": at[model + SUFFIX, layer, n, index] / value}
         for (model, layer, n, index), value in at.items()
         if (model + SUFFIX, layer, n, index) in at
     ]
-
-
-def companion_ratios(curve: Curve) -> list[float]:
-    """Companion estimator over σ, input by input."""
-    return [row["companion"] / row["estimate"] for row in curve.rows if row.get("companion") is not None]
-
-
-def certificate_ratios(rows: Sequence[Row]) -> list[float]:
-    """Certified upper bound over the estimate of σ, where there is one."""
-    kept = [row for row in rows if row.get("certified") is not None and math.isfinite(row["certified"])]
-    return [row["certified"] / row["estimate"] for row in kept]
 
 
 def _least(rows: Sequence[Row], column: str) -> float | None:
@@ -279,32 +242,19 @@ def exponent(fit: GrowthFit) -> str:
 
 def every_number(rows: Sequence[Row]) -> list[Row]:
     """What the sentences were counted from, one number a line."""
-    found: list[Row] = []
-
-    def add(
-        table: str, model: str, layer: int, condition: str, value: float, low: float, high: float, said: str = ""
-    ) -> None:
-        found.append({"table": table, "model": model, "layer": layer, "condition": condition, "value": value, "low": low,
-                      "high": high, "verdict": said})  # fmt: skip
-
+    found = []
     for fit in fit_table(rows):
         ends = (fit.fit.alpha, fit.fit.alpha_low, fit.fit.alpha_high)
-        add(f"exponent of {fit.estimator}", fit.curve.model, fit.curve.layer, fit.curve.condition, *ends, fit.verdict)
-    for c in radius_correlations(rows):
-        add("correlation of n and largest norm", c.model, c.layer, REAL_TEXT, c.r, c.low, c.high)
-    masks: dict[tuple[str, int], list[float]] = {}
-    for pair in masked_pairs(rows):
-        masks.setdefault((pair.model, pair.layer), []).append(pair.ratio)
-    for (model, layer), ratios in masks.items():
-        add("σ causal over σ unmasked", model, layer, REAL_TEXT, median(ratios), min(ratios), max(ratios))
+        place = (fit.curve.model, fit.curve.layer, fit.curve.condition)
+        found.append(Number(f"exponent of {fit.estimator}", *place, *ends, fit.verdict))
+    found += radius_correlations(rows)
+    for (model, layer), group in grouped(masked_ratios(rows), "model", "layer").items():
+        found.append(_middle("σ causal over σ unmasked", model, layer, REAL_TEXT, [pair["ratio"] for pair in group]))
     for row in norm_table(rows):
-        for scope, value in row.sigma.items():
-            add(f"σ at scope {scope}", row.model, row.layer, f"n = {row.n}", value, value, value)
-        known = {"largest token": row.radius, "image radius": row.image_radius, "global bound, refined": row.global_bound,
-                 "global bound, paper": row.published_bound}  # fmt: skip
-        for name, at_most in known.items():
-            if at_most is not None:
-                add(name, row.model, row.layer, f"n = {row.n}", at_most, at_most, at_most)
-    for one in difference_table(rows):
-        add(f"value over σ: {one.variant}", one.model, one.layer, f"n = {one.n}", one.ratio, one.ratio_low, one.ratio_high)
-    return found
+        known: Row = {f"σ at scope {scope}": value for scope, value in row.sigma.items()}
+        known |= {"largest token": row.radius, "image radius": row.image_radius, "global bound, refined": row.global_bound,
+                  "global bound, paper": row.published_bound}  # fmt: skip
+        there = {name: value for name, value in known.items() if value is not None}
+        found += [_middle(name, row.model, row.layer, f"n = {row.n}", [value]) for name, value in there.items()]
+    found += [one._replace(table=f"value over σ: {one.table}") for one in difference_table(rows)]
+    return [one._asdict() for one in found]

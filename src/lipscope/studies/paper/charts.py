@@ -106,18 +106,15 @@ def _border(rows: Sequence[Row], cast: Cast) -> list[Panel]:
 
 
 def _masks(rows: Sequence[Row]) -> list[Panel]:
-    groups: dict[tuple[str, int], dict[int, list[float]]] = {}
-    for pair in analysis.masked_pairs(rows):
-        groups.setdefault((pair.model, pair.layer), {}).setdefault(pair.n, []).append(pair.ratio)
-    series: list[Series] = []
-    for (model, layer), found in groups.items():
-        n = sorted(found)
-        low, high = [min(found[k]) for k in n], [max(found[k]) for k in n]
-        middle, colour = [median(found[k]) for k in n], CYCLE[len(series) % len(CYCLE)]
-        series.append(Series(f"{model}, layer {layer}", n, middle, "points", colour, low, high))
+    pairs, series = analysis.masked_ratios(rows), list[Series]()
+    for (model, layer), mine in analysis.grouped(pairs, "model", "layer").items():
+        found = {n: [pair["ratio"] for pair in group] for (n,), group in sorted(analysis.grouped(mine, "n").items())}
+        low, middle, high = ([pick(ratios) for ratios in found.values()] for pick in (min, median, max))
+        colour = CYCLE[len(series) % len(CYCLE)]
+        series.append(Series(f"{model}, layer {layer}", list(found), middle, "points", colour, low, high))
     if series:
-        n = sorted({k for found in groups.values() for k in found})
-        series.append(Series("equal", [n[0], n[-1]], [1.0, 1.0], "dashes", "grey", group="guide"))
+        lengths = [pair["n"] for pair in pairs]
+        series.append(Series("equal", [min(lengths), max(lengths)], [1.0, 1.0], "dashes", "grey", group="guide"))
     return [Panel(series, _TOKENS, "σ causal over σ unmasked", from_zero=False)] if series else []
 
 
@@ -222,17 +219,17 @@ def _differences(rows: Sequence[Row]) -> list[Panel]:
     table = analysis.difference_table(rows)
     if not table:
         return []
-    variants = list(dict.fromkeys(row.variant for row in table))
+    variants = list(dict.fromkeys(row.table for row in table))
     series = []
     for index, model in enumerate(dict.fromkeys(row.model for row in table)):
         mine = [row for row in table if row.model == model]
-        at = [variants.index(row.variant) + 0.09 * (index - 2) for row in mine]
-        low, high = [row.ratio_low for row in mine], [row.ratio_high for row in mine]
+        at = [variants.index(row.table) + 0.09 * (index - 2) for row in mine]
+        low, high = [row.low for row in mine], [row.high for row in mine]
         look: Look = "points" if index < len(CYCLE) else "marks"
-        series.append(Series(model, at, [row.ratio for row in mine], look, CYCLE[index % len(CYCLE)], low, high))
+        series.append(Series(model, at, [row.value for row in mine], look, CYCLE[index % len(CYCLE)], low, high))
     ends = [-0.4, len(variants) - 0.6]
     series.append(Series("no effect", ends, [1.0, 1.0], "dashes", "grey", group="guide"))
-    at_n = ", ".join(f"n = {n}" for n in sorted({row.n for row in table}))
+    at_n = ", ".join(dict.fromkeys(row.condition for row in table))
     return [
         Panel(series, "", "value over σ, median and range", at_n, y_log=True, x_ticks=range(len(variants)), x_names=variants)
     ]

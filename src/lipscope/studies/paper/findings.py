@@ -18,7 +18,7 @@ from lipscope.rounding import counted
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import COMPANION, SIGMA, UNDECIDED, WIDEST, FitRow, Row
 from lipscope.studies.paper.cast import SUFFIX, Cast
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, PUBLISHED_EXPONENT, PUBLISHED_FACTOR
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, GROWTH, PUBLISHED_EXPONENT, PUBLISHED_FACTOR
 
 # The public repository draws its curve for this model and layer.
 PUBLISHED_MODEL, PUBLISHED_LAYER = "gpt2-random", 6
@@ -110,7 +110,7 @@ def _published(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
 
 def _companion(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     table = _of_text(fits, COMPANION)
-    ratios = [ratio for curve in analysis.text_curves(rows) for ratio in analysis.companion_ratios(curve)]
+    ratios = [row[COMPANION] / row["estimate"] for row in analysis.of(rows, GROWTH) if row.get(COMPANION) is not None]
     texts = [_counts(table, "The scripts' number √‖Jᵀf(X)‖")] if table else []
     if ratios:
         above, below = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
@@ -126,11 +126,11 @@ def _differences(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     if not table:
         return []
     # A difference counts as one where the whole range of the ratio is off by more than a tenth.
-    moved = [row for row in table if row.ratio_low > 1 + _CHANGED or row.ratio_high < 1 - _CHANGED]
-    moved.sort(key=lambda row: -abs(math.log(row.ratio)))
-    strongest = list({row.variant: row for row in reversed(moved)}.values())[::-1]
-    examples = ", ".join(f"{row.variant} {row.ratio:.2g} times for {row.model}" for row in strongest[:3])
-    every, some = ({row.variant for row in each} for each in (table, moved))
+    moved = [row for row in table if row.low > 1 + _CHANGED or row.high < 1 - _CHANGED]
+    moved.sort(key=lambda row: -abs(math.log(row.value)))
+    strongest = list({row.table: row for row in reversed(moved)}.values())[::-1]
+    examples = ", ".join(f"{row.table} {row.value:.2g} times for {row.model}" for row in strongest[:3])
+    every, some = ({row.table for row in each} for each in (table, moved))
     return [
         f"Of {len(every)} differences between the scripts and σ, {len(some)} change the number of some model by more than "
         f"{_CHANGED:.0%} at every input" + (f" ({examples})." if examples else ".")
@@ -179,7 +179,7 @@ def _best_built(rows: Sequence[Row], climbed: Row) -> float | None:
 
 
 def _masks(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
-    ratios = [pair.ratio for pair in analysis.masked_pairs(rows)]
+    ratios = [pair["ratio"] for pair in analysis.masked_ratios(rows)]
     if not ratios:
         return []
     larger = sum(ratio > 1 for ratio in ratios)
@@ -215,7 +215,7 @@ def _normalisation(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
 
 def _certificates(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     certified = [row for row in rows if row.get("certified") is not None]
-    ratios = analysis.certificate_ratios(certified)
+    ratios = [row["certified"] / row["estimate"] for row in certified if math.isfinite(row["certified"])]
     broken = sum(row["certified"] < row["lower"] for row in certified)
     if broken:
         return [f"{broken} certified upper bounds lie below a value that is attained: a fault."]

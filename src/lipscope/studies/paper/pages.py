@@ -87,11 +87,8 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
 
 
 def _measured(rows: Sequence[Row]) -> Table:
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["experiment"], row["model"]), []).append(row)
     lines = []
-    for (experiment, model), found in groups.items():
+    for (experiment, model), found in analysis.grouped(rows, "experiment", "model").items():
         lengths = sorted({row["n"] for row in found})
         reach = f"{lengths[0]} … {lengths[-1]} ({len(lengths)})" if len(lengths) > 1 else str(lengths[0])
         texts = sorted({str(row["text"]) for row in found if row.get("text")})
