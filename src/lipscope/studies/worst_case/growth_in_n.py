@@ -106,8 +106,9 @@ class Growth(Shown):
                 origin = f"from {w.ascent.labels[w.ascent.best]}"
                 entries.append(("ascent", w.ascent.tokens, w.ascent.sigma, None, origin, w.ascent.start_seed))
             # Set bounds hold on the whole set, as those of a scan do for every input of the model.
-            known = {"radius_norm": self.radius, "refined_global": _least(w.bounds, "refined")}
-            known |= {"castin2024_global": _least(w.bounds, "castin2024")}
+            known: Row = {"radius_norm": self.radius}
+            for by in SOURCES:
+                known[f"{by}_global"] = min((value for name, value in w.bounds.items() if name.startswith(by)), default=None)
             for name, tokens, sigma, predicted, note, seed in entries:
                 row = sigma_row(sigma, kind=name, tokens=tokens, source=name, predicted=predicted, start_seed=seed)
                 own = {"bound": min(w.bounds.values()), "worst": name == w.source, "set": self.domain, "note": note}
@@ -172,12 +173,14 @@ def growth(
         if not isinstance(layer, Attention):
             raise TypeError(f"attention must give an Attention for n = {n}, got {type(layer).__name__}")
         given = None if starts is None else starts(n).double()
+        begin = {} if given is None else {"given": given}
+        if worst:  # the worst input of the length before, its tokens repeated in turn
+            begin["shorter"] = worst[-1].tokens[torch.arange(n) % worst[-1].n]
         built = construct(layer, n, radius=radius, norm=norm, head=head)
         ascent = None
         if method == "ascend":
             ascent = maximise(
-                layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built,
-                starts=_more_starts(given, worst[-1].tokens if worst else None, n),
+                layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built, starts=begin
             )  # fmt: skip
         worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
         if progress is not None:
@@ -298,16 +301,3 @@ def _worst(
         batch = given if given.ndim == 3 else given[None]
         real = float(local_lipschitz(layer.to(torch.float64), batch, certificate=False).estimate.max())
     return WorstInput(n, tokens, sigma, source, built, ascent, bounds, real)
-
-
-def _more_starts(given: Tensor | None, previous: Tensor | None, n: int) -> dict[str, Tensor]:
-    """The user's inputs, and the worst input of a shorter length with its tokens repeated in turn."""
-    starts = {} if given is None else {"given": given}
-    if previous is not None:
-        starts["shorter"] = previous[torch.arange(n) % previous.shape[0]]
-    return starts
-
-
-def _least(bounds: dict[str, float], source: str) -> float | None:
-    """The least of the bounds whose names begin with ``source``."""
-    return min((value for name, value in bounds.items() if name.startswith(source)), default=None)
