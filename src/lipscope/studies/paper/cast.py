@@ -2,7 +2,7 @@
 
 A stand-in keeps its own name everywhere. Randomly initialised models are built locally and are always available. Models of
 BERT's kind also appear under a causal mask: the same weights, and no token sees its future. The last functions say which
-layers and scopes of a model an experiment looks at, and give their weights.
+layers of a model an experiment looks at, and give their weights.
 """
 
 from __future__ import annotations
@@ -135,11 +135,6 @@ def chosen_layers(count: int, which: str | int) -> tuple[int, ...]:
         return tuple(dict.fromkeys((0, count // 2)))
     wanted = min(int(which), count)
     return tuple(dict.fromkeys(round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)))
-
-
-def existing_scopes(handle: Model, layer: int, scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """The scopes that a layer has: without a normalisation before attention there is no ``norm+attention``."""
-    return tuple(scope for scope in scopes if scope != "norm+attention" or handle.layer(layer).normed)
 
 
 def weights_of(handle: Model, layer: int) -> Attention | None:

@@ -32,7 +32,7 @@ from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
-from lipscope.studies.paper.cast import chosen_layers, existing_scopes, weights_of
+from lipscope.studies.paper.cast import chosen_layers, weights_of
 from lipscope.studies.paper.differences import companion_estimator
 from lipscope.studies.worst_case import construct, maximise
 
@@ -51,7 +51,8 @@ class RealText(Text):
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """Passes as for plain text, with the layers and scopes that this model has."""
         layers = chosen_layers(len(handle.layers), block.options["layers"])
-        scopes = existing_scopes(handle, layers[-1], block.scopes)
+        # Without a normalisation before attention there is no ``norm+attention``.
+        scopes = tuple(s for s in block.scopes if s != "norm+attention" or handle.layer(layers[-1]).normed)
         fitting = dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths_with_room(block.sizes, handle))
         yield from super().expand(fitting, handle)
 
@@ -152,7 +153,8 @@ class AdversarialPoints:
             )  # fmt: skip
             about = f"from {found.labels[found.best]}; start seed {found.start_seed}"
             points.append((ASCENT, found.tokens, found.sigma, None, about))
-        bounds = upper_bounds(head, radius, n)
+        least_of = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
+        bounds = {source: value for source, value in least_of.items() if value is not None}
         if payload["borders"]:
             regime = _borders(handle.name, task["layer"], task["heads"][0], radius, head)
             bounds |= {"exponent": regime.exponent, "log_growth": regime.log_growth, "log_plateau": regime.log_plateau}
@@ -184,12 +186,6 @@ def border_radius(head: Attention, n: int) -> float:
         u, w = best_pair(on.A, radius, shift=on.shift)
         radius *= math.sqrt(math.log(n) / max(float((u - w) @ (on.A @ w + on.shift)), 1e-12))
     return radius
-
-
-def upper_bounds(head: Attention, radius: float, n: int) -> dict[str, float]:
-    """The least refined and the least published set bound for any n tokens of norm at most ``radius``."""
-    values = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
-    return {source: value for source, value in values.items() if value is not None}
 
 
 def _row(handle: Model, task: dict[str, Any], points: str, X: Tensor, sigma: SpectralNorm, radius: float) -> Row:
