@@ -40,8 +40,8 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
-from lipscope.bounds.domain import Domain, domain_of
-from lipscope.bounds.pairs import Candidate, HeadPairs, PlainHead, tokens
+from lipscope.bounds.domain import domain_of
+from lipscope.bounds.pairs import HeadPairs, PlainHead, tokens
 from lipscope.bounds.registry import names as bound_names
 from lipscope.measure.sigma import local_lipschitz
 from lipscope.spectral.operator import Operator
@@ -249,18 +249,14 @@ def construct(
     for name in names:
         # A head that has the eigenvalue comes before one in which the general pair stands in.
         index = max((i for i, c in enumerate(found) if c.name == name), key=lambda i: (not found[i].note, float(rough[i])))
-        result.append(_finish(precise, found[index], X[index], domain, solver))
+        c, limit = found[index], None
+        predicted = group_gain(precise, c.u, c.w, n, c.m) if has_closed_form(precise) else None
+        if name == "meanfield" and domain.norm is None and "lower.meanfield" in bound_names(precise):
+            plain = PlainHead.of(precise)
+            limit = None if plain.causal else plain.limit(*plain.coordinates(c.u, c.w))
+        sigma = local_lipschitz(precise, X[index], solver=solver)
+        result.append(Construction(name, X[index], c.head, c.m, predicted, sigma, limit, c.note))
     return tuple(result)
-
-
-def _finish(layer: Attention, c: Candidate, X: Tensor, domain: Domain, solver: Solver | None) -> Construction:
-    n = X.shape[0]
-    predicted = group_gain(layer, c.u, c.w, n, c.m) if has_closed_form(layer) else None
-    limit = None
-    if c.name == "meanfield" and domain.norm is None and "lower.meanfield" in bound_names(layer):
-        plain = PlainHead.of(layer)
-        limit = None if plain.causal else plain.limit(*plain.coordinates(c.u, c.w))
-    return Construction(c.name, X, c.head, c.m, predicted, local_lipschitz(layer, X, solver=solver), limit, c.note)
 
 
 def check_length(attention: Attention, n: int) -> None:
