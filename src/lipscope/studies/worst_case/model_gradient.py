@@ -57,12 +57,16 @@ def embedding_gradient(layer: RecordedLayer, head: int | None = None) -> Embeddi
 def _hessian_product(layer: RecordedLayer, left: Tensor, right: Tensor, values: Tensor, head: int | None) -> Tensor:
     with torch.enable_grad():
         x = layer.tokens().detach().clone().requires_grad_()
-        if layer.layer.through_seam:
-            outputs = layer.joined_heads(x)
-            cotangent = _before_projection(layer, outputs, left, head)
-        else:
-            outputs = layer.map("attention" if head is None else "head")(x)
-            cotangent = left if head is None else _on_head(outputs, left, head, layer.heads)
+        seam, cotangent = layer.layer.through_seam, left
+        outputs = layer.joined_heads(x) if seam else layer.map("attention" if head is None else "head")(x)
+        if head is not None:
+            parts = torch.zeros_like(outputs).reshape(*outputs.shape[:2], layer.heads, -1)
+            parts[:, :, head] = left.to(parts)
+            cotangent = parts.flatten(2)
+        elif seam:  # u as the heads see it, through W_Oᵀ
+            with replaying(layer.model.model):
+                joined = torch.zeros_like(outputs).requires_grad_()
+                (cotangent,) = torch.autograd.grad(layer.layer.out(joined), joined, left.to(outputs))
         (slope,) = torch.autograd.grad((outputs * cotangent).sum(), x, create_graph=True)
         along = (slope * right).sum((1, 2))
         (gradient,) = torch.autograd.grad(along.sum(), x)
@@ -73,22 +77,6 @@ def _hessian_product(layer: RecordedLayer, left: Tensor, right: Tensor, values: 
             "projection, so the gradient of its σ is not available"
         )
     return gradient
-
-
-def _before_projection(layer: RecordedLayer, outputs: Tensor, left: Tensor, head: int | None) -> Tensor:
-    """The output direction u as the heads see it: through W_Oᵀ, or on one head alone."""
-    if head is not None:
-        return _on_head(outputs, left, head, layer.heads)
-    with replaying(layer.model.model):
-        joined = torch.zeros_like(outputs).requires_grad_()
-        (cotangent,) = torch.autograd.grad(layer.layer.out(joined), joined, left.to(outputs))
-    return cotangent
-
-
-def _on_head(outputs: Tensor, left: Tensor, head: int, heads: int) -> Tensor:
-    parts = torch.zeros_like(outputs).reshape(*outputs.shape[:2], heads, -1)
-    parts[:, :, head] = left.to(parts)
-    return parts.flatten(2)
 
 
 def embedding_table(handle: Model) -> nn.Module:
