@@ -12,14 +12,12 @@ candidates: each is measured exactly, and the best are kept, round by round, at 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope.models.inputs import TokenArguments
 from lipscope.models.model import Model
 from lipscope.rounding import Shown
 from lipscope.spectral.result import SpectralNorm
@@ -132,12 +130,8 @@ def attack_tokens(
     for name, value in (("k", k), ("candidates", candidates), ("beam", beam)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    given: TokenArguments = {}
-    if text is not None:
-        given["text"] = text
-    if input_ids is not None:
-        given["input_ids"] = input_ids
-    start = handle.token_inputs(**given)["input_ids"]
+    given: Any = {"text": text, "input_ids": input_ids}
+    start = handle.token_inputs(**{name: value for name, value in given.items() if value is not None})["input_ids"]
     if len(start) != 1:
         raise ValueError(f"input_ids holds {len(start)} texts, but one is attacked at a time: pass ids of shape (n,)")
     if head is not None:
@@ -153,7 +147,9 @@ def attack_tokens(
         following: list[_Path] = []
         for path in paths:
             following += _successors(handle, path, words, layer, head, candidates, number, tried)
-        paths = _distinct(sorted(following, key=lambda path: -path.sigma))[:beam]
+        # The same text reached in another order counts once.
+        ranked = sorted(following, key=lambda path: -path.sigma)
+        paths = list({tuple(path.ids.tolist()): path for path in reversed(ranked)}.values())[::-1][:beam]
         best = max(best, *paths[:1], key=lambda path: path.sigma) if paths else best
         if progress is not None:
             progress(number + 1, k, f"σ = {best.sigma:.4g}")
@@ -213,11 +209,6 @@ def _choose(scores: Tensor, count: int) -> list[tuple[int, int]]:
     return list(chosen)
 
 
-def _distinct(paths: Sequence[_Path]) -> list[_Path]:
-    """The same text reached in another order counts once."""
-    return list({tuple(path.ids.tolist()): path for path in reversed(paths)}.values())[::-1]
-
-
 def _measure(handle: Model, ids: Tensor, layer: int, head: int | None, solver: Auto) -> SpectralNorm:
     scope, heads = ("attention", None) if head is None else ("head", [head])
     return handle.record(input_ids=ids)[layer].sigma(scope, heads=heads, solver=solver)
@@ -274,13 +265,11 @@ def _names(tokenizer: Any, size: int) -> list[str | None]:
     """How the tokenizer writes each id; None for ids that it cannot write."""
     if tokenizer is None:
         return [str(i) for i in range(size)]
-    try:
-        return list(tokenizer.convert_ids_to_tokens(list(range(size))))
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError):
-        names: list[str | None] = []
-        for i in range(size):
-            try:
-                names.append(tokenizer.convert_ids_to_tokens([i])[0])
-            except (ValueError, IndexError, KeyError, TypeError, OverflowError):
-                names.append(None)
-        return names
+
+    def written(ids: list[int]) -> list[str | None]:
+        try:
+            return list(tokenizer.convert_ids_to_tokens(ids))
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError):
+            return [None] if len(ids) == 1 else [name for i in ids for name in written([i])]
+
+    return written(list(range(size)))
