@@ -92,8 +92,15 @@ class Measure:
 
     def split(self, parts: int = 2, atoms: Sequence[int] | None = None) -> Measure:
         """The same measure with the listed atoms (all by default) written as ``parts`` equal atoms in the same place."""
-        index, share = split_index(self.size, parts, atoms)
-        return self._atoms(index, self.weights[index] / share)
+        if parts < 1:
+            raise ValueError(f"parts must be at least 1, got {parts}")
+        counts = torch.full((self.size,), parts if atoms is None else 1, dtype=torch.int64)
+        for atom in atoms or ():
+            if not -self.size <= atom < self.size:
+                raise ValueError(f"atoms must lie between 0 and {self.size - 1}, got {atom}")
+            counts[atom] = parts
+        index = torch.repeat_interleave(torch.arange(self.size), counts)
+        return self._atoms(index, self.weights[index] / counts[index])
 
     def merge(self) -> Measure:
         """The same measure with atoms in exactly the same place written as one; sorted, by position first."""
@@ -177,19 +184,6 @@ def as_positions(value: Any, size: int) -> Tensor:
     return positions
 
 
-def split_index(size: int, parts: int, atoms: Sequence[int] | None) -> tuple[Tensor, Tensor]:
-    """Which atom every atom of the split measure comes from, and into how many its mass went."""
-    if parts < 1:
-        raise ValueError(f"parts must be at least 1, got {parts}")
-    counts = torch.full((size,), parts if atoms is None else 1, dtype=torch.int64)
-    for atom in atoms or ():
-        if not -size <= atom < size:
-            raise ValueError(f"atoms must lie between 0 and {size - 1}, got {atom}")
-        counts[atom] = parts
-    index = torch.repeat_interleave(torch.arange(size), counts)
-    return index, counts[index].to(torch.float64)
-
-
 def draw(weights: Tensor, size: int, seed: int) -> Tensor:
     """Indices of ``size`` independent draws, by inverting the cumulative weights."""
     if size < 1:
@@ -207,16 +201,13 @@ class Law(Protocol):
     @property
     def dimension(self) -> int:
         """The d of R^d."""
-        ...
 
     @property
     def radius(self) -> float:
         """The least R with the law inside B_R; infinite when there is none."""
-        ...
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """``size`` independent tokens (size, d), float64; the same for the same seed."""
-        ...
 
 
 @dataclass(frozen=True)

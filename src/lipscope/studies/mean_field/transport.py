@@ -49,11 +49,6 @@ class Plan:
         costs: Tensor = gaps.square().sum(-1) if p == 2 else torch.linalg.vector_norm(gaps, dim=-1) ** p
         return (self.mass * costs).sum()
 
-    def to_dense(self, rows: int, columns: int) -> Tensor:
-        """The matrix π (rows, columns)."""
-        matrix = self.mass.new_zeros(rows, columns)
-        return matrix.index_put_((self.source, self.target), self.mass, accumulate=True)
-
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2.0) -> float:
     """W_p(μ, ν) for the Euclidean distance on R^d, exact up to rounding; d_p(μ̄, ν̄) for measures with positions.
