@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,12 +244,12 @@ def _primal(here: _Here) -> Pair:
 
 
 def _lost_mask(here: _Here) -> Pair:
-    with _unmasked(here.layer.model):
+    config: Any = here.layer.model.model.config
+    config.is_decoder = False  # BERT hides the future when its configuration says so
+    try:
         return here.sigma(), here.sigma(here.again())
-
-
-def _residual(here: _Here) -> Pair:
-    return here.sigma(), here.sigma(scope="attention+residual")
+    finally:
+        config.is_decoder = True
 
 
 def _dropout(here: _Here) -> Pair:
@@ -259,11 +258,6 @@ def _dropout(here: _Here) -> Pair:
         X = _tokens_under_dropout(here.layer.model, here.layer.index, ids, seed=item)
         wrong.append(local_lipschitz(plain_forward(layer, dropout=DROPOUT, seed=item), X, solver=here.solver).estimate)
     return here.sigma()[: len(wrong)], torch.tensor(wrong)
-
-
-def _token_types(here: _Here) -> Pair:
-    zeros = torch.zeros_like(torch.tensor(here.ids))
-    return here.sigma(), here.sigma(here.again(token_type_ids=zeros))
 
 
 def _head_slice(here: _Here) -> Pair:
@@ -282,21 +276,12 @@ def _tolerance(here: _Here) -> Pair:
     return here.sigma()[: len(wrong)], torch.tensor(wrong)
 
 
-_MEASURES = {
-    "primal": _primal, "lost mask": _lost_mask, "residual and LayerNorm": _residual, "dropout": _dropout,
-    "token types": _token_types, "head slice": _head_slice, "absolute tolerance": _tolerance,
+_MEASURES: dict[str, Callable[[_Here], Pair]] = {
+    "primal": _primal, "lost mask": _lost_mask, "dropout": _dropout, "head slice": _head_slice,
+    "residual and LayerNorm": lambda here: (here.sigma(), here.sigma(scope="attention+residual")),
+    "token types": lambda here: (here.sigma(), here.sigma(here.again(token_type_ids=torch.tensor(here.ids) * 0))),
+    "absolute tolerance": _tolerance,
 }  # fmt: skip
-
-
-@contextmanager
-def _unmasked(handle: Model) -> Iterator[None]:
-    """BERT hides the future when its configuration says so; inside, it does not."""
-    config: Any = handle.model.config
-    config.is_decoder = False
-    try:
-        yield
-    finally:
-        config.is_decoder = True
 
 
 def _tokens_under_dropout(handle: Model, layer: int, ids: list[int], seed: int) -> Tensor:
