@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import count
 from typing import Any
 
@@ -32,7 +31,7 @@ from lipscope.models.load import load_with_head, with_tied_head
 from lipscope.models.model import Model
 from lipscope.models.refusals import in_dtype
 from lipscope.models.text import chunks_of
-from lipscope.rounding import counted
+from lipscope.rounding import Shown, counted
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.rows import Row, study_row
 
@@ -165,8 +164,8 @@ def sensitivity(
     return Sensitivity(handle.name, about, work.clean.words, tuple(rows), work.passes, together)
 
 
-@dataclass(frozen=True, eq=False)
-class Sensitivity:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sensitivity(Shown):
     """Damage by layer; every method takes the name of a perturbation, by default the first.
 
     Attributes:
@@ -193,10 +192,6 @@ class Sensitivity:
         if name is not None and name not in {row["kind"] for row in self.rows}:
             raise ValueError(f"no perturbation {name!r} in {self!r}")
         return [row for row in self.rows if name in (None, row["kind"])]
-
-    def to_pandas(self) -> Any:
-        """All rows as a pandas ``DataFrame``; needs ``lipscope[report]``."""
-        return import_module("pandas").DataFrame(self.to_rows())
 
     def correlations(self, name: str | None = None) -> dict[str, tuple[float, float, float]]:
         """Rank correlation of measured damage with each predictor, and its 95 % interval; see ``correlations``."""
@@ -225,9 +220,11 @@ class Sensitivity:
             )
         return f"--kv-cache-dtype {VLLM[p.kind]} --kv-cache-dtype-skip-layers {' '.join(map(str, spared))}"
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(row["kind"] for row in self.rows))
         return f"Sensitivity({self.model}: {kinds}, on {self.text}, by {self.backward_passes} backward passes)"
+
+    __repr__ = __str__
 
 
 def correlations(settings: Sequence[Sequence[Row]]) -> dict[str, tuple[float, float, float]]:
