@@ -129,12 +129,9 @@ def _growth(curves: Sequence[Curve], members: Sequence[Member], log: bool = Fals
 def _growth_series(curve: Curve) -> list[Series]:
     n, sigma = curve.values("estimate")
     series = [Series("σ", n, sigma, "points", "blue", curve.values("lower")[1], curve.values("upper")[1])]
-    x, y = curve.values(COMPANION)
-    if x:
-        series.append(Series("companion estimator", x, y, "points", "orange"))
-    x, y = curve.values("certified")
-    if x:
-        series.append(Series("certified upper bound", x, y, "marks", "green", group="bound"))
+    series.append(Series("companion estimator", *curve.values(COMPANION), "points", "orange"))
+    series.append(Series("certified upper bound", *curve.values("certified"), "marks", "green", group="bound"))
+    series = [one for one in series if one.x]
     grid = log_grid(min(n), max(n), 61)
     for estimator, colour in ((SIGMA, "blue"), (COMPANION, "orange")):
         fit = curve.fit(estimator)
