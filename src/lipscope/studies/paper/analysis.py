@@ -25,6 +25,8 @@ WIDEST = 0.2
 # By less than this no exponent is excluded: it is the last digit that is shown, and √(n−1) is no power of n.
 NEAR = 0.01
 UNDECIDED = "undecided"
+IMAGE_RADIUS, GLOBAL_BOUND = "image radius", "global bound, refined"
+_NORM_COLUMNS = {IMAGE_RADIUS: "radius_norm", GLOBAL_BOUND: "refined_global", "global bound, paper": "castin2024_global"}
 # Constructions grow like √(n−1), which is no power of n for the first few n.
 _SHORTEST = 7
 
@@ -174,32 +176,18 @@ def radius_correlations(rows: Sequence[Row]) -> list[Number]:
     return found
 
 
-@dataclass(frozen=True)
-class NormRow:
-    """One layer of the LayerNorm study at one n; medians over inputs, None where a scope or bound does not exist."""
-
-    model: str
-    layer: int
-    n: int
-    sigma: dict[str, float]
-    radius: float
-    image_radius: float | None
-    global_bound: float | None
-    published_bound: float | None
-
-
-def norm_table(rows: Sequence[Row]) -> list[NormRow]:
-    """The three scopes side by side."""
-    table = []
+def norm_table(rows: Sequence[Row]) -> list[Row]:
+    """The three scopes side by side, a row per layer and n: σ in the median over inputs, None where a bound is missing."""
+    table: list[Row] = []
     for (model, layer, n), group in grouped(of(rows, LAYERNORM), "model", "layer", "n").items():
         by_scope = {scope: [row for row in group if row["scope"] == scope] for scope in NORM_SCOPES}
         inner = by_scope["attention"]
         sigma = {scope: median(row["estimate"] for row in found) for scope, found in by_scope.items() if found}
-        table.append(
-            NormRow(model, layer, n, sigma, max(row["radius_max"] for row in inner), _least(inner, "radius_norm"),
-                    _least(inner, "refined_global"), _least(inner, "castin2024_global"))
-        )  # fmt: skip
-    return sorted(table, key=lambda row: (row.model, row.n, row.layer))
+        known = {"largest token": max(row["radius_max"] for row in inner)}
+        for name, column in _NORM_COLUMNS.items():
+            known[name] = min((row[column] for row in inner if row.get(column) is not None), default=None)
+        table.append({"model": model, "layer": layer, "n": n, "sigma": sigma, "known": known})
+    return sorted(table, key=lambda row: (row["model"], row["n"], row["layer"]))
 
 
 def difference_table(rows: Sequence[Row]) -> list[Number]:
@@ -225,11 +213,6 @@ def masked_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _least(rows: Sequence[Row], column: str) -> float | None:
-    values = [row[column] for row in rows if row.get(column) is not None]
-    return min(values) if values else None
-
-
 def power_law(fit: GrowthFit, decimals: int = 3) -> str:
     """``c·n^α`` as text; an exponent that rounds to zero has no sign."""
     return f"{fit.c:.3g}·n^{round(fit.alpha, decimals) + 0.0:.{decimals}f}"
@@ -251,10 +234,8 @@ def every_number(rows: Sequence[Row]) -> list[Row]:
     for (model, layer), group in grouped(masked_ratios(rows), "model", "layer").items():
         found.append(_middle("σ causal over σ unmasked", model, layer, REAL_TEXT, [pair["ratio"] for pair in group]))
     for row in norm_table(rows):
-        known: Row = {f"σ at scope {scope}": value for scope, value in row.sigma.items()}
-        known |= {"largest token": row.radius, "image radius": row.image_radius, "global bound, refined": row.global_bound,
-                  "global bound, paper": row.published_bound}  # fmt: skip
+        known = {f"σ at scope {scope}": value for scope, value in row["sigma"].items()} | row["known"]
         there = {name: value for name, value in known.items() if value is not None}
-        found += [_middle(name, row.model, row.layer, f"n = {row.n}", [value]) for name, value in there.items()]
+        found += [_middle(name, row["model"], row["layer"], f"n = {row['n']}", [value]) for name, value in there.items()]
     found += [one._replace(table=f"value over σ: {one.table}") for one in difference_table(rows)]
     return [one._asdict() for one in found]

@@ -9,7 +9,7 @@ from statistics import median
 from lipscope.report.charts import Chart, Look, Panel, Series, log_grid
 from lipscope.report.palette import CYCLE
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, NormRow, Row
+from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.studies.paper.cast import Cast, Member
 from lipscope.studies.paper.findings import PUBLISHED_LAYER, PUBLISHED_MODEL
 from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, NORM_SCOPES, PUBLISHED_EXPONENT, PUBLISHED_FACTOR
@@ -189,25 +189,25 @@ def _layernorm(rows: Sequence[Row], cast: Cast) -> list[Panel]:
     table = analysis.norm_table(rows)
     panels = []
     for member in cast.members:
-        mine = [row for row in table if row.model == member.name]
+        mine = [row for row in table if row["model"] == member.name]
         if not mine:
             continue
-        longest, deep = max(row.n for row in mine), max(row.layer for row in mine)
-        at_n, at_layer = [r for r in mine if r.n == longest], [r for r in mine if r.layer == deep]
+        longest, deep = max(row["n"] for row in mine), max(row["layer"] for row in mine)
+        at_n, at_layer = [r for r in mine if r["n"] == longest], [r for r in mine if r["layer"] == deep]
         for some, x, label, where in ((at_n, "layer", "layer", f"n = {longest}"), (at_layer, "n", _TOKENS, f"layer {deep}")):
             title = f"{member.title}, {where}"
             panels.append(Panel(_layernorm_series(some, x), label, "σ (and radius, bound)", title, y_log=True))
     return panels
 
 
-def _layernorm_series(rows: Sequence[NormRow], x: str) -> list[Series]:
+def _layernorm_series(rows: Sequence[Row], x: str) -> list[Series]:
     series = []
     for scope, colour in zip(NORM_SCOPES, ("blue", "orange", "green"), strict=True):
-        kept = [r for r in rows if scope in r.sigma]
-        series.append(Series(scope, [getattr(r, x) for r in kept], [r.sigma[scope] for r in kept], "line", colour))
-    radii = {getattr(r, x): r.image_radius for r in rows if r.image_radius is not None}
+        kept = [r for r in rows if scope in r["sigma"]]
+        series.append(Series(scope, [r[x] for r in kept], [r["sigma"][scope] for r in kept], "line", colour))
+    radii = {r[x]: r["known"][analysis.IMAGE_RADIUS] for r in rows if r["known"][analysis.IMAGE_RADIUS] is not None}
     series.append(Series("image radius of the norm", [*radii], [*radii.values()], "dashes", "purple", group="guide"))
-    bounds = {getattr(r, x): r.global_bound for r in rows if r.global_bound is not None}
+    bounds = {r[x]: r["known"][analysis.GLOBAL_BOUND] for r in rows if r["known"][analysis.GLOBAL_BOUND] is not None}
     series.append(Series("global bound of attention", [*bounds], [*bounds.values()], "dashes", "grey", group="bound"))
     return [one for one in series if len(one.x)]
 

@@ -198,13 +198,15 @@ def _masks(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
 def _normalisation(rows: Sequence[Row], fits: Sequence[FitRow]) -> list[str]:
     table, texts = analysis.norm_table(rows), []
     for scope, words in (("norm+attention", "the normalisation before it"), ("attention+residual", "the residual after it")):
-        ratios = [row.sigma[scope] / row.sigma["attention"] for row in table if scope in row.sigma]
+        ratios = [row["sigma"][scope] / row["sigma"]["attention"] for row in table if scope in row["sigma"]]
         if ratios:
             texts.append(
                 f"Measured with {words}, σ is {min(ratios):.2g} to {max(ratios):.2g} times that of attention alone: larger "
                 f"in {sum(r > 1 for r in ratios)} of {len(ratios)} layers and lengths."
             )
-    slack = [row.global_bound / row.sigma["attention"] for row in table if row.global_bound is not None]
+    slack = [
+        bound / row["sigma"]["attention"] for row in table if (bound := row["known"][analysis.GLOBAL_BOUND]) is not None
+    ]
     if slack and min(slack) >= 1:
         texts.append(
             f"Normalised tokens are bounded, so attention has a global constant; the proven one is {min(slack):.2g} to "
