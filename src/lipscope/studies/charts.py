@@ -31,9 +31,8 @@ _BOUNDS: dict[str, tuple[str, str, Look]] = {
     "castin2024.general": ("upper bound: paper, Theorem 3.3", "orange", "line"),
     "castin2024.meanfield": ("upper bound: paper, Theorem 3.5", "orange", "dots"),
 }
-# Where a restart began: the first word of its label.
-_STARTS = {"noise": "noise", "given": "given inputs", "shorter": "the length before"}
-_START_COLOURS = {"constructions": "green", "noise": "blue", "given inputs": "orange", "the length before": "purple"}
+# Where a restart began, by the first word of its label: its name, and its colour.
+_STARTS = {"noise": ("noise", "blue"), "given": ("given inputs", "orange"), "shorter": ("the length before", "purple")}
 _CURVES = {
     "sigma": ("σ of the cloud (median)", "blue"),
     "ratio": ("ratio of two samples (median)", "green"),
@@ -146,10 +145,8 @@ def history_chart(found: Ascent, title: str) -> Chart:
         if i == found.best:
             series.append(Series(f"winner, from {label}", steps, curve, colour="black", group="fit"))
             continue
-        start = _STARTS.get(label.split()[0].removesuffix(","), "constructions")
-        series.append(
-            Series(f"from {start}", steps, curve, colour=_START_COLOURS[start], group="guide", listed=start not in seen)
-        )
+        start, colour = _STARTS.get(label.split()[0].removesuffix(","), ("constructions", "green"))
+        series.append(Series(f"from {start}", steps, curve, colour=colour, group="guide", listed=start not in seen))
         seen.add(start)
     words = f"σ of {len(found.labels)} restarts over {len(steps) - 1} steps, at most {float(found.history.max()):.4g}."
     return Chart("ascent", title, [Panel(series, "step", "σ (lower bound)", y_log=True)], words)
