@@ -78,8 +78,9 @@ def test_settings_expand_to_the_right_points() -> None:
     wanted = {(m, r, n) for m in ("bert-random", "gpt2-random") for r in (1.0,) for n in (2, 4, 7)}
     assert attacked == wanted
     # Where growth ends: a radius per layer, at which √n growth is proved up to about the number asked for.
+    choices = {member.name: member.choice for member in find_cast().members}
     for task in (t for t in placed if t.identity["options"]["experiment"] == "border"):
-        handle = loaded_model(find_cast().named(task.labels["model"]).choice, None).handle
+        handle = loaded_model(choices[task.labels["model"]], None).handle
         head = weights_of(handle, task.identity["layer"]).head(task.identity["heads"][0])
         (regime,) = regimes(head, ball(task.identity["radius"]))
         assert math.exp(regime.exponent) == pytest.approx(TINY.border, rel=0.1)
@@ -176,8 +177,7 @@ def _check_rows(rows: list[dict[str, Any]]) -> None:
     plan = paper_plan(TINY, cast)
     jobs = [job for job in expand(plan).jobs if job.tasks[0].identity["options"]["experiment"] == "growth"]
     for row in growth:
-        member = cast.named(row["model"])
-        assert member is not None
+        (member,) = [m for m in cast.members if m.name == row["model"]]
         handle = loaded_model(member.choice, None).handle
         (job,) = [j for j in jobs if j.tasks[0].labels["model"] == member.name and j.tasks[0].identity["n"] == 8]
         recording = handle.record(handle.token_inputs(input_ids=torch.tensor(job.payload["ids"])))

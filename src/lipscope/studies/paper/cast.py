@@ -55,10 +55,6 @@ class Cast:
     members: tuple[Member, ...]  # the models, in the order of the figures
     absent: tuple[str, ...] = ()  # sentences on models that could not be had and have no stand-in
 
-    def named(self, name: str) -> Member | None:
-        """The member whose rows carry this name."""
-        return next((member for member in self.members if member.name == name), None)
-
 
 def find_cast(bert: str | None = None, gpt2: str | None = None) -> Cast:
     """The models of a run.
