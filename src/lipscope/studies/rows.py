@@ -25,11 +25,8 @@ Row = dict[str, Any]
 def study_row(found: Mapping[str, Any], *, kind: str, tokens: Tensor | None = None, **own: Any) -> Row:
     """One row: every column of a scan (None where the study does not know it), ``kind``, and the study's own columns.
 
-    Args:
-        found: what is known of the scan's columns: a row of ``SpectralNorm.to_rows``, say.
-        kind: what tells this curve from the study's others.
-        tokens: the input (n, d), whose norms are columns.
-        **own: further columns.
+    ``found`` is what is known of the scan's columns, a row of ``SpectralNorm.to_rows``, say; norms of ``tokens`` (n, d) are
+    columns too.
 
     Example:
         >>> row = study_row({"n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}, kind="pair", m=1)

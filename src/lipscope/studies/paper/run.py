@@ -64,18 +64,8 @@ def reproduce(
 ) -> Reproduction:
     """Run the paper's experiments, and write what they show into the directory ``out``.
 
-    Args:
-        out: made when it does not exist.
-        settings: ``plan.FULL`` or ``plan.QUICK``, or your own.
-        bert: directory or hub name of the pretrained BERT; see ``cast.find_cast``.
-        gpt2: likewise for GPT-2.
-        engine: who computes; this process by default.
-        retry_failed: also measure tasks that failed before.
-        progress: called after every task.
-        notice: called with what the user should know: stand-ins, a damaged store.
-
-    Raises:
-        ImportError: when figures cannot be drawn; before anything is measured.
+    ``bert`` and ``gpt2`` are those of ``cast.find_cast``. ``notice`` is called with what the user should know: stand-ins, a
+    damaged store. Where figures cannot be drawn, that is refused before anything is measured.
     """
     for name in ("matplotlib", "plotly", "jinja2"):
         needed(name)
