@@ -58,10 +58,8 @@ class Curve:
         return _fit(tuple(n), tuple(values))
 
 
-@lru_cache(maxsize=1024)
-def _fit(n: tuple[int, ...], values: tuple[float, ...]) -> GrowthFit:
-    """Figures, tables and findings ask for the same fits, and a bootstrap takes its time."""
-    return fit_growth(n, values)
+# Figures, tables and findings ask for the same fits, and a bootstrap takes its time.
+_fit = lru_cache(maxsize=1024)(fit_growth)
 
 
 def of(rows: Iterable[Row], *experiments: str) -> list[Row]:
@@ -141,13 +139,12 @@ class FitRow:
 
 def fit_table(rows: Sequence[Row]) -> list[FitRow]:
     """Exponents of every curve, for both estimators."""
-    table = []
-    for curve in (*text_curves(rows), *long_curves(rows), *adversarial_curves(rows)):
-        for estimator in (SIGMA, COMPANION):
-            fit = curve.fit(estimator)
-            if fit is not None:
-                table.append(FitRow(curve, estimator, fit))
-    return table
+    return [
+        FitRow(curve, estimator, fit)
+        for curve in (*text_curves(rows), *long_curves(rows), *adversarial_curves(rows))
+        for estimator in (SIGMA, COMPANION)
+        if (fit := curve.fit(estimator)) is not None
+    ]
 
 
 class Number(NamedTuple):

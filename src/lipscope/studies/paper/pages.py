@@ -139,7 +139,7 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
 
 def _circumstances(about: dict[str, Any]) -> str:
     """How long it took, and how long the plain loop would have taken."""
-    threads = f"{about['threads']} torch thread" + ("s" if about["threads"] > 1 else "")
+    threads = counted(about["threads"], "torch thread")
     text = f"The tasks took {duration(about['measured_seconds'])} added up, each with {threads}."
     book = about.get("textbook")
     if book:
