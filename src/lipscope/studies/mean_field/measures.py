@@ -13,7 +13,7 @@ sample size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, TypeAlias
 
@@ -342,21 +342,19 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
         sphere:2 gaussian:0.5
     """
     name, *given = text.split(":")
+    unknown = ValueError(f"unknown law {text!r}; laws are: {LAW_SYNTAX}")
     try:
         numbers = [float(part) for part in given]
     except ValueError:
-        raise ValueError(_unknown(text)) from None
+        raise unknown from None
     if not numbers and default_size is not None:
         numbers = [default_size / math.sqrt(dimension) if name == "gaussian" else default_size]
         if name == "mixture":
             numbers = [4, default_size, default_size / (4 * math.sqrt(dimension))]
+    simple: dict[str, Callable[[int, float], Law]] = {"ball": Ball, "sphere": Sphere, "gaussian": Gaussian}
     match name, numbers:
-        case "ball", [radius]:
-            return Ball(dimension, radius)
-        case "sphere", [radius]:
-            return Sphere(dimension, radius)
-        case "gaussian", [std]:
-            return Gaussian(dimension, std)
+        case (("ball" | "sphere" | "gaussian"), [size]):
+            return simple[name](dimension, size)
         case "mixture", [count, _, _] if count > MOST_CLUSTERS:
             raise ValueError(f"a mixture has at most {MOST_CLUSTERS} clusters, got {count:g} in {text!r}")
         case "mixture", [count, radius, std] if count >= 1 and count == int(count):
@@ -364,11 +362,7 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
             centres = Sphere(dimension, radius).sample(int(count), seed=12345)
             shares = torch.full((int(count),), 1 / count, dtype=torch.float64)
             return GaussianMixture(centres, (std,) * int(count), shares)
-    raise ValueError(_unknown(text))
-
-
-def _unknown(text: str) -> str:
-    return f"unknown law {text!r}; laws are: {LAW_SYNTAX}"
+    raise unknown
 
 
 def _check(dimension: int, name: str, value: float) -> None:
