@@ -192,6 +192,7 @@ def test_large_additive_terms_are_part_of_the_rounding():
 
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
     monkeypatch.setattr(blocks, "ENTRIES", 1 << 12)
+    monkeypatch.setattr(blocks, "SMALL", 0)
     for n in (80, 120):
         with LargestTensor(n) as seen:
             certified_upper(layer("causal"), cases.random(1, n, 10, seed=n))

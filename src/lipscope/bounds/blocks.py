@@ -134,11 +134,9 @@ class Blocks:
     def head_norms(self) -> Tensor | None:
         """Close bounds for the norms of all blocks M_ij + K_ij, (n, n), where there is one head, or where all is small."""
         heads = range(self.layer.heads)
-        if (
-            self.offset is not None
-            or not self.single()
-            or (len(heads) > 1 and self.n * self.v.shape[2] * len(heads) > SMALL)
-        ):
+        # The same however rows are cut into strips.
+        side = self.v.shape[2] * len(heads) if len(heads) > 1 else 2
+        if self.offset is not None or self.n * side > SMALL:
             return None
         pairs = [(HeadCore.at(self.layer.head(h), self.x, self.weights.plain[h]), self.weights.image[h]) for h in heads]
         return torch.stack([core.block_norms(w)[1] for core, w in pairs]).sum(0)
