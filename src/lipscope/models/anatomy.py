@@ -8,7 +8,7 @@ the attention branch joins the residual stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
@@ -129,15 +129,11 @@ def watching(parts: Iterable[nn.Module], tick: Callable[[], int] | None = None) 
         event = stack.pop()
         event.exit, event.output = tick(), first_tensor(output)
 
-    handles: list[Any] = []
-    for part in parts:
-        handles.append(part.register_forward_pre_hook(entering, with_kwargs=True))
-        handles.append(part.register_forward_hook(leaving))
-    try:
+    with ExitStack() as hooks:
+        for part in parts:
+            hooks.enter_context(part.register_forward_pre_hook(entering, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leaving))
         yield events
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[Event, tuple[int, CoreCall] | None]]:

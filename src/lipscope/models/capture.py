@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from threading import RLock
@@ -180,18 +180,14 @@ def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
         if tensor is not None:
             raise ReachedError(tensor)
 
-    handle = (
-        cut.module.register_forward_pre_hook(entering, with_kwargs=True)
-        if cut.at == "input"
-        else cut.module.register_forward_hook(leaving)
-    )
+    at_input, part = cut.at == "input", cut.module
+    hook = part.register_forward_pre_hook(entering, with_kwargs=True) if at_input else part.register_forward_hook(leaving)
     try:
-        call(x)
+        with hook:
+            call(x)
     except ReachedError as reached:
         tensor: Tensor = reached.found
         return tensor
-    finally:
-        handle.remove()
     raise RuntimeError(f"the replay of {type(call.module).__name__} never reached {type(cut.module).__name__}")
 
 
@@ -243,15 +239,13 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
         index = next(cores)
         return replace(call, k=touch(index, ("k", 0), call.k), v=touch(index, ("v", 0), call.v))
 
-    hooks = [host.register_forward_pre_hook(entering, with_kwargs=True) for host in {layer.host: 0 for layer in layers}]
-    hooks += [out.register_forward_hook(leaving) for out in {layer.out: 0 for layer in layers}]
-    try:
-        with observing_core(at_core):
-            yield
-    finally:
-        restore()
-        for hook in hooks:
-            hook.remove()
+    with observing_core(at_core), ExitStack() as ending:
+        ending.callback(restore)
+        for host in {layer.host for layer in layers}:
+            ending.enter_context(host.register_forward_pre_hook(entering, with_kwargs=True))
+        for out in {layer.out for layer in layers}:
+            ending.enter_context(out.register_forward_hook(leaving))
+        yield
 
 
 def last_hidden_state(output: Any) -> Tensor:
@@ -270,10 +264,7 @@ def last_hidden_state(output: Any) -> Tensor:
 
 def model_dtype(model: nn.Module) -> torch.dtype:
     """Floating type of the model's parameters."""
-    for p in model.parameters():
-        if p.is_floating_point():
-            return p.dtype
-    return torch.get_default_dtype()
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def model_device(model: nn.Module) -> torch.device:

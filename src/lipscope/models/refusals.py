@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -46,13 +47,10 @@ def refuse_nan_activations(model: nn.Module, run: Callable[[], Any]) -> None:
         if not found and tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             found.append(f"{names[module] or 'the model'} ({type(module).__name__})")
 
-    hooks = [part.register_forward_hook(leaving) for part in model.modules()]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for part in model.modules():
+            hooks.enter_context(part.register_forward_hook(leaving))
+        run()
     if found:
         raise FloatingPointError(
             f"{found[0]} produces NaN or infinite values. The weights may be damaged or the dtype too narrow: try float64"

@@ -144,11 +144,8 @@ def _model_map(model: nn.Module, first: Layer, recording: Recording) -> TensorMa
         def entering(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             return Call.record(module, args, kwargs).with_tokens(x) if next(calls) == 0 else None
 
-        handle = first.block.register_forward_pre_hook(entering, with_kwargs=True)
-        try:
+        with first.block.register_forward_pre_hook(entering, with_kwargs=True):
             return last_hidden_state(recording.run())
-        finally:
-            handle.remove()
 
     return function
 

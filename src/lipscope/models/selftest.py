@@ -35,13 +35,10 @@ def run_self_tests(recorded: Recorded) -> None:
     with replaying(model, recorded.documents):
         for layer in recorded:
             heads: list[Tensor | None] = []
-            seen = layer.layer.out.register_forward_pre_hook(
+            with layer.layer.out.register_forward_pre_hook(
                 lambda _, args, kwargs, heads=heads: heads.append(tokens_of(args, kwargs)), with_kwargs=True
-            )
-            try:
+            ):
                 y, point = check_determinism(layer.map("attention"), layer.tokens(), layer.layer)
-            finally:
-                seen.remove()
             check_replay(y.detach(), recorded, layer.layer)
             if layer.layer.causal:
                 check_no_leak(y, point, layer.layer)
