@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,32 +144,35 @@ def using_seam(model: nn.Module) -> Iterator[bool]:
     On exit the model's attention implementation and the registries of ``transformers`` are as they were.
     """
     through_seam = uses_interface(model)
-    configs = _configs(model)
-    implementations = [config._attn_implementation for config in configs]
-    with _registered(AttentionInterface, seam_attention), _registered(AttentionMaskInterface, seam_mask):
-        try:
-            for config in configs:
-                # Not the property: its setter would overwrite the sub-configs, which are in the list themselves.
-                config._attn_implementation_internal = NAME if through_seam else "eager"
-            with plain_experts(model):
-                yield through_seam
-        finally:
-            for config, implementation in zip(configs, implementations, strict=True):
-                config._attn_implementation_internal = implementation
+    with (
+        _registered(AttentionInterface, seam_attention),
+        _registered(AttentionMaskInterface, seam_mask),
+        _configured(model, "_attn_implementation_internal", NAME if through_seam else "eager"),
+        plain_experts(model),
+    ):
+        yield through_seam
+
+
+def plain_experts(model: nn.Module) -> AbstractContextManager[None]:
+    """Run mixtures of experts in plain torch: their grouped kernels have neither float64 nor second derivatives."""
+    return _configured(model, "_experts_implementation_internal", "eager")
 
 
 @contextmanager
-def plain_experts(model: nn.Module) -> Iterator[None]:
-    """Run mixtures of experts in plain torch: their grouped kernels have neither float64 nor second derivatives."""
-    configs = [config for config in _configs(model) if hasattr(config, "_experts_implementation_internal")]
-    implementations = [config._experts_implementation_internal for config in configs]
+def _configured(model: nn.Module, setting: str, value: str) -> Iterator[None]:
+    """Inside, every config that the model's parts consult has this setting.
+
+    Not its property: that would overwrite the settings of sub-configs, which are consulted by parts of their own.
+    """
+    configs = {id(found): found for part in model.modules() if hasattr(found := getattr(part, "config", None), setting)}
+    before = {key: getattr(config, setting) for key, config in configs.items()}
     try:
-        for config in configs:
-            config._experts_implementation_internal = "eager"
+        for config in configs.values():
+            setattr(config, setting, value)
         yield
     finally:
-        for config, implementation in zip(configs, implementations, strict=True):
-            config._experts_implementation_internal = implementation
+        for key, config in configs.items():
+            setattr(config, setting, before[key])
 
 
 def seam_attention(
@@ -228,9 +231,7 @@ def seam_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     plain = asked["q_length"] == n and not asked["q_offset"] and not asked["kv_offset"] and not asked["use_vmap"]
     if plain and n >= LONG:
         padding = prepare_padding_mask(asked["attention_mask"], n, 0)
-        return symbolic_mask(
-            asked["batch_size"], n, n, asked["mask_function"], padding, asked["local_size"], asked["device"]
-        )
+        return symbolic_mask(asked["batch_size"], n, asked["mask_function"], padding, asked["local_size"], asked["device"])
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
 
@@ -292,16 +293,6 @@ def _registered(interface: Any, function: Callable[..., Any]) -> Iterator[None]:
             interface._global_mapping.pop(NAME, None)
         else:
             interface.register(NAME, before)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """The distinct configs that the model's parts consult."""
-    found: dict[int, Any] = {}
-    for part in model.modules():
-        config = getattr(part, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
 
 
 # Tokens from which masks stay rules.
@@ -397,29 +388,22 @@ def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:
         return True
     if func is not aten.slice.Tensor:
         return False
-    given: list[Any] = [*rest, *(0, None, None, 1)[len(rest) :]]
-    dim, start, end, step = given
+    dim, start, end, step = [*rest, *(0, None, None, 1)[len(rest) :]]
     return not start and (end is None or end >= mask.shape[dim]) and step == 1
 
 
 def symbolic_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Tensor],
-    padding: Tensor | None = None,
-    window: int | None = None,
-    device: torch.device | str = "cpu",
+    inputs: int, n: int, function: Callable[..., Tensor], padding: Tensor | None, window: int | None, device: torch.device
 ) -> SymbolicMask:
-    """The mask of ``batch_size`` sequences as a rule, called by name where it is the full, causal or windowed one.
+    """The mask of ``inputs`` sequences as a rule, called by name where it is the full, causal or windowed one.
 
     ``padding`` is True at real tokens (B, n); ``window`` is the width of a sliding window, if the layer has one.
     """
-    rule: Mask = MaskFunction(mask_function, batch_size, q_length, device)
+    rule: Mask = MaskFunction(function, inputs, n, device)
     candidates: list[Mask] = [Causal(), Full()]
     if window:
         candidates += [Window(window), Window(window, causal=False)]
-    rule = next((named for named in candidates if same_mask(named, rule, q_length)), rule)
+    rule = next((named for named in candidates if same_mask(named, rule, n)), rule)
     if padding is not None and not bool(padding.all()):
         rule = rule & RealTokens(padding.bool().cpu(), keys_only=True)
-    return SymbolicMask.of(rule, batch_size, q_length, device)
+    return SymbolicMask.of(rule, inputs, n, device)
