@@ -96,23 +96,8 @@ class RecordedLayer:
     """One attention layer of a model at recorded tokens."""
 
     def __init__(self, recorded: Recorded, layer: Layer) -> None:
-        self.recorded = recorded
-        self.layer = layer
-
-    @property
-    def model(self) -> Model:
-        """The model that the layer belongs to."""
-        return self.recorded.model
-
-    @property
-    def index(self) -> int:
-        """Number of its block as the model counts it."""
-        return self.layer.index
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.layer.heads
+        self.recorded, self.layer = recorded, layer
+        self.model, self.index, self.heads = recorded.model, layer.index, layer.heads
 
     @property
     def call(self) -> Call:
@@ -289,8 +274,36 @@ class RecordedLayer:
 
         ``first_input`` is the index of the recording's first input among those of its length; the rest as for ``sigma``.
         """
-        how: dict[str, Any] = {"heads": heads, "solver": solver, "certificate": certificate, "memory": memory}
-        return layer_rows(self, scope, first_input=first_input, **how)
+        model, real = self.model, self.recorded.real
+        looked_at = scope in LAYER_SCOPES
+        if looked_at:
+            if model.stream is not None:  # what comes after attention is not called again
+                model.stream.release(but=self.layer.host)
+            self.observe()
+        start = time.perf_counter()
+        measured = self.sigma(scope, heads=heads, solver=solver, certificate=certificate, memory=memory).to_rows()
+        seconds = (time.perf_counter() - start) / len(measured)
+        chosen = model.check_heads(self.index, heads) if scope == "head" else None
+        radius_max, radius_rms, lengths = _token_norms(self.tokens(scope), real)
+        shape = self.statistics if looked_at else {}
+        anywhere, bounds = None, [dict[str, float | None]()] * len(measured)
+        if scope in ("head", "attention"):
+            anywhere = norm_radius(self.norm)
+            if self.attention is not None:
+                bounds = _bounds(self.attention, real, lengths, radius_max, anywhere, chosen)
+        rows = []
+        for row, bound in zip(measured, bounds, strict=True):
+            b = row["input"]
+            h = None if chosen is None else chosen[row["head"]]
+            statistics = {
+                name: float(values[b, h] if h is not None else values[b].mean() if name != "max_logit" else values[b].max())
+                for name, values in shape.items()
+            }
+            about = {"model": model.name, "layer": self.index, "head": h, "n": lengths[b], "input": first_input + b}
+            norms = {"radius_max": radius_max[b], "radius_rms": radius_rms[b], "radius_norm": anywhere}
+            found = row | bound | statistics | about | norms | {"seconds": seconds, "notes": "; ".join(model.notes)}
+            rows.append({name: found.get(name) for name in COLUMNS})
+        return rows
 
     def _with_named_mask(self, attention: Attention) -> Attention:
         """The same map with a named mask where the tensor is one, so that bounds made for it apply at every length."""
@@ -311,40 +324,6 @@ class RecordedLayer:
 
 # Whose set bounds a row shows.
 SOURCES = ("refined", "castin2024")
-
-
-def layer_rows(layer: RecordedLayer, scope: str, *, first_input: int = 0, **how: Any) -> list[dict[str, Any]]:
-    """Rows of one layer with the columns of ``COLUMNS``; ``how`` goes to ``RecordedLayer.sigma``."""
-    model, real = layer.model, layer.recorded.real
-    looked_at = scope in LAYER_SCOPES
-    if looked_at:
-        if model.stream is not None:  # what comes after attention is not called again
-            model.stream.release(but=layer.layer.host)
-        layer.observe()
-    start = time.perf_counter()
-    measured = layer.sigma(scope, **how).to_rows()
-    seconds = (time.perf_counter() - start) / len(measured)
-    chosen = model.check_heads(layer.index, how.get("heads")) if scope == "head" else None
-    radius_max, radius_rms, lengths = _token_norms(layer.tokens(scope), real)
-    shape = layer.statistics if looked_at else {}
-    anywhere, bounds = None, [dict[str, float | None]()] * len(measured)
-    if scope in ("head", "attention"):
-        anywhere = norm_radius(layer.norm)
-        if layer.attention is not None:
-            bounds = _bounds(layer.attention, real, lengths, radius_max, anywhere, chosen)
-    rows = []
-    for row, bound in zip(measured, bounds, strict=True):
-        b = row["input"]
-        h = None if chosen is None else chosen[row["head"]]
-        statistics = {
-            name: float(values[b, h] if h is not None else values[b].mean() if name != "max_logit" else values[b].max())
-            for name, values in shape.items()
-        }
-        about = {"model": model.name, "layer": layer.index, "head": h, "n": lengths[b], "input": first_input + b}
-        norms = {"radius_max": radius_max[b], "radius_rms": radius_rms[b], "radius_norm": anywhere}
-        found = row | bound | statistics | about | norms | {"seconds": seconds, "notes": "; ".join(model.notes)}
-        rows.append({name: found.get(name) for name in COLUMNS})
-    return rows
 
 
 def norm_radius(norm: Normalisation | None) -> float | None:
