@@ -195,34 +195,30 @@ def core_call(
 
 def find_projections(model: nn.Module, call: Call) -> AffineParts | None:
     """The projections from probes with unit tokens, affine or not; None when positions do more than turn pairs."""
-    with replaying(model):
-        return _find_projections(model, call)
-
-
-def _find_projections(model: nn.Module, call: Call) -> AffineParts | None:
     B, n, d = call.tokens.shape
     # Probes in the size of the activations, so that a normalisation in between cannot look affine.
     size = float(call.tokens.abs().max()) or 1.0
     probes = size * torch.eye(d + 1, d).roll(1, 0).to(call.tokens)
     rounds = -(-probes.shape[0] // (B * n))
     padded = torch.cat([probes, probes.new_zeros(rounds * B * n - probes.shape[0], d)]).reshape(rounds, B, n, d)
-    seen = _everywhere(model, call)
-    if seen is None:
-        return None
-    reference = seen[:, 0, 0]
-    layout = turn = None
-    if not _close(seen, reference[:, None, None].expand_as(seen)):
-        layout = find_layout(seen, reference, _allowance(seen))
-        if layout is None:
+    with replaying(model):
+        seen = _everywhere(model, call)
+        if seen is None:
             return None
-        turn = layout.table(layout.fit(seen, reference)).rotation(n, B)
-    images: list[list[Tensor]] = [[], [], []]
-    for core in _cores(model, call, padded):
-        for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
-            if turn is not None and turned:
-                t = turn.inverse(t)
-            # (B, H, n, dh) → (B·n, H·dh)
-            image.append(t.transpose(1, 2).flatten(2).flatten(0, 1))
+        reference = seen[:, 0, 0]
+        layout = turn = None
+        if not _close(seen, reference[:, None, None].expand_as(seen)):
+            layout = find_layout(seen, reference, _allowance(seen))
+            if layout is None:
+                return None
+            turn = layout.table(layout.fit(seen, reference)).rotation(n, B)
+        images: list[list[Tensor]] = [[], [], []]
+        for core in _cores(model, call, padded):
+            for image, t, turned in zip(images, (core.q, core.k, core.v), (True, True, False), strict=True):
+                if turn is not None and turned:
+                    t = turn.inverse(t)
+                # (B, H, n, dh) → (B·n, H·dh)
+                image.append(t.transpose(1, 2).flatten(2).flatten(0, 1))
     parts = []
     for image in images:
         rows = torch.cat(image)[: d + 1]
