@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from threading import RLock
@@ -132,12 +132,8 @@ def replaying(model: nn.Module, documents: tuple[int, ...] | None = None, *, fro
     Inside itself, for the same model and documents, it does nothing: several replays in a row put it up once. Without
     ``frozen``, parameters stay in the graph. It changes the model and registries of transformers, so threads take turns.
     """
-    with _TURN:
-        if _replaying and _replaying[-1][0] is model and _replaying[-1][1:] == (documents, frozen):
-            yield
-            return
-        with _put_up(model, documents, frozen):
-            yield
+    with _TURN, nullcontext() if _replaying[-1:] == [(model, documents, frozen)] else _put_up(model, documents, frozen):
+        yield
 
 
 @contextmanager
@@ -253,10 +249,8 @@ def last_hidden_state(output: Any) -> Tensor:
     tensor = getattr(output, "last_hidden_state", None)
     tensor = tensor if isinstance(tensor, Tensor) else first_tensor(output)
     if tensor is None:
-        try:
+        with suppress(KeyError, IndexError, TypeError):
             tensor = first_tensor((output[0],))
-        except (KeyError, IndexError, TypeError):
-            tensor = None
     if tensor is None:
         raise ValueError(f"the model returned {type(output).__name__} without a last hidden state")
     return tensor.detach() if not tensor.requires_grad else tensor
@@ -309,11 +303,6 @@ class _KeepDouble(TorchFunctionMode):
 _CASTS = {Tensor.to, Tensor.type, Tensor.softmax, Tensor.log_softmax, F.softmax, F.log_softmax, torch.softmax, torch.mean}
 
 
-@contextmanager
-def double_throughout(dtype: torch.dtype) -> Iterator[None]:
+def double_throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Inside, casts of float64 tensors to float32 do nothing. Only active when ``dtype`` is float64."""
-    if dtype != torch.float64:
-        yield
-        return
-    with _KeepDouble():
-        yield
+    return _KeepDouble() if dtype == torch.float64 else nullcontext()
