@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from lipscope.models.seam import CoreCall, observing_core
 
+TimedCore = tuple[int, CoreCall]  # a call of the attention core, after its place in time
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -77,33 +79,26 @@ class Sighting:
     out: Event
 
 
-@dataclass(frozen=True, eq=False)
-class _Survey:
-    events: list[Event]
-    cores: list[tuple[int, CoreCall]]
-
-
 def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting], Any]:
     """The attention layers of ``model`` in the order in which ``run()`` calls them, and what it returned.
 
     Refuses a model without any.
     """
     tick = count(1).__next__
-    cores: list[tuple[int, CoreCall]] = []
+    cores: list[TimedCore] = []
     seeing_core = observing_core(lambda call: cores.append((tick(), call)))
     with seeing_core, watching(model.modules(), tick) as events, torch.no_grad():
         output = run()
-    survey = _Survey(events, cores)
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
-    attentions = _attention_calls(model, survey)
+    attentions = _attention_calls(events, cores)
     if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no self-attention that could be found: no call went through the transformers "
             "attention interface, and no submodule is an attention module with an output projection"
         )
     found = enumerate(attentions)
-    return _numbered([_describe(i, event, core, survey, attentions, names, elements) for i, (event, core) in found]), output
+    return _numbered([_describe(i, event, core, events, attentions, names, elements) for i, (event, core) in found]), output
 
 
 def _numbered(found: list[Sighting]) -> list[Sighting]:
@@ -136,20 +131,20 @@ def watching(parts: Iterable[nn.Module], tick: Callable[[], int] | None = None) 
         yield events
 
 
-def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[Event, tuple[int, CoreCall] | None]]:
+def _attention_calls(events: list[Event], cores: list[TimedCore]) -> list[tuple[Event, TimedCore | None]]:
     """Self-attention calls: by the seam if it saw any, else torch's own module, else by name."""
-    if survey.cores:
-        found: list[tuple[Event, tuple[int, CoreCall] | None]] = []
-        for time, call in survey.cores:
-            around = [e for e in survey.events if e.module is call.module and e.enter < time < e.exit]
+    if cores:
+        found: list[tuple[Event, TimedCore | None]] = []
+        for time, call in cores:
+            around = [e for e in events if e.module is call.module and e.enter < time < e.exit]
             found.append((around[-1], (time, call)))
         return found
-    torch_modules = [e for e in survey.events if isinstance(e.module, nn.MultiheadAttention)]
+    torch_modules = [e for e in events if isinstance(e.module, nn.MultiheadAttention)]
     if torch_modules:
         return [(event, None) for event in torch_modules]
     return [
         (event, None)
-        for event in survey.events
+        for event in events
         if _is_attention(event.module)
         and not any(_is_attention(part) for part in event.module.modules() if part is not event.module)
         and any(is_linear(part) for part in event.module.modules())
@@ -159,24 +154,24 @@ def _attention_calls(model: nn.Module, survey: _Survey) -> list[tuple[Event, tup
 def _describe(
     index: int,
     event: Event,
-    core: tuple[int, CoreCall] | None,
-    survey: _Survey,
-    attentions: list[tuple[Event, tuple[int, CoreCall] | None]],
+    core: TimedCore | None,
+    events: list[Event],
+    attentions: list[tuple[Event, TimedCore | None]],
     names: dict[nn.Module, str],
     elements: set[nn.Module],
 ) -> Sighting:
-    out = _output_projection(event, core, survey)
-    host = min((e for e in survey.events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
+    out = _output_projection(event, core, events)
+    host = min((e for e in events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
     label = f"layer {index} ({type(event.module).__name__})"
     if host.tokens is None or event.tokens is None or not same(host.tokens, event.tokens):
         raise ValueError(
             f"{label}: the output projection is outside the attention module, and nothing smaller than "
             f"{type(host.module).__name__} holds both, so the attention map cannot be separated from the block"
         )
-    block = _block(host, survey, [e for e, _ in attentions], elements)
+    block = _block(host, events, [e for e, _ in attentions], elements)
     u = block.tokens if block.tokens is not None else host.tokens
     normed = not same(u, host.tokens)
-    stream, adds_input = _stream(u, host.tokens, out, block, survey, normed)
+    stream, adds_input = _stream(u, host.tokens, out, block, events, normed)
     mask, causal = _mask(event, core)
     layer = Layer(
         index=index,
@@ -194,28 +189,28 @@ def _describe(
         stream_adds_input=adds_input,
         batch_first=bool(getattr(event.module, "batch_first", True)),
         occurrence=sum(earlier.module is event.module for earlier, _ in attentions[:index]),
-        norm=_norm_before(host, survey),
+        norm=_norm_before(host, events),
     )
     return Sighting(layer, host, block, out)
 
 
-def _norm_before(host: Event, survey: _Survey) -> nn.Module | None:
+def _norm_before(host: Event, events: list[Event]) -> nn.Module | None:
     """The last normalisation whose output *is* attention's tokens.
 
     In a pre-norm block that is its own, in a post-norm block the one that closes the block before (or the embedding).
     """
-    names = (e for e in survey.events if "norm" in type(e.module).__name__.lower())
+    names = (e for e in events if "norm" in type(e.module).__name__.lower())
     found = [e for e in names if e.exit < host.enter and same(e.output, host.tokens)]
     return max(found, key=lambda e: e.exit).module if found else None
 
 
-def _output_projection(event: Event, core: tuple[int, CoreCall] | None, survey: _Survey) -> Event:
+def _output_projection(event: Event, core: TimedCore | None, events: list[Event]) -> Event:
     """The last linear map inside the attention module, or the first one that takes the module's output."""
     if isinstance(event.module, nn.MultiheadAttention):
         return event
     start = core[0] if core else event.enter
     linear: list[Event] = []
-    for e in survey.events:
+    for e in events:
         # The parts of a composite linear map (a low-rank adapter, say) are not projections of their own.
         if is_linear(e.module) and not (linear and e.inside(linear[-1])):
             linear.append(e)
@@ -228,21 +223,21 @@ def _output_projection(event: Event, core: tuple[int, CoreCall] | None, survey: 
     raise ValueError(f"{type(event.module).__name__}: no output projection W_O was found in or after this attention module")
 
 
-def _block(host: Event, survey: _Survey, attentions: list[Event], elements: set[nn.Module]) -> Event:
+def _block(host: Event, events: list[Event], attentions: list[Event], elements: set[nn.Module]) -> Event:
     """The outermost list element (else the outermost module) around ``host`` with this attention alone inside."""
-    around = [e for e in survey.events if host.inside(e) and sum(a.inside(e) for a in attentions) == 1]
+    around = [e for e in events if host.inside(e) and sum(a.inside(e) for a in attentions) == 1]
     listed = [e for e in around if e.module in elements]
     return (listed or around)[0]
 
 
-def _stream(u: Tensor, x: Tensor, out: Event, block: Event, survey: _Survey, normed: bool) -> tuple[Cut, bool]:
+def _stream(u: Tensor, x: Tensor, out: Event, block: Event, events: list[Event], normed: bool) -> tuple[Cut, bool]:
     """Where the residual stream continues after attention.
 
     Follow the branch through dropout and a normalisation of its own (Gemma-2, OLMo-2) to the first module that takes
     something else: the stream itself, or, in a parallel block, the block's input again.
     """
     branch, cut = [out.output], Cut(out.module, "output")
-    for event in survey.events:
+    for event in events:
         if event.enter <= out.exit or not event.inside(block) or event.tokens is None:
             continue
         if any(same(event.tokens, tensor) for tensor in branch):
@@ -258,7 +253,7 @@ def _stream(u: Tensor, x: Tensor, out: Event, block: Event, survey: _Survey, nor
     return cut, True
 
 
-def _mask(event: Event, core: tuple[int, CoreCall] | None) -> tuple[str, bool]:
+def _mask(event: Event, core: TimedCore | None) -> tuple[str, bool]:
     """The mask in words, and whether the layer claims to be causal."""
     claims = bool(getattr(event.module, "is_causal", False))
     if core is not None:
