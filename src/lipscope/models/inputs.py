@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,16 +103,11 @@ def token_inputs(handle: Model, arguments: TokenArguments) -> dict[str, Any]:
     if len(given) != 1:
         raise ValueError(f"give exactly one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}")
     attention_mask = arguments.get("attention_mask")
-    match given[0]:
-        case "inputs":
-            return arguments["inputs"]
-        case "text":
-            tokens, attention_mask = tokenise(handle, arguments["text"])
-            name = "input_ids"
-        case "input_ids":
-            name, tokens = "input_ids", arguments["input_ids"]
-        case _:
-            name, tokens = "inputs_embeds", arguments["inputs_embeds"]
+    name, tokens = given[0], cast(Tensor, arguments.get(given[0]))
+    if name == "inputs":
+        return arguments["inputs"]
+    if name == "text":
+        name, (tokens, attention_mask) = "input_ids", tokenise(handle, arguments["text"])
     dimensions = 2 if name == "input_ids" else 3
     tokens = tokens[None] if tokens.ndim == dimensions - 1 else tokens
     if tokens.ndim != dimensions or 0 in tokens.shape:

@@ -178,13 +178,7 @@ class Model(Shown):
         return self._known[index]
 
     def normalisation(self, layer: Layer, like: Tensor, *, fresh: bool = False) -> Normalisation | None:
-        """The LayerNorm or RMSNorm whose output attention sees, or None.
-
-        Args:
-            layer: one of the model's.
-            like: a tensor with the width and dtype of its tokens.
-            fresh: its weights may have changed since it was looked at.
-        """
+        """The LayerNorm or RMSNorm whose output attention sees, or None; ``like`` has the width and dtype of its tokens."""
         if layer.norm is None:
             return None
         if fresh or layer.norm not in self._norms:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,6 @@ class Stored:
     shape: tuple[int, ...]
     start: int  # first byte in the file
     size: int  # bytes
-
-    @property
-    def count(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
 
 
 class Checkpoint:
@@ -129,7 +123,8 @@ def fits(directory: Path, dtype: torch.dtype | None = None) -> bool:
         return True
     checkpoint = Checkpoint(directory)
     wanted = dtype or (torch.float64 if checkpoint.dtype == torch.float64 else torch.float32)
-    return sum(t.size + (t.dtype != wanted) * t.count * wanted.itemsize for t in checkpoint.tensors.values()) < free
+    held = checkpoint.tensors.values()
+    return sum(t.size + (t.dtype != wanted) * t.size // t.dtype.itemsize * wanted.itemsize for t in held) < free
 
 
 def free_memory() -> int | None:

@@ -59,25 +59,13 @@ def blocks_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 class Stream:
-    """Brings the weights of a skeleton in, unit by unit.
-
-    Args:
-        whole: the skeleton as its checkpoint names it.
-        model: the part of it that is measured.
-        checkpoint: where its weights are.
-        device: where they are needed.
-
-    Attributes:
-        units: every module that is brought in as a whole, and the tensors inside it by their names in the model.
-        blocks: those of them that are elements of a list.
-        keep: a file that holds how far the last pass came, so that another process can go on; None: nothing is kept.
-    """
+    """Brings the weights of ``model``, the part that is measured of the skeleton ``whole``, to a device, unit by unit."""
 
     def __init__(self, whole: nn.Module, model: nn.Module, checkpoint: Checkpoint, device: torch.device) -> None:
         from accelerate.hooks import ModelHook, add_hook_to_module  # type: ignore[import-untyped]
 
         self.model, self.checkpoint, self.device = model, checkpoint, device
-        self.keep: Path | None = None
+        self.keep: Path | None = None  # a file that holds how far the last pass came, so that another process can go on
         self.held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
         self.blocks = blocks_of(model)
