@@ -388,7 +388,8 @@ def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:
         return True
     if func is not aten.slice.Tensor:
         return False
-    dim, start, end, step = [*rest, *(0, None, None, 1)[len(rest) :]]
+    given: list[Any] = [*rest, *(0, None, None, 1)[len(rest) :]]
+    dim, start, end, step = given
     return not start and (end is None or end >= mask.shape[dim]) and step == 1
 
 
