@@ -75,14 +75,7 @@ def bounds(
     _print_bounds(of_model, of_model.table, title, as_json)
 
 
-class Method(StrEnum):
-    """How the worst input is looked for."""
-
-    construct = "construct"
-    ascend = "ascend"
-    tokens = "tokens"
-
-
+Method = StrEnum("Method", ["construct", "ascend", "tokens"])
 _TOKENS, _ASCEND = "For method tokens", "For method ascend"
 
 

@@ -18,20 +18,8 @@ if TYPE_CHECKING:
     from lipscope.models.verdicts import Isolation
 
 
-class Side(StrEnum):
-    """Where padding stands."""
-
-    left = "left"
-    right = "right"
-
-
-class Stored(StrEnum):
-    """Floating type of the weights."""
-
-    float32 = "float32"
-    float64 = "float64"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+Side = StrEnum("Side", ["left", "right"])
+Stored = StrEnum("Stored", ["float32", "float64", "bfloat16", "float16"])
 
 
 def check(

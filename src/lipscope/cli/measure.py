@@ -25,18 +25,8 @@ if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
 
 
-class Sort(StrEnum):
-    """What the table of a scan is sorted by."""
-
-    sigma = "sigma"
-    max_logit = "max-logit"
-
-
-class LayerScope(StrEnum):
-    """What is measured of a weights file."""
-
-    attention = "attention"
-    head = "head"
+Sort = StrEnum("Sort", {"sigma": "sigma", "max_logit": "max-logit"})
+LayerScope = StrEnum("LayerScope", ["attention", "head"])
 
 
 def scan(

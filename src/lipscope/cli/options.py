@@ -16,11 +16,7 @@ import typer
 FOR_A_MODEL, FOR_WEIGHTS, OUTPUT = "For a model", "For weights (a file, or random)", "Output"
 
 
-class Precision(StrEnum):
-    """Floating type of the computation."""
-
-    float32 = "float32"
-    float64 = "float64"
+Precision = StrEnum("Precision", ["float32", "float64"])
 
 
 def option(help: str, *names: str, panel: str | None = None, default: bool | str = False) -> Any:

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from lipscope.training.rescale.report import HeadChange, Smoothing
 
 
-class Quantity(StrEnum):
-    """What the target is for."""
-
-    max_logit = "max-logit"
-    sigma = "sigma"
+Quantity = StrEnum("Quantity", {"max_logit": "max-logit", "sigma": "sigma"})
 
 
 def smooth(

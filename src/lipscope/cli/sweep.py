@@ -26,12 +26,7 @@ if TYPE_CHECKING:
     from lipscope.runs.tasks import Expansion
 
 
-class Format(StrEnum):
-    """Of exported tables."""
-
-    parquet = "parquet"
-    csv = "csv"
-    json = "json"
+Format = StrEnum("Format", ["parquet", "csv", "json"])
 
 
 def sweep(
