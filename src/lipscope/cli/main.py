@@ -8,9 +8,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from types import TracebackType
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -51,7 +51,7 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*, debug: bool = False, quiet: bool = False, **given: Any) -> None:
-        with _OneClearLine(debug), told_warnings(), quietly(quiet):
+        with _one_clear_line(debug), told_warnings(), quietly(quiet):
             for name, group in groups.items():
                 given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
             command(**given)
@@ -61,25 +61,20 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class _OneClearLine:
+@contextmanager
+def _one_clear_line(debug: bool) -> Iterator[None]:
     """Turns an error into one line on standard error and exit code 2; --debug lets the traceback through."""
-
-    def __init__(self, debug: bool) -> None:
-        self.debug = debug
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or self.debug or not isinstance(error, Exception) or isinstance(error, typer.Exit):
-            return
+    try:
+        yield
+    except Exception as error:
+        if debug or isinstance(error, typer.Exit):
+            raise
         message = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.filename is not None and error.strerror:  # the system's own words
             why = "it is not a directory" if error.errno == errno.EEXIST else error.strerror
             message = f"{os.fspath(error.filename)!r} cannot be used: {why}"
-        message = " ".join(message.split())
-        echo(f"lipscope: {message}", err=True)
-        raise typer.Exit(2)
+        echo(f"lipscope: {' '.join(message.split())}", err=True)
+        raise typer.Exit(2) from None
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {

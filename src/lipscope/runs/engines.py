@@ -13,10 +13,9 @@ import pickle
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -42,25 +41,19 @@ class EngineError(RuntimeError):
     """The engine cannot go on; the message says why and what to do. Everything finished so far is kept."""
 
 
-class Engine(Protocol):
-    """Runs jobs in any order and yields the outcome of each task once, and None while it waits for one."""
+class Engine(AbstractContextManager["Engine"], Protocol):
+    """Runs jobs in any order and yields the outcome of each task once, and None while it waits for one.
+
+    It is entered before, and leaves nothing running that it started.
+    """
 
     name: str
 
-    def __enter__(self) -> Engine:
-        """Get ready."""
-        ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave nothing running that was started here."""
-        ...
-
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome | None]:
         """The outcomes, as they come."""
-        ...
 
 
-class InProcess:
+class InProcess(AbstractContextManager["InProcess"]):
     """One job after the other in this process; every task counts as soon as it is done.
 
     Args:
@@ -72,11 +65,8 @@ class InProcess:
     def __init__(self, *, stop: bool = False) -> None:
         self.stop = stop
 
-    def __enter__(self) -> InProcess:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        return None
+        pass
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """The outcomes, task by task."""

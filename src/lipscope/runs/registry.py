@@ -62,15 +62,12 @@ class TaskKind(Protocol):
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """The passes of one model; raises ValueError for settings that do not fit it."""
-        ...
 
     def record(self, handle: Model, payload: dict[str, Any]) -> Any:
         """Run the pass; what it returns serves every task on it."""
-        ...
 
     def measure(self, handle: Model, recorded: Any, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one task, deterministic in its arguments; ``task`` is its whole identity."""
-        ...
 
 
 class Quantity(Protocol):
@@ -78,7 +75,6 @@ class Quantity(Protocol):
 
     def __call__(self, at: Measured) -> Sequence[Row]:
         """The columns."""
-        ...
 
 
 def register_quantity(name: str, path: str) -> None:
