@@ -11,7 +11,7 @@ Memory of one worker: Python and torch, the weights of the models it keeps, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,7 @@ LOAD_READS, READ_RATE = 4, 1 << 30
 def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> dict[str, tuple[int, float]]:
     """Peak bytes and seconds of a scan (scope attention, one length) with the model in memory, and with it streamed.
 
-    Args:
-        skeleton: the model; its parameters need no storage.
-        stored: bytes of its weights on disk.
-        n: tokens per input.
-        inputs: inputs in one pass.
-        rate: floating-point operations per second of plain products of matrices.
+    The parameters of the skeleton need no storage; ``stored`` are their bytes on disk, ``rate`` is that of products.
     """
     from lipscope.models.capture import model_dtype
     from lipscope.models.memory import RECORDED
@@ -136,7 +131,6 @@ class Estimate:
     seconds: float  # time on ``workers`` workers
     bytes: float  # memory of all workers together
     planned: int  # of these, what measuring takes in one worker beside its weights
-    rates: dict[Group, float]  # floating-point operations per second by model and scope, as measured
 
 
 def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -> Estimate:
@@ -154,84 +148,59 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
     seconds = max(sum(lengths) / workers, max(lengths, default=0.0))
     largest, memory = 0, 0
     weights: dict[str, int] = {}
-    known: dict[Pass, int] = {}
-    for job in jobs:
-        handle = model_of(job)
-        weights[job.fingerprint] = weight_bytes(handle)
-        for one in _passes(job):
-            if one not in known:
-                known[one] = planned(handle, one).total
-            largest = max(largest, known[one])
-            memory = max(memory, BASE_BYTES + weights[job.fingerprint] + known[one])
+    for job, plan in _plans(jobs):
+        weights[job.fingerprint] = weight_bytes(model_of(job))
+        largest = max(largest, plan.total)
+        memory = max(memory, BASE_BYTES + weights[job.fingerprint] + plan.total)
     # A process keeps models while they fit; this one has loaded all of them to look at the plan.
     memory += max(0, min(sum(weights.values()), KEEP_BYTES) - max(weights.values(), default=0))
-    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, largest, rates)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What the memory of some tasks depends on: the layers of one scope on one forward pass."""
-
-    model: str  # the model's fingerprint
-    n: int  # tokens per input
-    inputs: int
-    scope: str
-    layers: tuple[int, ...]
-    memory: int | None = None  # bytes that it is limited to, or None
-
-
-def planned(handle: Model, one: Pass) -> MemoryPlan:
-    """Memory that a pass and the layers measured on it take beside the weights, as ``models.memory`` plans it."""
-    from lipscope.models.memory import plan_layers
-
-    return plan_layers(handle, one.n, one.layers, inputs=one.inputs, scope=one.scope, memory=one.memory)
+    return Estimate(len(tasks), sum(task.work.rows for task in tasks), seconds, workers * memory, largest)
 
 
 def largest_plan(jobs: Sequence[Job], n: int) -> MemoryPlan:
     """The memory plan of the pass of n tokens that takes most."""
+    longest = [job for job in jobs if job.tasks[0].identity["n"] == n]
+    return max((plan for _, plan in _plans(longest)), key=lambda plan: plan.total)
+
+
+def _plans(jobs: Iterable[Job]) -> Iterator[tuple[Job, MemoryPlan]]:
+    """What a pass and the layers of one scope on it take beside the weights; of passes that take the same, the first."""
+    from lipscope.models.memory import plan_layers
     from lipscope.runs.work import model_of
 
-    passes = {one: job for job in jobs for one in _passes(job) if one.n == n}
-    return max((planned(model_of(job), one) for one, job in passes.items()), key=lambda plan: plan.total)
+    seen = set()
+    for job in jobs:
+        by_scope: dict[str, list[Task]] = {}
+        for task in job.tasks:
+            by_scope.setdefault(task.identity["scope"], []).append(task)
+        for scope, (first, *others) in by_scope.items():
+            layers = tuple(task.identity["layer"] for task in (first, *others))
+            n, inputs, limit = first.identity["n"], first.work.inputs, first.identity.get("memory", {}).get("limit")
+            if (one := (job.fingerprint, n, layers, inputs, scope, limit)) not in seen:
+                seen.add(one)
+                yield job, plan_layers(model_of(job), n, layers, inputs=inputs, scope=scope, memory=limit)
 
 
-def _passes(job: Job) -> Iterable[Pass]:
-    by_scope: dict[str, list[Task]] = {}
-    for task in job.tasks:
-        by_scope.setdefault(task.identity["scope"], []).append(task)
-    for scope, tasks in by_scope.items():
-        first = tasks[0]
-        limit = first.identity.get("memory")
-        layers = tuple(task.identity["layer"] for task in tasks)
-        n, inputs = first.identity["n"], first.work.inputs
-        yield Pass(job.fingerprint, n, inputs, scope, layers, None if limit is None else limit["limit"])
+def calibrate(jobs: Sequence[Job], known: dict[Group, float]) -> dict[Group, float]:
+    """Rates by model and scope: those that are known, and of the others that of one task, whose rows are dropped."""
+    from lipscope.runs.work import run_job
 
-
-def calibrate(
-    jobs: Sequence[Job], run: Callable[[Job], Iterable[object]], known: dict[Group, float] | None = None, budget: float = 2.0
-) -> dict[Group, float]:
-    """Rates by model and scope, from one task of each that should take at most ``budget`` seconds at the nominal rate.
-
-    Those in ``known`` are not measured again. The rows are dropped.
-    """
-    rates = dict(known or {})
-    samples: dict[Group, tuple[Job, Task]] = {}
+    rates = dict(known)
+    samples: dict[Group, list[tuple[Job, Task]]] = {}
     for job in jobs:
         for task in job.tasks:
-            group = group_of(task)
-            if group not in rates and (group not in samples or _fits_better(task, samples[group][1], budget)):
-                samples[group] = (job, task)
-    for group, (job, task) in samples.items():
-        alone = replace(job, tasks=(task,))
+            if group_of(task) not in rates:
+                samples.setdefault(group_of(task), []).append((job, task))
+    for group, choices in samples.items():
+        job, task = max(choices, key=lambda choice: _suits(choice[1].work.flops))
         start = time.perf_counter()
-        for _ in run(alone):
+        for _ in run_job(replace(job, tasks=(task,))):
             pass
         rates[group] = task.work.flops / max(time.perf_counter() - start, 1e-9)
     return rates
 
 
-def _fits_better(task: Task, than: Task, budget: float) -> bool:
-    """The largest task within the budget, else the smallest of all."""
-    most = budget * NOMINAL_RATE
-    mine, other = task.work.flops, than.work.flops
-    return mine > other if mine <= most and other <= most else mine < other
+def _suits(flops: float) -> tuple[bool, float]:
+    """Largest for the largest task of at most two seconds at the nominal rate, else for the smallest of all."""
+    quick = flops <= 2 * NOMINAL_RATE
+    return quick, flops if quick else -flops

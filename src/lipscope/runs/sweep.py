@@ -22,7 +22,7 @@ from lipscope.runs.rows import digest, table_digest
 from lipscope.runs.run import worst_inputs
 from lipscope.runs.store import VIEWS, Store
 from lipscope.runs.tasks import Expansion, Job, Task, expand
-from lipscope.runs.work import environment, run_job
+from lipscope.runs.work import environment
 
 Progress = Callable[["Step"], None]
 
@@ -117,18 +117,17 @@ def run_plan(
                 notice(sentence)
         run = ledger.begin_run(expansion.plan.text, tasks, engine.name, here)
         step = Step(0.0, sum(job.flops for job in jobs), 0, sum(len(job.tasks) for job in jobs), 0)
+        progress = progress or (lambda step: None)
         with engine if jobs or any(job.views for job in expansion.jobs) else nullcontext():
             for now in _steps(engine, jobs, ledger, run, step):
                 step = now
-                if progress is not None:
-                    progress(step)
+                progress(step)
             views = view_jobs(expansion, ledger)
             looks = [task for job in views for task in job.tasks]
             ledger.add_tasks(run, looks)
             views = [job for job in views if job.tasks[0].key not in done | failed]
             for _ in _steps(engine, views, ledger, run, step) if views else ():
-                if progress is not None:
-                    progress(replace(step, task=None))
+                progress(replace(step, task=None))
         ledger.finish_run(run)
         rows = ledger.rows()
         failures = ledger.failures(keys | {task.key for task in looks})
@@ -177,10 +176,7 @@ def view_jobs(expansion: Expansion, ledger: Store) -> list[Job]:
     jobs = []
     for (*_, count), members in groups.items():
         measured = ledger.rows_of({task.key for _, task in members})
-        places = {}
-        for job, task in members:
-            for row in measured.get(task.key, ()):
-                places[row["key"]] = (job, task)
+        places = {row["key"]: (job, task) for job, task in members for row in measured.get(task.key, ())}
         rows = [row for found in measured.values() for row in found]
         for row in worst_inputs(rows, count):
             job, task = places[row["key"]]
@@ -214,7 +210,7 @@ def dry_run(
             known = ledger.rates()
             finished = ledger.tasks("done") if retry_failed else ledger.tasks("done") | ledger.tasks("failed")
     jobs = expansion.pending(finished)
-    return expansion, estimate(jobs, calibrate(jobs, run_job, known), workers)
+    return expansion, estimate(jobs, calibrate(jobs, known), workers)
 
 
 _TOLD = ("lipscope", "torch", "transformers")
@@ -223,8 +219,8 @@ _TOLD = ("lipscope", "torch", "transformers")
 def kept_notices(ledger: Store, tasks: Iterable[Task], here: dict[str, Any]) -> list[str]:
     """One sentence for every other name and every other version behind the tasks that are done already."""
     before = ledger.provenance()
-    renamed: Counter[tuple[str, str, str]] = Counter()
-    versions: Counter[tuple[str, str, str]] = Counter()
+    renamed: Counter[str] = Counter()
+    versions: Counter[str] = Counter()
     for task in tasks:
         if task.key not in before:
             continue
@@ -232,17 +228,11 @@ def kept_notices(ledger: Store, tasks: Iterable[Task], here: dict[str, Any]) -> 
         for what in ("model", "text"):
             old, new = labels.get(what), task.labels.get(what)
             if old is not None and new is not None and old != new:
-                renamed[what, old, new] += 1
+                same = f"of {what} {new!r} were measured before as {old!r}, which has the same content"
+                renamed[f"{same}: their rows keep the name {old!r}"] += 1
         for package in _TOLD:
             old, new = environment.get("versions", {}).get(package), here["versions"].get(package)
             if old is not None and new is not None and old != new:
-                versions[package, old, new] += 1
-    return [
-        f"{count} tasks of {what} {new!r} were measured before as {old!r}, which has the same content: their rows keep "
-        f"the name {old!r}"
-        for (what, old, new), count in renamed.items()
-    ] + [
-        f"{count} tasks were measured before with {package} {old} (this run: {new}) and are kept; name another store to "
-        "measure them again"
-        for (package, old, new), count in versions.items()
-    ]
+                other = f"were measured before with {package} {old} (this run: {new}) and are kept"
+                versions[f"{other}; name another store to measure them again"] += 1
+    return [f"{count} tasks {words}" for words, count in (*renamed.items(), *versions.items())]
