@@ -54,12 +54,8 @@ class Found:
 def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, **model: Any) -> Found:
     """The source that a command was given; refuses options that belong to another kind of source.
 
-    Args:
-        source: the argument.
-        target: the options that say more about it; ``heads`` and ``mask`` also apply to random weights.
-        seed: of random weights.
-        any_mask: ``mask`` may also be given for a model.
-        **model: further options that belong to a model, None when not given.
+    ``heads`` and ``mask`` also apply to random weights, ``mask`` to a model if ``any_mask``; ``model`` are further options
+    that belong to one, None when not given.
     """
     of_model = [*(["--layer"] if target.layer is not None else []), *target.given(Loading)]
     of_model += [f"--{name}" for name, value in model.items() if value is not None]

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +33,9 @@ def print_table(
     names: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[str] = (), whole: Sequence[str] = (),
     title: str = "", caption: str = "",
 ) -> None:  # fmt: skip
-    """Print rows of cells under wrapping headers.
+    """Print rows of cells under wrapping headers, between a title and a caption.
 
-    Args:
-        names: the headers.
-        rows: the cells, as strings.
-        text: headers of columns that hold words: aligned left, and folded when the terminal is narrow.
-        whole: those of ``text`` that hold names, which stay in one piece.
-        title: printed above; taken literally.
-        caption: printed below; taken literally.
+    Columns in ``text`` hold words: aligned left, and folded when the terminal is narrow, but for names (``whole``).
     """
     from rich import box
     from rich.console import Console
@@ -142,21 +136,13 @@ def told_warnings() -> Iterator[None]:
 
 
 def announce(n: int, memory: str | None, plan: Callable[[], MemoryPlan]) -> None:
-    """Say what memory the longest inputs are expected to take, when that was limited or they are long.
-
-    Raises:
-        MemoryError: when that is more than there may be.
-    """
+    """Say what memory the longest inputs will take, or refuse it, when that was limited or they are long."""
     if memory is not None or n >= _LONG:
         notice(f"n = {n}: {plan()}")
 
 
 def announce_verified(layers: Iterable[Attention | None], n: int, scope: str, memory: str | None) -> None:
-    """Say what verifying one σ takes, of the layer where it takes most.
-
-    Raises:
-        MemoryError: when that is more than there may be.
-    """
+    """Say what verifying one σ takes, of the layer where it takes most, or refuse it."""
     from lipscope.bounds.verified import MEMORY, Cost
     from lipscope.measure.memory import read_bytes
 
@@ -207,8 +193,5 @@ def waiting(what: str) -> Iterator[None]:
     """Words with a moving sign on standard error."""
     from rich.console import Console
 
-    if _quiet:
-        yield
-        return
-    with Console(stderr=True).status(what):
+    with nullcontext() if _quiet else Console(stderr=True).status(what):
         yield

@@ -82,23 +82,10 @@ def fit_growth(
     resamples: int = 1000,
     seed: int = 0,
 ) -> GrowthFit:
-    """Fit both curves to measurements (n, σ).
+    """Fit both curves to measurements (n, σ), at three different lengths or more.
 
-    Args:
-        n: the length of every measurement.
-        sigma: what was measured.
-        inputs: which input a measurement belongs to, when the same inputs (or parts of them) were measured at all lengths;
-            None when every measurement has an input of its own.
-        level: confidence level of the interval on α.
-        resamples: of the bootstrap; there is none with ``inputs``.
-        seed: of the bootstrap.
-
-    Returns:
-        The fit.
-
-    Raises:
-        ValueError: when there are fewer than three different lengths, σ is not positive, or ``inputs`` are fewer than two or
-            not all measured at the same lengths.
+    Where the same inputs (or parts of them) were measured at all lengths, ``inputs`` says which one a measurement belongs
+    to, and there is no bootstrap; None when every measurement has an input of its own.
 
     Example:
         >>> fit = fit_growth([8, 16, 32, 64], [2.0, 2.83, 4.0, 5.66])
@@ -227,17 +214,7 @@ class PlateauFit:
 def fit_plateau(
     n: Sequence[float], sigma: Sequence[float], *, confidence: float = 0.95, resamples: int = 400, seed: int = 0
 ) -> PlateauFit:
-    """Fit σ_n ≈ σ_∞ + c·n^{−β} to measurements, several per length.
-
-    Args:
-        n: lengths, at least four different ones.
-        sigma: the measurements.
-        confidence: level of the intervals.
-        resamples: bootstrap resamples.
-        seed: seed of the bootstrap.
-
-    Raises:
-        ValueError: when there are fewer than four different lengths.
+    """Fit σ_n ≈ σ_∞ + c·n^{−β} to measurements, one or several at each of at least four lengths.
 
     Example:
         >>> lengths = [16, 32, 64, 128, 256, 512]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows of one layer, with all that a quantity needs to look again."""
+    """Rows of one layer, with all that a quantity needs to look again: its function of this gives columns for every row."""
 
     handle: Model
     recording: Recorded
@@ -68,13 +69,6 @@ class TaskKind(Protocol):
 
     def measure(self, handle: Model, recorded: Any, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one task, deterministic in its arguments; ``task`` is its whole identity."""
-
-
-class Quantity(Protocol):
-    """Further columns for measured rows: one dictionary per row, in the same order."""
-
-    def __call__(self, at: Measured) -> Sequence[Row]:
-        """The columns."""
 
 
 def register_quantity(name: str, path: str) -> None:
@@ -166,14 +160,11 @@ def _imported(what: str, path: str) -> Any:
 
 
 def _takes_one_argument(quantity: Any) -> bool:
-    if not callable(quantity):
-        return False
     try:
-        inspect.signature(quantity).bind(None)
-    except TypeError:
+        with suppress(ValueError):  # written in C without a signature: only calling it would tell
+            inspect.signature(quantity).bind(None)
+    except TypeError:  # also of what cannot be called
         return False
-    except ValueError:  # written in C without a signature: only calling it would tell
-        return True
     return True
 
 

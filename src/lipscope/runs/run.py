@@ -215,15 +215,7 @@ Source = str | os.PathLike[str] | Run
 
 
 def load_run(source: Source, *, all_plans: bool = False) -> Run:
-    """A run as a report shows it: rows with an interval, all with the columns that a report looks at.
-
-    Args:
-        source: a run, or what ``Run.read`` takes.
-        all_plans: of a store, the rows of every plan it served.
-
-    Raises:
-        FileNotFoundError: when there is nothing there.
-        ValueError: when it is neither a store nor the rows of a scan; says what is missing.
+    """A run, or what ``Run.read`` takes, as a report shows it: rows with an interval, all with the columns it looks at.
 
     Example:
         >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}

@@ -22,15 +22,8 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 def write_file(path: str | os.PathLike[str], content: str | bytes | Callable[[IO[bytes]], object]) -> Path:
     """Put a file in place as a whole; until then, and when it cannot be written, what was there stays.
 
-    It is written under a new name in the same directory, is on the disk, and then takes the place of the old one.
-
-    Args:
-        path: the file; nothing or a regular file may be there.
-        content: text, bytes, or a function that writes them.
-
-    Raises:
-        FileNotFoundError: when there is no such directory.
-        FileExistsError: when a directory, a link, a pipe or a device is there.
+    It is written under a new name in the same directory, is on the disk, and then takes the place of the old one. Where a
+    directory, a link, a pipe or a device is there, it is refused.
     """
     path = refuse_special(path)
     if not path.parent.is_dir():
