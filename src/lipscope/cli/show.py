@@ -105,10 +105,8 @@ def models() -> None:
     """List the named models, and which of them work without a network now."""
     from lipscope.models.load import ZOO
 
-    rows = [(e.name, e.summary, e.size, e.licence, _yes(e.missing is None)) for e in ZOO.values()]
-    names = ("name", "model", "download", "licence", "here")
-    print_table(names, rows, text=names)
-    _advise({e.name: e.missing for e in ZOO.values()})
+    known = {e.name: ([e.summary, e.size, e.licence], e.missing) for e in ZOO.values()}
+    _list(["name", "model", "download", "licence", "here"], known)
     echo("Any directory with a saved transformers model, or a hub name such as bert-base-uncased, works too.")
 
 
@@ -116,19 +114,15 @@ def corpora() -> None:
     """List the named texts, and which of them are on this machine."""
     from lipscope.models.corpora import CORPORA
 
-    rows = [(c.name, c.summary, c.licence, _yes(c.available)) for c in CORPORA.values()]
-    names = ("name", "text", "licence", "here")
-    print_table(names, rows, text=names)
-    _advise({c.name: None if c.available else c.advice for c in CORPORA.values()})
+    known = {c.name: ([c.summary, c.licence], None if c.available else c.advice) for c in CORPORA.values()}
+    _list(["name", "text", "licence", "here"], known)
     echo("Any UTF-8 file, a table with a column 'text', or a directory of .txt, .md and .rst files, works too.")
 
 
-def _yes(available: bool) -> str:
-    return "yes" if available else "no"
-
-
-def _advise(missing: dict[str, str | None]) -> None:
-    """One line per absent thing, never folded, so that commands can be copied."""
-    for name, advice in missing.items():
+def _list(names: list[str], known: dict[str, tuple[list[str], str | None]]) -> None:
+    """A table, then one line per absent thing, never folded, so that commands can be copied."""
+    rows = [[name, *about, "yes" if advice is None else "no"] for name, (about, advice) in known.items()]
+    print_table(names, rows, text=names)
+    for name, (_, advice) in known.items():
         if advice is not None:
             echo(f"To get {name}: {advice}")
