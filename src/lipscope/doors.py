@@ -139,11 +139,9 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.annotation is parameter.empty:
             continue
-        try:
-            hint = parameter.annotation
+        hint = parameter.annotation
+        with contextlib.suppress(NameError):
             found[name] = eval(hint, vars(sys.modules[function.__module__])) if isinstance(hint, str) else hint
-        except NameError:
-            continue
     return found
 
 

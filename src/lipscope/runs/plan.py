@@ -278,12 +278,14 @@ class Plan:
         tables = given.pop("block", [{}])
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
             raise ValueError("blocks are written as [[block]], each with its settings below")
-        blocks = []
+        blocks, known = [], [f.name for f in fields(Block) if f.name != "live"]
         for number, table in enumerate(tables, start=1):
             where = f"block {number}: " if "block" in text and len(tables) > 1 else ""
-            _refuse_unknown(given | table, where)
+            settings = {"models": (), **given, **table}
+            for name in settings:
+                if name not in known:
+                    raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
             try:
-                settings = {"models": (), **given, **table}
                 trust.check("kind", settings.get("kind"))
                 for quantity in _listed(settings.get("quantities")):
                     trust.check("quantity", quantity)
@@ -307,24 +309,9 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
     def _as_dictionary(self) -> dict[str, Any]:
-        blocks = []
-        for block in self.blocks:
-            table: dict[str, Any] = {}
-            for f in fields(Block):
-                value = getattr(block, f.name)
-                if f.name == "models":
-                    value = [_plain_model(m) for m in value]
-                if f.name != "live" and value is not None and value != {}:
-                    table[f.name] = value
-            blocks.append(table)
-        return {"threads": self.threads, "block": blocks}
-
-
-def _refuse_unknown(given: Mapping[str, Any], where: str) -> None:
-    known = [f.name for f in fields(Block) if f.name != "live"]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{where}unknown setting {name!r}; a plan has: threads, {', '.join(known)}")
+        blocks = [vars(block) | {"models": list(map(_plain_model, block.models)), "live": None} for block in self.blocks]
+        tables = [{name: value for name, value in block.items() if value not in (None, {})} for block in blocks]
+        return {"threads": self.threads, "block": tables}
 
 
 def _model(given: Any) -> ModelChoice:

@@ -13,7 +13,7 @@ import socket
 import sqlite3
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -192,18 +192,15 @@ class Store:
 
     def _damage(self) -> str | None:
         """What is wrong with the file; refuses files that are sound but not ours."""
-        connection = connect(self.path)
-        try:
-            version, kind = (
-                connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
-            )
-            tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-            ours = has_our_tables(connection)
-        except UNREADABLE as error:
-            if is_damage(error):
-                return str(error)
-            raise
-        else:
+        with closing(connect(self.path)) as connection:
+            try:
+                asked = ("PRAGMA user_version", "PRAGMA application_id", "SELECT count(*) FROM sqlite_schema")
+                version, kind, tables = (connection.execute(query).fetchone()[0] for query in asked)
+                ours = has_our_tables(connection)
+            except UNREADABLE as error:
+                if is_damage(error):
+                    return str(error)
+                raise
             if tables and not ours and kind != APPLICATION_ID:
                 raise ForeignFileError(f"{self.path} is a database, but not a lipscope store: name another --store")
             if not ours and version not in (0, VERSION):
@@ -214,8 +211,6 @@ class Store:
             if tables and (not ours or (version, kind) != (VERSION, APPLICATION_ID)):
                 return f"its header says schema {version} of kind {kind:#x}, but its tables do not"
             return damage(connection) if tables else None
-        finally:
-            connection.close()
 
     def close(self) -> None:
         """Close the file and release the lock."""
@@ -345,8 +340,7 @@ class Store:
 
     def plan(self) -> str | None:
         """The last plan, as it was written."""
-        query = f"SELECT text FROM plans WHERE id = {_LAST_PLAN}"
-        found = self.connection.execute(query).fetchone()
+        found = self.connection.execute(f"SELECT text FROM plans WHERE id = {_LAST_PLAN}").fetchone()
         return None if found is None else str(found[0])
 
     def environments(self) -> list[dict[str, Any]]:

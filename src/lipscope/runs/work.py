@@ -213,7 +213,9 @@ def run_job(job: Job, *, stop: bool = False) -> Iterator[Outcome]:
             start = time.perf_counter()
             try:
                 rows = kind.measure(handle, recorded, job.payload, task.identity)
-                keyed = tuple((row_key(task, row, kind.coordinates), row) for row in rows)
+                # The content address of a row is that of its task, and its place in it.
+                places = [{name: row.get(name) for name in kind.coordinates} for row in rows]
+                keyed = tuple((digest([task.key, place]), row) for place, row in zip(places, rows, strict=True))
                 if len({key for key, _ in keyed}) < len(keyed):
                     raise ValueError(f"kind {job.kind} gave rows that {', '.join(kind.coordinates)} do not tell apart")
                 yield Outcome(task, keyed, None, None, time.perf_counter() - start, where)
@@ -226,11 +228,6 @@ def run_job(job: Job, *, stop: bool = False) -> Iterator[Outcome]:
 def model_of(job: Job) -> Model:
     """The model of a job: the one it holds, or the one it names."""
     return job.live if job.live is not None else loaded_model(job.model, job.dtype, job.fingerprint).handle
-
-
-def row_key(task: Task, row: Row, coordinates: tuple[str, ...]) -> str:
-    """Content address of a row: that of its task, and its place in it."""
-    return digest([task.key, {name: row.get(name) for name in coordinates}])
 
 
 def _failed(task: Task, error: Exception, start: float, where: dict[str, Any]) -> Outcome:
