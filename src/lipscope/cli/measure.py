@@ -65,11 +65,15 @@ def scan(
     """Measure σ of a model's layers, or heads, on a text."""
     chosen = indices("layers", layers)
     look_first(model, text, chosen)
+    from torch import get_num_threads
+
     from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
+    from lipscope.runs.files import write_run
     from lipscope.runs.run import SCAN_STORE
     from lipscope.runs.scan import scan as run
     from lipscope.runs.store import Store
+    from lipscope.runs.work import environment
     from lipscope.spectral.solvers import Auto
 
     heads = per_head if head is None else indices("head", head) or True
@@ -109,7 +113,9 @@ def scan(
         asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
         asked |= {"scope": scope, "stream": stream}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
-        _write(result, out, command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out}))
+        command = command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out})
+        write_run(result, out, command=command, environment=environment(get_num_threads()))
+        notice(f"rows are in {out}")
     if (why := result.about.get("stopped")) is not None:
         on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
         echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
@@ -244,16 +250,6 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
         elif value not in (None, False):
             line += [f"--{spelled}", str(value)]
     return shlex.join(line)
-
-
-def _write(result: Run, directory: Path, command: str) -> None:
-    import torch
-
-    from lipscope.runs.files import write_run
-    from lipscope.runs.work import environment
-
-    write_run(result, directory, command=command, environment=environment(torch.get_num_threads()))
-    notice(f"rows are in {directory}")
 
 
 def _print_result(result: SpectralNorm) -> None:

@@ -149,14 +149,12 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
 def _saturating(n: Floats, log_y: Floats) -> tuple[float, float, float]:
     """For given m the best log s is a mean, so only log m is searched."""
 
-    def residuals(log_m: float) -> Floats:
-        shape = np.log(n) - np.log(n + np.exp(log_m))
-        return np.asarray(log_y - shape - (log_y - shape).mean(), dtype=np.float64)
+    def of(log_m: float) -> tuple[float, float]:
+        each = log_y - (np.log(n) - np.log(n + np.exp(log_m)))
+        return float(each.mean()), float(np.square(each - each.mean()).sum())
 
-    found = minimize_scalar(lambda m: float(np.square(residuals(m)).sum()), bounds=(-20.0, 20.0), method="bounded")
-    log_m = float(found.x)
-    shape = np.log(n) - np.log(n + np.exp(log_m))
-    return log_m, float((log_y - shape).mean()), float(np.square(residuals(log_m)).sum())
+    log_m = float(minimize_scalar(lambda m: of(m)[1], bounds=(-20.0, 20.0), method="bounded").x)
+    return log_m, *of(log_m)
 
 
 def _aic(rss: float, points: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -159,8 +159,11 @@ def add_quantities(at: Measured) -> list[Row]:
     return rows
 
 
-def layer_settings(block: Block, handle: Model) -> Settings:
-    """Layer, scope and heads of every task; refuses those that the model does not have."""
+def _groups(block: Block, handle: Model) -> list[Settings]:
+    """The tasks that share a pass: all of them, or those of one scope where every scope has a memory plan of its own.
+
+    Refuses layers, scopes and heads that the model does not have.
+    """
     settings = []
     for scope in block.scopes:
         for layer in handle.check_layers(None if isinstance(block.layers, str) else block.layers, scope):
@@ -171,14 +174,8 @@ def layer_settings(block: Block, handle: Model) -> Settings:
                 # Building the map says whether the layer has it; nothing is computed.
                 handle.probe_recording[layer].map(scope)
             settings.append({"layer": layer, "scope": scope, "heads": heads})
-    return tuple(settings)
-
-
-def _groups(block: Block, handle: Model) -> list[Settings]:
-    """The tasks that share a pass: all of them, or those of one scope where every scope has a memory plan of its own."""
-    settings = layer_settings(block, handle)
     if block.memory is None:
-        return [settings]
+        return [tuple(settings)]
     return [tuple(one for one in settings if one["scope"] == scope) for scope in block.scopes]
 
 
@@ -199,15 +196,12 @@ def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[s
     return limit | {"certificate": max(1, limit["limit"] - recorded_bytes(handle, n, inputs))}
 
 
-@contextmanager
-def _tiling(payload: dict[str, Any]) -> Iterator[None]:
+def _tiling(payload: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside, products are computed as planned; without a limit, as usual."""
     if "memory" not in payload:
-        yield
-        return
+        return nullcontext()
     planned = payload["memory"]["tiling"]
-    with using_tiling(Tiling(**planned | {"tile": tuple(planned["tile"])})):
-        yield
+    return using_tiling(Tiling(**planned | {"tile": tuple(planned["tile"])}))
 
 
 def _texts(block: Block, handle: Model) -> Iterator[tuple[str, list[str], str]]:

@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,18 +334,15 @@ def _from_files(path: Path, name: str) -> Run:
 
 
 def _value(name: str, cell: str | None) -> Any:
-    if cell is None or cell == "":
+    if not cell:
         return None
     if cell in ("True", "False"):
         return cell == "True"
     if name in _WHOLE_NUMBERS:
         return int(cell)
-    if name in _WORDS:
-        return read_cell(cell)
-    try:
-        return float(cell)
-    except ValueError:
-        return read_cell(cell)
+    with suppress(ValueError):
+        return read_cell(cell) if name in _WORDS else float(cell)
+    return read_cell(cell)
 
 
 def _values(rows: Sequence[Row], name: str) -> tuple[Any, ...]:
