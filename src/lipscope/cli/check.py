@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipscope.cli import options as opt
-from lipscope.cli.options import indices, option
+from lipscope.cli.options import as_dtype, indices, option
 from lipscope.cli.terminal import echo, print_table, waiting
 
 if TYPE_CHECKING:
@@ -54,12 +54,8 @@ def check(
         if not hasattr(module, "set_attn_implementation"):
             raise ValueError(f"{model} has no attention implementation to choose")
         cast(Any, module).set_attn_implementation(attn_implementation)
-    if dtype is not None:
-        import torch
-
-        module = module.to(getattr(torch, dtype.value))
-    lengths = None if documents is None else indices("documents", documents)
-    side = None if padding is None else padding.value
+    module = module if dtype is None else module.to(as_dtype(dtype))
+    lengths, side = indices("documents", documents), None if padding is None else padding.value
     claims: dict[str, Any] = {"causal": causal or None, "window": window, "documents": lengths, "padding": side}
     with waiting(f"checking {model}"):
         seen = replace(examine(module, n=n, **claims, batch=batch, cache=cache, seed=seed), name=found.name)

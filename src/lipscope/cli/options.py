@@ -184,7 +184,7 @@ def indices(name: str, text: str | None) -> list[int] | None:
         raise ValueError(f"--{name} must be 'all' or indices such as 0,6, got {text!r}") from None
 
 
-def as_dtype(precision: Precision | None) -> Any:
+def as_dtype(precision: StrEnum | None) -> Any:
     """The torch dtype of a precision."""
     import torch
 

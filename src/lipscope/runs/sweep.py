@@ -203,12 +203,9 @@ def dry_run(
     """
     check_workers(workers)
     expansion = expand(plan)
-    known: dict[Any, float] = {}
-    finished: set[str] = set()
-    if os.path.exists(store):
-        with Store(store) as ledger:
-            known = ledger.rates()
-            finished = ledger.tasks("done") if retry_failed else ledger.tasks("done") | ledger.tasks("failed")
+    with Store(store if os.path.exists(store) else None) as ledger:
+        known = ledger.rates()
+        finished = ledger.tasks("done") if retry_failed else ledger.tasks("done") | ledger.tasks("failed")
     jobs = expansion.pending(finished)
     return expansion, estimate(jobs, calibrate(jobs, known), workers)
 

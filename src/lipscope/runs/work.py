@@ -49,10 +49,8 @@ def environment(threads: int) -> dict[str, Any]:
 def _fixed() -> dict[str, Any]:
     versions = {"lipscope": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "versions": versions, "host": socket.gethostname(), "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(), "processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory(),
@@ -61,18 +59,16 @@ def _fixed() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor()
 
 
 def _memory() -> int | None:
-    try:
+    with suppress(ValueError, OSError, AttributeError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
+    return None
 
 
 class LoadedModel(NamedTuple):
