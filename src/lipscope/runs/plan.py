@@ -12,7 +12,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +289,7 @@ class Plan:
                 trust.check("kind", settings.get("kind"))
                 for quantity in _listed(settings.get("quantities")):
                     trust.check("quantity", quantity)
-                settings["models"] = [_granted(_model(model), trust) for model in _listed(settings["models"])]
+                settings["models"] = [trust.grant(_model(model)) for model in _listed(settings["models"])]
                 blocks.append(Block(**settings))
             except ValueError as error:
                 raise ValueError(f"{where}{error}") from None
@@ -323,16 +323,6 @@ def _model(given: Any) -> ModelChoice:
     if not isinstance(given, Mapping) or not isinstance(given.get("name"), str) or not set(given) <= set(known):
         raise ValueError(f"a model is a name, or a table with name and some of {', '.join(known[1:])}; got {given!r}")
     return ModelChoice(**given)
-
-
-def _granted(model: ModelChoice, trust: Trust) -> ModelChoice:
-    """A model of a plan file with what was granted, which holds for all; refuses one that wants more."""
-    trust.check("loader", model.loader)
-    flags = ("allow_pickle", "trust_remote_code")
-    for flag in flags:
-        if getattr(model, flag):
-            trust.check_flag(flag, model.name)
-    return replace(model, **{flag: getattr(trust, flag) for flag in flags})
 
 
 def _plain_model(model: ModelChoice) -> str | dict[str, Any]:

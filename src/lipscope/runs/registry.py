@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
     from lipscope.models.recorded import Recorded
-    from lipscope.runs.plan import Block
+    from lipscope.runs.plan import Block, ModelChoice
 
 Row = dict[str, Any]
 
@@ -134,13 +134,17 @@ class Trust:
                 f"allow it with --trust-module {module}, or Plan.read(…, trust=Trust(modules=({module!r},)))"
             )
 
-    def check_flag(self, flag: str, model: str) -> None:
-        """Refuse what a plan wants for one of its models, unless it was granted."""
-        if not getattr(self, flag):
-            raise ValueError(
-                f"the plan wants {flag} for model {model!r}, which can run code, and a plan file cannot decide that. If you "
-                f"trust the model, add --{flag.replace('_', '-')}, or Plan.read(…, trust=Trust({flag}=True))"
-            )
+    def grant(self, model: ModelChoice) -> ModelChoice:
+        """A model of a plan file with what was granted, which holds for all; refuses one that wants more."""
+        self.check("loader", model.loader)
+        flags = {flag: getattr(self, flag) for flag in ("allow_pickle", "trust_remote_code")}
+        for flag, granted in flags.items():
+            if getattr(model, flag) and not granted:
+                raise ValueError(
+                    f"the plan wants {flag} for model {model.name!r}, which can run code, and a plan file cannot decide that"
+                    f". If you trust the model, add --{flag.replace('_', '-')}, or Plan.read(…, trust=Trust({flag}=True))"
+                )
+        return replace(model, **flags)
 
 
 def _known(what: str, name: str) -> dict[str, str]:
