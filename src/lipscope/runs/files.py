@@ -7,7 +7,6 @@ with which command and versions, and ``tokens.json`` the worst places token by t
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -92,12 +91,9 @@ def write_run(run: Run, place: Path, *, command: str | None = None, environment:
 
 
 def _json(rows: list[dict[str, Any]]) -> str:
-    def finite(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return (
-        json.dumps([{name: finite(value) for name, value in row.items()} for row in rows], indent=1, allow_nan=False) + "\n"
-    )
+    """Numbers that are not finite, which JSON does not have, become null."""
+    finite = json.loads(json.dumps(rows), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1) + "\n"
 
 
 def _write_parquet(rows: list[Row], plan: str | None, environments: list[dict[str, Any]], file: IO[bytes]) -> None:
