@@ -178,15 +178,13 @@ class Dask:
 
     def _waiting(self, results: Any) -> Iterator[None]:
         """Until a job is finished; gives up when there has been no worker for a while."""
-        alone_since: float | None = None
+        seen = time.monotonic()
         while not results.has_ready():
             if self._client.status not in ("running", "connecting"):
                 raise EngineError(f"the connection to the scheduler is lost ({self._client.status}). {_RESUME}")
             if self.connected():
-                alone_since = None
-            elif alone_since is None:
-                alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > self.patience:
+                seen = time.monotonic()
+            elif time.monotonic() - seen > self.patience:
                 raise EngineError(f"the cluster has had no worker for {self.patience:g} s. {_RESUME}")
             time.sleep(0.02)
             yield None
