@@ -211,13 +211,8 @@ class Block:
         if self.live is not None and self.live.solver is not None:
             given = self.live.solver
             return asdict(given) if is_dataclass(given) and not isinstance(given, type) else {"solver": str(given)}
-        return {
-            "rtol": self.rtol,
-            "delta": self.delta,
-            "interval": self.interval or None,
-            "max_steps": self.max_steps,
-            "seed": self.seed,
-        }
+        names = ("rtol", "delta", "interval", "max_steps", "seed")
+        return {name: getattr(self, name) for name in names} | {"interval": self.interval or None}
 
 
 @dataclass(frozen=True)
