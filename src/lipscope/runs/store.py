@@ -68,14 +68,13 @@ class StoreLock:
         file.truncate(0)
         json.dump({"process": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat()}, file)
         file.flush()
-        self._file: IO[str] | None = file
+        self._file = file
 
     def release(self) -> None:
         """Let others write. The file stays: removing it would let two processes hold two different locks."""
-        if self._file is not None:
+        if not self._file.closed:
             self._file.truncate(0)
             self._file.close()
-            self._file = None
 
 
 def _try_lock(file: IO[str]) -> bool:
