@@ -1,6 +1,7 @@
 """The exponent E of a head on a set of tokens, and the bounds for every n that it sets."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -223,3 +224,15 @@ def test_uniform_attention_is_on_its_plateau_at_any_length():
     (found,) = regimes(plain_layer(0 * ATTRACTIVE), ball(3.0))
     assert found.log_plateau == 0
     assert [found.at(n) for n in (1, 2, 3, 1000)] == ["plateau"] * 4
+
+
+@pytest.mark.parametrize("x", [1e17, 3e17, 7e17])
+def test_products_of_weights_that_cancel_are_allowed_for(x):
+    """A = k₁q₁ + k₂q₂ with terms of 1e17, of which float64 keeps no digit; on [−1, 1] the exponent is 2|A| if A < 0."""
+    k = torch.tensor([[1.2345678901234567], [1.7654321098765432]], dtype=torch.float64)
+    q = torch.tensor([[x], [-x * float(k[0]) / float(k[1])]], dtype=torch.float64)
+    true = abs(float(sum(Fraction(float(a)) * Fraction(float(b)) for a, b in zip(k, q, strict=True))))
+    assert true > 1
+    for sign in (1, -1):
+        layer = lipscope.Attention(sign * q, k, torch.eye(2, 1, dtype=torch.float64), scale=1.0)
+        assert regimes(layer, ball(1.0))[0].largest >= 2 * true

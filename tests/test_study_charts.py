@@ -73,6 +73,12 @@ def test_map_of_a_head(mask: str, where: str) -> None:
         regime_map(lipscope.Attention(EYE, EYE, EYE, heads=2), radius=1.0)
 
 
+def test_a_map_of_a_head_counts_its_output_projection() -> None:
+    """Else the lower bound is 0.5 where the upper one is 0.06."""
+    found = regime_map(lipscope.Attention(-EYE, EYE, EYE, out=0.01 * EYE, scale=1.0), [2], radius=1.5, restarts=1, steps=1)
+    assert all(low <= high for low, high in zip(found.lower, found.upper, strict=True))
+
+
 def test_chart_of_substitutions() -> None:
     trials = tuple(Trial(k // 3, k, 7 * k, 2.0, 0.1 * k, 2.0 + 0.2 * (k - 2)) for k in range(6))
     found = object.__new__(TokenAttack)

@@ -151,7 +151,7 @@ def main() -> None:
     for name, A in HEADS.items():
         head = lipscope.Attention(A, EYE, EYE, scale=1.0)
         small += [line(f"A = {name}, V = I", f"{kind}, R = {RADIUS}", [*regimes(head, at)], 64) for kind, at in SETS.items()]
-    header = ["head or layer", "tokens", "√n growth up to n =", "no growth from n =", "n", "heads at n"]
+    header = ["head or layer", "tokens", "√n growth up to n =", "upper bound level from n =", "n", "heads at n"]
     write("regimes", header, small + real("gpt2-mini") + real("minilm-l6"))
     chart, lines = in_law()
     draw(chart, PAGE.parent / "in-law.svg")

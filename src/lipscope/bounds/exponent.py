@@ -86,7 +86,7 @@ class Regime:
 
 
 def regimes(layer: Attention, domain: Domain) -> tuple[Regime, ...]:
-    """The borders in n of every head, full or causal mask: √n growth below the first, no growth above the second.
+    """The borders in n of every head, full or causal mask: √n growth below the first, a level upper bound above the second.
 
     Raises:
         ValueError: for other masks, sinks, a soft-cap, rotary embeddings and additive terms.
@@ -132,6 +132,11 @@ class HeadOnSet:
         self.A = (KD @ self._basis).mT @ (QD @ self._basis)
         self.shift = (KD @ self._basis).mT @ (Q @ beta + bias)
         self.size, self.domain = domain.size, domain
+        # What rounding of the products may do to A and to the shift, which may cancel: four of length d, and one of d_head.
+        stretch = math.sqrt(float(D.abs().sum(0).max() * D.abs().sum(1).max()))
+        query, key, offset, beyond = (float(torch.linalg.vector_norm(t)) for t in (Q, K, beta, bias))
+        rounding = (6 * Q.shape[1] + Q.shape[0] + 8) * torch.finfo(Q.dtype).eps / 2 * stretch * key
+        self._A_off, self._shift_off = rounding * stretch * query, rounding * (query * offset + beyond)
 
     def largest(self) -> float:
         """An upper bound for E: for every λ > 0, ρ‖g‖ ≤ λ‖g‖²/2 + ρ²/(2λ), and a quadratic on a ball has an exact dual.
@@ -142,9 +147,10 @@ class HeadOnSet:
         symmetric, gram, pulled = (self.A + self.A.mT) / 2, self.A.mT @ self.A, self.A.mT @ self.shift
         offset = float(torch.linalg.vector_norm(c))
         scale = spectral(self.A) + offset / rho
+        off = 2 * rho * (rho * self._A_off + self._shift_off)
         # Without squares of scores that leave the range of floats; 0 for none.
         if not _TINY < scale * rho * rho < 1 / _TINY:
-            return 2 * scale * rho * rho
+            return 2 * scale * rho * rho + off
         # Multipliers of the constraint: any above the largest eigenvalue is valid, none below 0 on a ball.
         levels = torch.cat([torch.zeros(1), 10 ** torch.linspace(-9, 3, 241)]).to(c) * scale
 
@@ -168,7 +174,7 @@ class HeadOnSet:
         while step > 1e-7:
             value, place = min((dual(at + step), at + step), (dual(at - step), at - step))
             best, at, step = (value, place, step) if value < best else (best, at, step / 2)
-        return max(best, 0.0)
+        return max(best, 0.0) + off
 
     def log_column(self) -> float:
         """The logarithm of a bound for the column sums of P, every n: E + min_s(s + log N(s)).
@@ -181,7 +187,8 @@ class HeadOnSet:
         M, offset = self.size * self.A, float(torch.linalg.vector_norm(self.shift))
         if offset > 0:
             M = math.sqrt(2) * torch.cat([M, self.shift[:, None]], dim=1)
-        axes = self.size * torch.linalg.svdvals(M) * (1 + 1e-12)
+        off = math.sqrt(2) * (self.size * self._A_off + self._shift_off)
+        axes = self.size * (torch.linalg.svdvals(M) * (1 + 1e-12) + off)
         longest = float(axes[0])
         if not _TINY < longest < 1 / _TINY:
             return self.largest() + 2 * longest
@@ -199,6 +206,7 @@ class HeadOnSet:
         if self.surface:
             d, gamma = len(self.A), max(0.0, float(self.A.trace()) / len(self.A))
             rest = spectral(self.A - gamma * torch.eye(d, dtype=self.A.dtype, device=self.A.device))
+            rest, offset = rest + self._A_off, offset + self._shift_off
             found = min(found, d * math.log(_KERNEL) + 2 * self.size**2 * rest + 2 * self.size * offset)
         return found
 

@@ -55,7 +55,11 @@ class Cost:
         """At n tokens."""
         heads, width = (1, layer.value_width) if scope == "head" else (layer.heads, layer.output_width)
         size, inner, block = n * width, heads * layer.value_width, _block(width)
-        wide = size <= WIDE or torch.get_float32_matmul_precision() != "highest"
+        try:
+            exact = torch.get_float32_matmul_precision() == "highest"
+        except RuntimeError:  # torch's answer where backends were set apart
+            exact = False
+        wide = size <= WIDE or not exact
         dtype, number = (torch.float64, 8) if wide else (torch.float32, 4)
         scratch = 12 * heads * n * n + 10 * inner * n * inner + 3 * width * size + 4 * n * layer.width
         held = (size * (size + block) // 2 + 3 * size * block) * number + 8 * scratch
@@ -285,6 +289,8 @@ class Triangle:
                     # The product first, and one subtraction: the rounding of long sums then stays small.
                     self.rows[r][:, start + b :] -= X[first : first + b] @ X[:last].mT
             progress(1 - (1 - (k + 1) / count) ** 3)
+        if _gamma(b + 2, self.dtype) + count * _U[self.dtype] > 0.005:  # the theorem needs it
+            return math.inf
         rounding = _gamma(b + 2, self.dtype) * (largest + math.sqrt(inner) + math.sqrt(below)) ** 2
         rounding += count * _U[self.dtype] * (self.c + 2 * half + below)
         return math.sqrt(residual) * _UP + 1.02 * rounding + self.size**2 * 2.0**-124

@@ -255,7 +255,7 @@ def _print_regimes(found: Found, radius: float | None, n: int, head: int | None,
          f"10^{row['log_plateau'] / math.log(10):.3g}", row["regime"]]
         for row in rows
     ]  # fmt: skip
-    names = ["head", "E", "√n growth up to n =", "no growth from n =", f"n = {n}"]
+    names = ["head", "E", "√n growth up to n =", "upper bound level from n =", f"n = {n}"]
     print_table(names, cells, text=[names[-1]], title=f"Regimes of {found.title(None)}, {domain}")
 
 

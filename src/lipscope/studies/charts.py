@@ -127,7 +127,7 @@ def regime_chart(found: RegimeMap, title: str) -> Chart:
         if at < math.log(found.lengths[-1]):
             curves.append(Series(name, [math.exp(at)] * 2, heights, "dots", "grey", group="guide"))
     words = f"E = {found.here.exponent:.3g}: √n growth up to n = 10^{borders[0] / math.log(10):.3g}, "
-    words += f"no growth from n = 10^{borders[1] / math.log(10):.3g}; n = {last} is {found.here.at(last)}."
+    words += f"upper bound level from n = 10^{borders[1] / math.log(10):.3g}; n = {last} is {found.here.at(last)}."
     panels = [
         Panel(plane, "radius R of the set", "log₁₀ n", "regimes", x_log=True),
         Panel(curves, "number of tokens n", "worst σ of the head", f"{found.found.domain}", x_log=True, y_log=True),

@@ -1,4 +1,4 @@
-"""The (n, R) map of one head: where its worst σ grows as √n, where it no longer grows, and what is reached on the way.
+"""The (n, R) map of one head: where its worst σ grows as √n, where its bound is level, and what is reached on the way.
 
 A set of tokens (ball, sphere, image of a normalisation) is scaled to every radius R. The borders n = 1 + e^E and n = κ
 divide the plane into √n growth (short inputs, large radii), plateau (long inputs, small radii) and what lies between. At the
@@ -95,9 +95,9 @@ def regime_map(
     (here,) = regimes(attention, domain)
     pairs = HeadPairs(attention.to(torch.float64), 0, domain)
     u, w = pairs.best()
-    gain = float(
-        torch.linalg.vector_norm(attention.v.double() @ (u - w)) / torch.linalg.vector_norm(u - w).clamp_min(1e-300)
-    )
+    image = attention.v.double() @ (u - w)
+    image = image if attention.out is None else attention.out.double() @ image
+    gain = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(u - w).clamp_min(1e-300))
     every = covering_exponent(attention, domain.radius, domain=domain)
     last = math.ceil(min(_LARGEST, max(here.log_plateau, math.log(max(lengths))) / math.log(2) + 4))
     turn = round(here.exponent / math.log(2))
