@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -143,7 +144,7 @@ class Blocks:
 
     @cached_property
     def grams(self) -> Grams:
-        """Products of the weights, kept as long as these live."""
+        """Products of the weights, kept for all inputs of a call."""
         if "grams" not in self.weights.kept:
             self.weights.kept["grams"] = Grams.of(self.layer)
         found: Grams = self.weights.kept["grams"]
@@ -172,7 +173,8 @@ class Blocks:
 
     @cached_property
     def _only(self) -> Strip:
-        return Strip(self, slice(0, self.n))
+        # Not a reference back: in a cycle the arrays of a strip would live until the next garbage collection.
+        return Strip(proxy(self), slice(0, self.n))
 
     def strips(self, height: int | None = None) -> Iterator[Strip]:
         """All rows, ``height`` at a time; a single strip is kept with all that was computed for it."""

@@ -134,6 +134,8 @@ def certified_and_sized(
                 before = None if norm is None else norm.select(torch.tensor([b], device=X.device))
                 pair = torch.tensor([found, frobenius(at, before, height)[0]], dtype=torch.float64, device=X.device)
                 values.append(times_power(pair, more, outwards=1))
+    # Nine matrices as wide as all heads together: too much to keep for every layer of a model.
+    weights.kept.clear()
     shape = (len(X), layer.heads) if heads else (len(X),)
     bounds, sizes = torch.stack(values).mT.reshape(2, *shape)
     return times_power(bounds, power + unit, outwards=1), times_power(sizes, power)
@@ -170,6 +172,7 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     with torch.no_grad():
         at = Blocks(layer.to(torch.float64), x, weights=layer_weights(layer))
         candidates = _candidates(at, x.new_ones(x.shape[0]), "tight", height)
+        at.weights.kept.clear()
     given = {"n": x.shape[0], "heads": layer.heads}
     values = times_power(torch.tensor(list(candidates.values()), dtype=torch.float64), power, outwards=1).tolist()
     return [
@@ -303,7 +306,7 @@ def _root_norm(gram: Tensor) -> float:
 
 
 def _balanced_grams(at: Blocks) -> tuple[Tensor, Tensor]:
-    """Gram matrices (H, dv, H, dv) of the matrices U_h√S_h and Y_h√S_h; kept with the weights."""
+    """Gram matrices (H, dv, H, dv) of the matrices U_h√S_h and Y_h√S_h; kept for all inputs of a call."""
     kept, layer = at.weights.kept, at.layer
     if "balanced" not in kept:
         out = torch.eye(layer.output_width, dtype=layer.dtype, device=layer.device) if layer.out is None else layer.out

@@ -54,7 +54,7 @@ class LayerWeights:
     image: tuple[HeadWeights, ...]
     plain: tuple[HeadWeights, ...]  # heads alone
     out: float  # ‖W_O‖, 1 without W_O
-    kept: dict[str, Any] = field(default_factory=dict)  # what others derive from the same weights
+    kept: dict[str, Any] = field(default_factory=dict)  # what a certificate derives from them for several inputs
 
 
 def spectral(M: Tensor) -> float:
