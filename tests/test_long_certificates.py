@@ -209,9 +209,9 @@ def test_long_inputs_are_cut_by_themselves(monkeypatch):
 
 
 def test_strips_keep_to_a_memory():
-    assert height_within(100, 12, 1 << 30) is None
-    assert height_within(1000, 12, 64 << 20) == (64 << 20) // (16 * 8 * 12 * 1000)
-    assert height_within(16384, 12, 1) == 16
+    assert height_within(100, 12, 96, 1 << 30) is None
+    assert height_within(1000, 12, 96, 64 << 20) == ((64 << 20) - 8 * 96 * 8960) // (16 * 8 * 12 * 1000)
+    assert height_within(16384, 12, 96, 1) == 16
 
 
 def test_the_norms_of_weights_are_computed_once_for_the_same_tensors():

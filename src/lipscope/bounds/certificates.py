@@ -181,8 +181,12 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     ]
 
 
-def height_within(n: int, heads: int, memory: int) -> int | None:
-    """Rows of a strip whose arrays take at most ``memory`` bytes, 16 at least; None when they need not be fewer."""
+def height_within(n: int, heads: int, width: int, memory: int) -> int | None:
+    """Rows of a strip with which a certificate takes at most ``memory`` bytes, 16 at least; None when they need not be fewer.
+
+    Beside the strip there are about eight copies of the tokens and ten products of weights, d×d each.
+    """
+    memory -= 8 * width * (8 * n + 10 * width)
     if 16 * 8 * heads * n * n <= memory and n <= DENSE:
         return None
     return min(n, max(16, memory // (16 * 8 * heads * n)))

@@ -238,7 +238,8 @@ def certificate_at(
     token. The matrices take at most ``memory`` bytes. Without a ``rung`` there are no certificates.
     """
     heads = 1 if scope == "head" else layer.heads
-    how: dict[str, Any] = {"rung": rung, "height": None if memory is None else height_within(X.shape[1], heads, memory)}
+    height = None if memory is None else height_within(X.shape[1], heads, layer.width, memory)
+    how: dict[str, Any] = {"rung": rung, "height": height}
     if scope == "norm+attention" and norm is not None:
         at = norm.linearise(X.double())
         X, scope = at.g * at.z, "attention"
