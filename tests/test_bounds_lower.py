@@ -116,7 +116,8 @@ def test_table_is_sorted_and_complete():
     assert [b.value for b in upper] == sorted(b.value for b in upper)
     assert all(found.ratio(b) >= 1 - 1e-9 for b in upper)
     names = {b.name for b in found.bounds}
-    assert {"certificates.block_norm", "refined.masked", "castin2024.general", "lower.groups"} <= names
+    wanted = {"certificates.parts", "certificates.row_gram", "refined.masked", "castin2024.general", "lower.groups"}
+    assert wanted <= names
     assert "refined.unmasked" not in names
     assert "measured σ" in str(found)
     assert {"name", "value", "ratio", "sigma"} <= found.to_rows()[0].keys()

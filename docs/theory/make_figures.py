@@ -108,7 +108,7 @@ def draw(path: Path, axis: str, panels: dict[str, tuple[list[float], dict[str, l
 def ratios() -> str:
     """Median and largest bound/σ of every bound over random and adversarial inputs, as Markdown."""
     kinds = ("random", "constructed")
-    names = ["certificates.row_column", "certificates.block_norm", "certificates.row_gram", "least certificate",
+    names = ["certificates.parts", "certificates.row_gram", "least certificate",
              "yudin2025.improved", "yudin2025.published", "refined", "castin2024.general",
              "castin2024.meanfield"]  # fmt: skip
     lines = ["| bound | " + " | ".join(f"{mask}, {kind}" for mask in ("unmasked", "causal") for kind in kinds) + " |"]

@@ -182,7 +182,7 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
 
 
 def height_within(n: int, heads: int, width: int, memory: int) -> int | None:
-    """Rows of a strip with which a certificate takes at most ``memory`` bytes, 16 at least; None when they need not be fewer.
+    """Rows of a strip with which a certificate takes at most ``memory`` bytes, at least 16; None for no fewer than usual.
 
     Beside the strip there are about eight copies of the tokens and ten products of weights, d×d each.
     """
