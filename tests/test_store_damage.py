@@ -14,6 +14,7 @@ import pytest
 
 import command
 from lipscope.runs import Store, export
+from lipscope.runs.recovery import damage
 from lipscope.runs.schema import APPLICATION_ID, VERSION
 from test_sweep_store import WHERE, filled, made_up_outcome, made_up_task
 
@@ -175,3 +176,14 @@ def test_what_was_lost_is_measured_again(sound: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         export(path, "csv")
+
+
+def test_a_store_whose_maker_was_killed_is_not_damaged(tmp_path: Path) -> None:
+    """The file is there, its tables are not yet."""
+    path = tmp_path / "run.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        assert damage(db) is None
+    with Store(path) as store:
+        assert store.rows() == []
+        assert store.recovery is None

@@ -69,7 +69,9 @@ def damage(connection: sqlite3.Connection) -> str | None:
         verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
             return " ".join(str(verdict).split())
-        return _changed(connection)
+        # Whoever was killed while making a store left a file without tables.
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        return _changed(connection) if tables else None
     except UNREADABLE as error:
         if not is_damage(error):
             raise

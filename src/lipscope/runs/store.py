@@ -209,7 +209,7 @@ class Store:
                 )
             if tables and (not ours or (version, kind) != (VERSION, APPLICATION_ID)):
                 return f"its header says schema {version} of kind {kind:#x}, but its tables do not"
-            return damage(connection) if tables else None
+            return damage(connection)
 
     def close(self) -> None:
         """Close the file and release the lock."""
