@@ -128,6 +128,16 @@ def test_what_a_fuzz_found_is_said_in_words(tmp_path: Path) -> None:
     for expected, call in (
         (r"takes its tokens \(B, n, d\)", lambda: lipscope.load(layer).record({"a": 1})),
         (r"X must have shape", lambda: lipscope.certify(small, torch.empty(0, 4), radius=0.1)),
+        (r"/mem cannot be read", lambda: lipscope.report.write_report("/proc/self/mem", tmp_path / "report.html")),
+        (r"/mem cannot be read", lambda: lipscope.runs.Plan.read("/proc/self/mem")),
+        (r"certificate must be true, false or one of", lambda: lipscope.runs.Plan.of(models="m", certificate=np.ones(2))),
+        (r"x must have shape", lambda: lipscope.bounds.evaluate("refined.unmasked", small, x=torch.tensor(2.0))),
+        (r"tokens must have shape", lambda: lipscope.studies.worst_case.grouped_sigma(small, torch.tensor(2.0), [1])),
+        (r"tokenizer must be a tokenizer", lambda: lipscope.load(layer, int)),
+        (r"X must have batch items first", lambda: lipscope.AutodiffOperator(torch.tanh, torch.tensor(2.0))),
+        (r"X holds NaN", lambda: lipscope.certify(small, torch.full((3, 4), float("nan")), radius=0.1)),
+        (r"certificate must be true, false or one of", lambda: lipscope.runs.Plan.of(models="m", certificate=["fast"])),
+        (r"returned tuple, not a tensor", lambda: lipscope.training.spectral_penalty(lambda *x: x, torch.eye(4))),
         (r"attention must be an Attention", lambda: lipscope.studies.worst_case.growth(layer, [2, 3], radius=1.0)),
     ):
         with pytest.raises((TypeError, ValueError), match=expected):

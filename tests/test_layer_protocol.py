@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.attention.family import VARIANTS, variant
 from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.norms import RMSNorm
 from lipscope.attention.rotary import Rotary
+from lipscope.attention.variants import VARIANTS, variant
 
 GENERATOR = torch.Generator().manual_seed(0)
 

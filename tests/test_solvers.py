@@ -131,6 +131,18 @@ def test_polynomial_upper_bound_of_one_step_is_its_closed_form():
     assert float(upper) == pytest.approx(math.sqrt(4 + 1 / 1e-3), rel=1e-12)
 
 
+def test_every_digit_of_a_seed_counts():
+    like = torch.zeros(0, dtype=torch.float64)
+    seeds = [5, 5 + 2**32, 5 + 2**33, 5 + 2**60, 5 + 2**64, -5]
+    drawn = [random_direction(400, seed, like)[0] for seed in seeds]
+    gram = torch.stack(drawn) @ torch.stack(drawn).mT
+    torch.testing.assert_close(gram.diagonal(), torch.ones(len(seeds), dtype=torch.float64))
+    assert float((gram - torch.eye(len(seeds))).abs().max()) < 0.25
+    # Seeds of 32 bits are those of torch: stored results can be had again.
+    usual = torch.randn(400, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    torch.testing.assert_close(drawn[0], usual / usual.norm())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_polynomial_upper_bound_is_the_root_or_just_beyond_it(seed):
     """Against SciPy's bracketing root finder on the same equation."""

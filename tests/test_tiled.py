@@ -251,7 +251,7 @@ def test_masks_of_padded_batches_stay_small():
         "holes": lipscope.masks.as_mask("causal") & RealTokens(real, keys_only=True),
     }.items():  # fmt: skip
         subject = layer(mask, 2, torch.float32, d=4, dh=1)
-        core = subject.core(cases.random(many, n, 4, seed=3).float(), tiled=True)
+        core = AttentionOperator.at(subject, cases.random(many, n, 4, seed=3).float(), tiled=True).core
         for other in (core, core.per_head(H), core.select(torch.tensor([3, 1]))):
             sizes[name, other.layout.items] = mask_bytes(other)
     assert max(sizes.values()) <= sizes["causal", many * 2] + 64 * n, sizes

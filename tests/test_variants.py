@@ -11,10 +11,17 @@ import torch
 import cases
 import lipscope
 import reference
-from lipscope.attention.family import VARIANTS, family, variant
 from lipscope.attention.operators import AttentionOperator
-from lipscope.attention.sinkhorn import SinkhornAttention, potential
-from lipscope.attention.variants import CosineAttention, L2Attention, SigmoidAttention
+from lipscope.attention.sinkhorn import potential
+from lipscope.attention.variants import (
+    VARIANTS,
+    CosineAttention,
+    L2Attention,
+    SigmoidAttention,
+    SinkhornAttention,
+    family,
+    variant,
+)
 from lipscope.measure.gradient import VariantSigmaGradient
 
 OWN = VARIANTS[3:]

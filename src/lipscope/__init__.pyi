@@ -5,11 +5,11 @@ from . import runs as runs
 from . import studies as studies
 from . import testing as testing
 from . import training as training
-from .attention.family import variant as variant
 from .attention.layer import Attention as Attention
 from .attention.norms import LayerNorm as LayerNorm
 from .attention.norms import RMSNorm as RMSNorm
 from .attention.rotary import Rotary as Rotary
+from .attention.variants import variant as variant
 from .bounds.ball import certify as certify
 from .measure.influence import influence as influence
 from .measure.sigma import local_lipschitz as local_lipschitz

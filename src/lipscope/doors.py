@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, is_typeddict
 
@@ -197,6 +197,20 @@ def wording(hint: Any) -> str:
     return known.get(name, f"{'an' if name[0] in 'AEIOU' or name.startswith('RMS') else 'a'} {name}")
 
 
+def at_least(least: int, **numbers: float) -> None:
+    """Refuse numbers that are too small, by name."""
+    for name, number in numbers.items():
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
+def positive(**numbers: float) -> None:
+    """Refuse numbers that are not positive and finite, by name."""
+    for name, number in numbers.items():
+        if not 0 < number < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, got {number:g}")
+
+
 def refuse_shape(where: str, found: Any, shape: Mapping[str, Any], *, whole: bool = False) -> None:
     """Refuse data whose entries are not of the types in ``shape``. All of them must be there if ``whole``; others may be."""
     try:
@@ -207,10 +221,22 @@ def refuse_shape(where: str, found: Any, shape: Mapping[str, Any], *, whole: boo
         raise ValueError(f"{where} is damaged, or was not written by lipscope: {error}") from None
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, a file that is there and cannot be read is named with the reason."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_json(path: Path, kind: type) -> Any:
     """The content of a JSON file, which must be of this kind, ``dict`` or ``list``."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(found, kind):

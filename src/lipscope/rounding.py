@@ -159,10 +159,8 @@ def _shown(value: float, rounding: str, digits: int, decimals: int | None) -> st
         return f"{near.copy_abs() if near == 0 else near:f}"
     power = near.adjusted()
     if _SMALLEST_PLAIN <= power < digits:
-        plain = f"{near:f}"
-        return plain.rstrip("0").rstrip(".") if "." in plain else plain
-    factor = f"{near.scaleb(-power, _EXACT):f}".rstrip("0").rstrip(".")
-    return f"{factor}e{power:+03d}"
+        return f"{near.normalize(_EXACT):f}"
+    return f"{near.scaleb(-power, _EXACT).normalize(_EXACT):f}e{power:+03d}"
 
 
 # What moves the cursor, hides text or turns the direction of writing, and halves of characters.

@@ -10,26 +10,25 @@ rowsum(P∘gP)_i = ⟨g_i, o_i⟩ and dP V = T V − rowsum(T)·O, so that each 
 
 Grouped queries are never expanded: G query heads that share a key head are stacked as G·n rows of one larger product.
 
-Linearisations detach the weights and share what they can between products. ``bilinear`` and ``scores_and_weights`` are plain
-torch expressions of tokens and weights instead, which keep their graph:
-
-    φ(X, W) = ⟨u, J(X; W) v⟩,   J v = W_O( T V + P dV − rowsum(T)·O )
+Linearisations detach the weights and share what they can between products. ``scores_and_weights`` and ``Attention.bilinear``
+are plain torch expressions of tokens and weights instead, which keep their graph.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.masks import Mask
 from lipscope.attention.scores import ScoreRule, softcap_size
+from lipscope.attention.validation import rows_of
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import Attention
+    from lipscope.attention.tiled import AnyLinearisation
 
 Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
@@ -37,44 +36,6 @@ Triple: TypeAlias = tuple[Tensor, Tensor, Tensor]
 # of what does matter, so that the error of P_ij, at most eps·P_ij·|B_ij|, vanishes with P_ij: a term of −1e9 hides its
 # entry, and leaves the others their digits.
 NEGLIGIBLE = 1e-9
-
-
-class Core(Protocol):
-    """The n×n part at one point: outputs and the two products of its Jacobian.
-
-    ``Linearisation``, ``TiledLinearisation`` and ``SinkhornCore`` are cores.
-    """
-
-    @property
-    def o(self) -> Tensor:
-        """The outputs."""
-
-    @property
-    def score_size(self) -> float:
-        """Largest size of a score, for the rounding allowance."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type."""
-
-    @property
-    def scratch(self) -> int:
-        """Numbers that one input of the batch takes beside its tokens."""
-
-    def finite(self) -> dict[str, Tensor]:
-        """What must be finite for the products to make sense."""
-
-    def mass(self, heads: int) -> Tensor:
-        """√(largest row sum · largest column sum) ≥ ‖P‖₂ of every head, (B, H)."""
-
-    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """The perturbation dO of the outputs for those of queries, keys and values."""
-
-    def vjp(self, g: Tensor) -> Triple:
-        """The transpose: (gQ, gK, gV) for a cotangent g of the outputs."""
-
-    def select(self, items: Tensor) -> Core:
-        """Keep the listed batch items."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +95,7 @@ class Linearisation:
         return {"scores": self.P, "values": self.v, "queries": self.q, "keys": self.k}
 
     def mass(self, heads: int) -> Tensor:
-        """See ``Core``."""
+        """√(largest row sum · largest column sum) ≥ ‖P‖₂ of every head, (B, H)."""
         P = ungroup_queries(self.P, heads)
         return (P.sum(-1).amax(-1) * P.sum(-2).amax(-1)).sqrt()
 
@@ -157,11 +118,9 @@ class Linearisation:
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1).flatten(0, 1)[:, None] for t in (self.k, self.v))
         return Linearisation(q, k, v, P, W, o, self.score_size)
 
-    def select(self, items: Tensor) -> Linearisation:
+    def select(self, items: Tensor) -> Self:
         """Keep the listed batch items."""
-        P = self.P[items]
-        W = P if self.W is self.P else self.W[items]
-        return Linearisation(self.q[items], self.k[items], self.v[items], P, W, self.o[items], self.score_size)
+        return rows_of(self, items, "q", "k", "v", "P", "W", "o")
 
 
 def largest_product(a: Tensor, b: Tensor) -> float:
@@ -199,26 +158,22 @@ class Point:
         free = rotation is None and layer.softcap is None and layer.sinks is None
         counts = (layer.heads, layer.kv_heads, layer.kv_heads)
         weights = layer.qkv.split([layer.q.shape[0], layer.k.shape[0], layer.v.shape[0]])
-        constants = []
-        for W, bias, factor in zip(weights, (layer.q_bias, layer.k_bias, layer.v_bias), (layer.tau, 1.0, 1.0), strict=True):
-            constant = X.new_zeros(1, len(W)) if bias is None else factor * bias.detach()[None]
-            constants.append(constant if offset is None else constant + offset @ W.mT)
+        biases = (layer.q_bias, layer.k_bias, layer.v_bias)
         columns = layer.column_squares.split(counts)
         found, sizes = [], []
         for which, tokens in enumerate((X, away if free else X, away)):
-            z, constant = tokens @ weights[which].mT, constants[which]
-            size = torch.stack([(x.square() @ columns[which].mT).amax(0) for x in tokens]).sqrt()
+            W, bias, count = weights[which], biases[which], counts[which]
+            constant = X.new_zeros(1, len(W)) if bias is None else (layer.tau if which == 0 else 1.0) * bias.detach()[None]
+            constant = constant if offset is None else constant + offset @ W.mT
+            z, size = tokens @ W.mT, torch.stack([(x.square() @ columns[which].mT).amax(0) for x in tokens]).sqrt()
             if tokens is X:
-                z = z + constant
-                size = size + constant.reshape(1, counts[which], -1).norm(dim=-1)
-            z = z.reshape(*X.shape[:2], counts[which], -1).transpose(1, 2).contiguous()
+                z, size = z + constant, size + constant.reshape(1, count, -1).norm(dim=-1)
+            z = z.reshape(*X.shape[:2], count, -1).transpose(1, 2).contiguous()
             found.append(z if rotation is None or which == 2 else rotation.apply(z))
             sizes.append(torch.maximum(size, found[-1].norm(dim=-1).amax(-1)))
-        q, k, v = found
-        shift = None
-        if layer.sinks is not None:
-            shift = (origin @ weights[2].mT + constants[2]).reshape(len(X), layer.kv_heads, 1, -1)
-        return cls(q, k, v, shift, (sizes[0], sizes[1], sizes[2]))
+        # Of the values, which come last.
+        shift = None if layer.sinks is None else (origin @ W.mT + constant).reshape(len(X), layer.kv_heads, 1, -1)
+        return cls(found[0], found[1], found[2], shift, (sizes[0], sizes[1], sizes[2]))
 
     @property
     def score_size(self) -> float:
@@ -226,7 +181,7 @@ class Point:
         q, k, _ = self.sizes
         return float((q.reshape(*k.shape, -1).amax(-1) * k).max())
 
-    def parts(self, layer: Attention, core: Core) -> Tensor:
+    def parts(self, layer: Attention, core: AnyLinearisation) -> Tensor:
         """Norms of the mean part of J and of its parts by way of scores, each as if nothing in it cancelled, (B, H, 2)."""
         q, k, v = (t.double().repeat_interleave(layer.heads // t.shape[1], dim=1) for t in self.sizes)
         v = v + ungroup_queries(core.o, layer.heads).norm(dim=-1).amax(-1)
@@ -261,50 +216,9 @@ def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     return total.reshape(B, H, *total.shape[1:])
 
 
-def bilinear(layer: Attention, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The form ⟨u, J(X) v⟩ of every input, (B,), for u (B, n, d_out) and v (B, n, d)."""
-    with torch.enable_grad():
-        q, k, v = projections(layer, X)
-        dq, dk, dv = projections(layer, right, biases=False)
-        P, W = _score_rule(layer, X.shape[1], X.shape[0]).probabilities(q @ k.mT)
-        T = W * (dq @ k.mT + q @ dk.mT)
-        moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
-        joined = moved.transpose(1, 2).flatten(2)
-        outputs = joined if layer.out is None else joined @ layer.out.mT
-        return (outputs * left).flatten(1).sum(-1)
-
-
 def scores_and_weights(layer: Attention, X: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j."""
-    q, k, _ = projections(layer, X)
-    rule = _score_rule(layer, X.shape[1], X.shape[0])
-    raw = q @ k.mT
+    """Raw scores and probabilities (B, H, n, n) of tokens (B, n, d), and where query i sees key j; with their graph."""
+    q, k, _ = layer.project(X, graph=True)
+    rule = layer.score_rule(X.shape[1], X.shape[0], graph=True)
+    raw = q @ k.repeat_interleave(layer.heads // layer.kv_heads, dim=1).mT
     return raw, rule.probabilities(raw)[0], rule.allowed
-
-
-def projections(layer: Attention, X: Tensor, *, biases: bool = True) -> Triple:
-    """Scaled queries (B, H, n, dk), keys and values of tokens (B, n, d), one key head per query head."""
-
-    def project(weight: Tensor, bias: Tensor | None, heads: int, factor: float) -> Tensor:
-        z = X @ weight.mT
-        if biases and bias is not None:
-            z = z + bias
-        z = factor * z.reshape(*X.shape[:2], heads, -1).transpose(1, 2)
-        return z.repeat_interleave(layer.heads // heads, dim=1)
-
-    q = project(layer.q, layer.q_bias, layer.heads, layer.tau)
-    k = project(layer.k, layer.k_bias, layer.kv_heads, 1.0)
-    v = project(layer.v, layer.v_bias, layer.kv_heads, 1.0)
-    rotation = layer.rotation(X.shape[1], X.shape[0])
-    return (q, k, v) if rotation is None else (rotation.apply(q), rotation.apply(k), v)
-
-
-def _score_rule(layer: Attention, n: int, batch: int) -> ScoreRule:
-    """The rule of the scores with the layer's own sinks and additive bias, not copies without a graph."""
-    rule = layer.score_rule(n, batch)
-    additive = rule.additive
-    if layer.bias is not None:
-        masked = cast(Mask, layer.mask).additive(n)
-        additive = layer.bias if masked is None else layer.bias + masked.to(layer.bias)
-        additive = additive.to(dtype=layer.dtype, device=layer.device)
-    return replace(rule, additive=additive, sinks=layer.sinks)

@@ -29,9 +29,9 @@ class Feature:
     scale: float = 1.0  # c
 
     @classmethod
-    def at(cls, X: Tensor, weights: Tensor, heads: int, scale: float = 1.0) -> Self:
+    def at(cls, X: Tensor, weights: Tensor, heads: int, scale: float = 1.0, **more: float) -> Self:
         """The features of tokens (B, n, d)."""
-        return cls(weights, heads, _by_head(X @ weights.mT, heads), scale)
+        return cls(weights, heads, _by_head(X @ weights.mT, heads), scale, **more)
 
     @property
     def value(self) -> Tensor:
@@ -71,10 +71,6 @@ class Normalised(Feature):
     """Features c·z/√(|z|² + ε), head by head."""
 
     eps: float = 0.0  # ε
-
-    def scaled(self, scale: float, eps: float) -> Self:
-        """The same tokens with other c and ε."""
-        return replace(self, scale=scale, eps=eps)
 
     @property
     def size(self) -> Tensor:

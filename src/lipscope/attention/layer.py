@@ -10,14 +10,15 @@ With rotary embeddings q_i and k_j are rotated by R_i and R_j, so that s_ij = τ
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.core import Linearisation, Point, Triple, bilinear, group_queries, ungroup_queries
+from lipscope.attention.core import Linearisation, Point, Triple, group_queries, ungroup_queries
 from lipscope.attention.masks import Mask, MaskLike, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
 from lipscope.attention.operators import AttentionOperator, HeadOperator, LayerProjections, NormAttentionOperator
@@ -31,54 +32,12 @@ from lipscope.spectral.operator import Operator
 SCOPES = ("attention", "head", "norm+attention")
 
 
-class Layer(Protocol):
+class Layer(ABC):
     """An attention layer that can be measured: it answers for its own Jacobian. ``Attention`` and ``Variant`` do."""
-
-    @property
-    def width(self) -> int:
-        """Token dimension d."""
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-
-    @property
-    def mask(self) -> MaskLike:
-        """Who sees whom."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the weights."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-
-    def with_mask(self, mask: MaskLike) -> Self:
-        """The same layer under another mask."""
-
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
-        """The same layer in another dtype or on another device."""
-
-    def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
-        """The Jacobian at tokens X (B, n, d), in their dtype and on their device; one item per input, or per (input, head).
-
-        Scopes are ``"attention"`` (all heads and W_O), ``"head"`` (each head before W_O) and ``"norm+attention"``
-        (u ↦ attention(norm(u)), with X = u). A layer may refuse all but the first, and what does not fit it.
-        """
-
-    def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
-
-    def __call__(self, X: Tensor) -> Tensor:
-        """Apply the layer to tokens (n, d) or (B, n, d)."""
-
-
-class Weighted:
-    """What any layer says of its query weights: their width, dtype and device, and how to have it in another one."""
 
     q: Tensor
     heads: int
+    mask: MaskLike
 
     @property
     def width(self) -> int:
@@ -104,9 +63,29 @@ class Weighted:
         """The same layer in another dtype or on another device."""
         return moved(self, dtype, device)
 
+    @abstractmethod
+    def with_mask(self, mask: MaskLike) -> Self:
+        """The same layer under another mask."""
+
+    @abstractmethod
+    def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
+        """The Jacobian at tokens X (B, n, d), in their dtype and on their device; one item per input, or per (input, head).
+
+        Scopes are ``"attention"`` (all heads and W_O), ``"head"`` (each head before W_O) and ``"norm+attention"``
+        (u ↦ attention(norm(u)), with X = u). A layer may refuse all but the first, and what does not fit it.
+        """
+
+    @abstractmethod
+    def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
+
+    @abstractmethod
+    def __call__(self, X: Tensor) -> Tensor:
+        """Apply the layer to tokens (n, d) or (B, n, d)."""
+
 
 @dataclass(frozen=True, eq=False)
-class Attention(Weighted):
+class Attention(Layer):
     """An immutable description of one multi-head attention layer; calling it applies the layer.
 
     Weights are laid out as in ``nn.Linear`` (rows are outputs), heads are consecutive blocks of rows. Tensors are kept,
@@ -158,8 +137,6 @@ class Attention(Weighted):
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "mask", as_mask(self.mask))
-        if not isinstance(self.rotary, Rotary | None):
-            raise TypeError(f"rotary must be a lipscope.Rotary, got {type(self.rotary).__name__}")
         validate(self)
 
     @classmethod
@@ -176,7 +153,16 @@ class Attention(Weighted):
         Raises:
             ValueError: when the module is not plain self-attention, or has dropout switched on.
         """
-        return cls.from_fused(**torch_weights(module), mask=mask)
+        if not module._qkv_same_embed_dim:
+            raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("from_torch does not support add_bias_kv or add_zero_attn")
+        if module.training and module.dropout > 0:
+            raise ValueError(f"module is in training mode with dropout {module.dropout}: call .eval() first")
+        assert module.in_proj_weight is not None
+        tensors = (module.in_proj_weight, module.out_proj.weight, module.in_proj_bias, module.out_proj.bias)
+        qkv, out, qkv_bias, out_bias = (None if t is None else t.detach().clone() for t in tensors)
+        return cls.from_fused(qkv, out, heads=module.num_heads, qkv_bias=qkv_bias, out_bias=out_bias, mask=mask)
 
     @classmethod
     def from_fused(
@@ -206,10 +192,25 @@ class Attention(Weighted):
         Returns:
             The layer.
         """
-        return cls(
-            **split_fused(qkv, out, heads, kv_heads, qkv_bias, transposed), heads=heads, kv_heads=kv_heads,
-            out_bias=out_bias, **options,
-        )  # fmt: skip
+        if heads < 1:
+            raise ValueError(f"heads must be at least 1, got {heads}")
+        if transposed:
+            qkv, out = qkv.mT, None if out is None else out.mT
+        shared = kv_heads or heads
+        count = heads + 2 * shared
+        dh, rest = divmod(qkv.shape[0], count)
+        if rest:
+            raise ValueError(
+                f"qkv has {qkv.shape[0]} output rows, which {count} heads (queries, keys and values) do not divide"
+                + ("" if transposed else "; GPT-2's Conv1D weights need transposed=True")
+            )
+        if qkv_bias is not None and qkv_bias.shape != (qkv.shape[0],):
+            raise ValueError(f"qkv_bias has shape {tuple(qkv_bias.shape)}, but qkv has {qkv.shape[0]} output rows")
+        sizes = [heads * dh, shared * dh, shared * dh]
+        q_bias, k_bias, v_bias = (None, None, None) if qkv_bias is None else qkv_bias.split(sizes)
+        biases: dict[str, Any] = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "out_bias": out_bias}
+        q, k, v = qkv.split(sizes)
+        return cls(q, k, v, out, heads, kv_heads, **biases, **options)
 
     @property
     def value_width(self) -> int:
@@ -226,7 +227,7 @@ class Attention(Weighted):
         """The scale τ of the scores."""
         return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
 
-    def with_mask(self, mask: MaskLike) -> Attention:
+    def with_mask(self, mask: MaskLike) -> Self:
         """The same layer under another mask."""
         return derived(self, mask=as_mask(mask))
 
@@ -285,20 +286,26 @@ class Attention(Weighted):
         """The rotations of n tokens, or None without rotary embeddings."""
         return None if self.rotary is None else self.rotary.rotation(n, batch)
 
-    def project(self, X: Tensor) -> Triple:
-        """Scaled queries, keys and values of tokens (B, n, d), biases included, queries and keys rotated."""
+    def project(self, X: Tensor, *, biases: bool = True, graph: bool = False) -> Triple:
+        """Scaled queries, keys and values of tokens (B, n, d), two of them rotated; ``graph`` keeps that of weights."""
 
         def shifted(target: Tensor, vector: Tensor | None, factor: float) -> Tensor:
+            if vector is None or not biases:
+                return target
             # Out of place: for one token the heads are views of one tensor, which autograd does not let us change.
-            return target if vector is None else target + factor * vector.detach().reshape(target.shape[1], 1, -1)
+            return target + factor * (vector if graph else vector.detach()).reshape(target.shape[1], 1, -1)
 
-        q, k, v = self.split_heads(X @ self.qkv.mT)
+        weights = torch.cat([self.tau * self.q, self.k, self.v]) if graph else self.qkv
+        q, k, v = self.split_heads(X @ weights.mT)
         q, k, v = shifted(q, self.q_bias, self.tau), shifted(k, self.k_bias, 1.0), shifted(v, self.v_bias, 1.0)
         rotation = self.rotation(X.shape[1], X.shape[0])
         return (q, k, v) if rotation is None else (rotation.apply(q), rotation.apply(k), v)
 
-    def score_rule(self, n: int, batch: int, *, tiled: bool = False) -> ScoreRule:
-        """Mask, bias, soft-cap and sinks for sequences of n tokens; ``tiled`` leaves the mask a rule, not a matrix."""
+    def score_rule(self, n: int, batch: int, *, tiled: bool = False, graph: bool = False) -> ScoreRule:
+        """Mask, bias, soft-cap and sinks for sequences of n tokens; ``tiled`` leaves the mask a rule, not a matrix.
+
+        Bias and sinks keep their ``graph``, or are detached.
+        """
         mask = cast(Mask, self.mask)
         first, additive = slice(0, 1), mask.additive(n)
         for tensor in (mask.sees(first, first, n), additive):
@@ -307,18 +314,20 @@ class Attention(Weighted):
                     f"mask {mask} is for {tensor.shape[0]} inputs and {tensor.shape[1]} heads, "
                     f"but there are {batch} inputs and {self.heads} heads"
                 )
-        if self.bias is not None:
-            if self.bias.shape[-1] != n:
-                raise ValueError(f"bias is for n = {self.bias.shape[-1]} tokens but the input has n = {n}")
-            if self.bias.ndim == 4 and self.bias.shape[0] not in (1, batch):
-                raise ValueError(f"bias is for {self.bias.shape[0]} inputs, but there are {batch}")
-            bias = self.bias.detach()
-            additive = bias if additive is None else bias + additive.to(bias)
+        bias, sinks = (t if t is None or graph else t.detach() for t in (self.bias, self.sinks))
+        if bias is not None:
+            if bias.shape[-1] != n:
+                raise ValueError(f"bias is for n = {bias.shape[-1]} tokens but the input has n = {n}")
+            if bias.ndim == 4 and bias.shape[0] not in (1, batch):
+                raise ValueError(f"bias is for {bias.shape[0]} inputs, but there are {batch}")
+            additive = bias if additive is None else bias + additive.detach().to(bias)
+        elif additive is not None:
+            additive = additive.detach()
         return ScoreRule(
             softcap=self.softcap,
-            additive=None if additive is None else additive.detach().to(dtype=self.dtype, device=self.device),
+            additive=None if additive is None else additive.to(dtype=self.dtype, device=self.device),
             allowed=None if tiled or (allowed := mask.allowed(n)) is None else allowed.to(self.device),
-            sinks=None if self.sinks is None else self.sinks.detach(),
+            sinks=sinks,
             mask=mask if tiled else None,
         )
 
@@ -378,8 +387,16 @@ class Attention(Weighted):
         raise ValueError(f"unknown scope {scope!r} for an Attention layer; scopes are: {', '.join(SCOPES)}")
 
     def bilinear(self, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The form ⟨u, J(X) v⟩, (B,), for u (B, n, d_out) and v (B, n, d), differentiable in X and in the weights."""
-        return bilinear(self, X, left, right)
+        """The form ⟨u, W_O(T V + P dV − rowsum(T)·O)⟩, (B,), for u (B, n, d_out) and v (B, n, d); see ``attention.core``."""
+        with torch.enable_grad():
+            (q, *fixed), (dq, *moving) = self.project(X, graph=True), self.project(right, biases=False, graph=True)
+            k, v, dk, dv = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (*fixed, *moving))
+            P, W = self.score_rule(X.shape[1], X.shape[0], graph=True).probabilities(q @ k.mT)
+            T = W * (dq @ k.mT + q @ dk.mT)
+            moved = T @ v + P @ dv - T.sum(-1, keepdim=True) * (P @ v)
+            joined = moved.transpose(1, 2).flatten(2)
+            outputs = joined if self.out is None else joined @ self.out.mT
+            return (outputs * left).flatten(1).sum(-1)
 
     def __repr__(self) -> str:
         shared = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
@@ -388,50 +405,3 @@ class Attention(Weighted):
             f"Attention(d={self.width}, heads={self.heads}{shared}, dk={self.head_width}, dv={self.value_width}, "
             f"mask={self.mask}, {str(self.dtype).removeprefix('torch.')}{extras})"
         )
-
-
-def torch_weights(module: nn.MultiheadAttention) -> dict[str, Any]:
-    """The weights of an ``nn.MultiheadAttention``, copied, for ``from_fused``; refuses all but plain self-attention."""
-    if not isinstance(module, nn.MultiheadAttention):
-        raise TypeError(f"from_torch takes an nn.MultiheadAttention, got {type(module).__name__}")
-    if not module._qkv_same_embed_dim:
-        raise ValueError("from_torch needs self-attention: kdim and vdim must equal embed_dim")
-    if module.bias_k is not None or module.add_zero_attn:
-        raise ValueError("from_torch does not support add_bias_kv or add_zero_attn")
-    if module.training and module.dropout > 0:
-        raise ValueError(f"module is in training mode with dropout {module.dropout}: call .eval() first")
-    assert module.in_proj_weight is not None
-    return {
-        "qkv": _copy(module.in_proj_weight),
-        "out": _copy(module.out_proj.weight),
-        "heads": module.num_heads,
-        "qkv_bias": None if module.in_proj_bias is None else _copy(module.in_proj_bias),
-        "out_bias": None if module.out_proj.bias is None else _copy(module.out_proj.bias),
-    }
-
-
-def split_fused(
-    qkv: Tensor, out: Tensor | None, heads: int, kv_heads: int, qkv_bias: Tensor | None, transposed: bool
-) -> dict[str, Any]:
-    """Queries, keys and values out of one stacked matrix; see ``Attention.from_fused``."""
-    if heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}")
-    if transposed:
-        qkv, out = qkv.mT, None if out is None else out.mT
-    parts = heads + 2 * (kv_heads or heads)
-    if qkv.shape[0] % parts:
-        raise ValueError(
-            f"qkv has {qkv.shape[0]} output rows, which {parts} heads (queries, keys and values) do not divide"
-            + ("" if transposed else "; GPT-2's Conv1D weights need transposed=True")
-        )
-    dh = qkv.shape[0] // parts
-    sizes = [heads * dh, (kv_heads or heads) * dh, (kv_heads or heads) * dh]
-    q, k, v = qkv.split(sizes)
-    if qkv_bias is not None and qkv_bias.shape != (qkv.shape[0],):
-        raise ValueError(f"qkv_bias has shape {tuple(qkv_bias.shape)}, but qkv has {qkv.shape[0]} output rows")
-    biases = (None, None, None) if qkv_bias is None else qkv_bias.split(sizes)
-    return {"q": q, "k": k, "v": v, "out": out, "q_bias": biases[0], "k_bias": biases[1], "v_bias": biases[2]}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()

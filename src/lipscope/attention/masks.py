@@ -22,6 +22,11 @@ class Mask:
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
         """Boolean (·, ·, rows, columns), True where query i sees key j of n tokens; None when everything is visible."""
+        seen = self._sees(torch.arange(rows.start, rows.stop)[:, None], torch.arange(columns.start, columns.stop), n)
+        return None if seen is None else seen[None, None]
+
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> Tensor | None:
+        """Whether queries i (rows, 1) see keys j (columns,), where that is the same for all inputs and heads."""
         raise NotImplementedError
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
@@ -53,22 +58,12 @@ class Mask:
         return Both(self, as_mask(other))
 
 
-def _indices(part: slice) -> Tensor:
-    return torch.arange(part.start, part.stop)
-
-
-def _distance(rows: slice, columns: slice) -> Tensor:
-    """Query index minus key index."""
-    return _indices(rows)[:, None] - _indices(columns)[None, :]
-
-
 @dataclass(frozen=True)
 class Full(Mask):
     """Everything is visible."""
 
-    def sees(self, rows: slice, columns: slice, n: int) -> None:
-        """No restriction."""
-        return
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> None:
+        return None
 
     def __str__(self) -> str:
         return "full"
@@ -78,9 +73,8 @@ class Full(Mask):
 class Causal(Mask):
     """Token i sees tokens j ≤ i."""
 
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """Lower triangle."""
-        return (_distance(rows, columns) >= 0)[None, None]
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> Tensor:
+        return i >= j
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
         """Nothing after the last query."""
@@ -101,11 +95,9 @@ class Window(Mask):
         if self.width < 1:
             raise ValueError(f"window width must be at least 1, got {self.width}")
 
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """A band of the given width."""
-        distance = _distance(rows, columns)
-        near = distance.abs() < self.width
-        return (near & (distance >= 0) if self.causal else near)[None, None]
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> Tensor:
+        near = (i - j).abs() < self.width
+        return near & (i >= j) if self.causal else near
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
         """Only keys near the queries."""
@@ -125,11 +117,10 @@ class PrefixLM(Mask):
         if self.prefix < 0:
             raise ValueError(f"prefix length must not be negative, got {self.prefix}")
 
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """Lower triangle plus the prefix columns."""
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> Tensor:
         if self.prefix > n:
             raise ValueError(f"mask prefix:{self.prefix} is longer than the sequence, n = {n}")
-        return ((_distance(rows, columns) >= 0) | (_indices(columns) < self.prefix))[None, None]
+        return (i >= j) | (j < self.prefix)
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
         """The prefix, and nothing after the last query."""
@@ -159,10 +150,8 @@ class Padding(Mask):
         """True between two real tokens."""
         if max(self.pads) >= n:
             raise ValueError(f"pads holds {max(self.pads)} padding tokens but the sequence has n = {n}")
-        pads = torch.tensor(self.pads)[:, None]
-        query, key = (
-            (i >= pads) if self.side == "left" else (i < n - pads) for i in (_indices(rows)[None], _indices(columns)[None])
-        )
+        pads, parts = torch.tensor(self.pads)[:, None], (torch.arange(part.start, part.stop) for part in (rows, columns))
+        query, key = (i >= pads if self.side == "left" else i < n - pads for i in parts)
         return (query[:, :, None] & key[:, None, :])[:, None]
 
     def for_input(self, index: int) -> Mask:
@@ -187,11 +176,10 @@ class Packed(Mask):
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"document lengths must be positive, got {self.lengths}")
 
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """Block diagonal, causal inside each block unless told otherwise."""
+    def _sees(self, i: Tensor, j: Tensor, n: int) -> Tensor:
         document = self._documents(n)
-        same = document[rows, None] == document[None, columns]
-        return (same & (_distance(rows, columns) >= 0) if self.causal else same)[None, None]
+        same = document[i] == document[j]
+        return same & (i >= j) if self.causal else same
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
         """The documents of the queries."""
@@ -437,11 +425,8 @@ def same_mask(first: Mask, second: Mask, n: int) -> bool:
     everything, height = slice(0, n), 512
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
-        a, b = first.sees(rows, everything, n), second.sees(rows, everything, n)
-        if a is None or b is None:
-            other = b if a is None else a
-            if other is not None and not bool(other.all()):
-                return False
-        elif not bool((a.to(b.device) == b).all()):
+        seen = (mask.sees(rows, everything, n) for mask in (first, second))
+        a, b = (torch.ones((), dtype=torch.bool) if tile is None else tile.cpu() for tile in seen)
+        if not bool((a == b).all()):
             return False
     return True

@@ -129,8 +129,31 @@ class _Normalisation:
         return NormLinearisation(self.weight.detach().to(x), about / s, s, self.centred)
 
     def image_radius(self) -> float:
-        """Largest norm of an output over all inputs; see ``image_radius``."""
-        return image_radius(self.weight, self.bias, centred=self.centred)
+        """Largest norm R = max ‖g∘z + β‖ of an output, over ‖z‖ ≤ √d (and Σz = 0 when centred): at most √d‖g‖_∞ + ‖β‖.
+
+        A convex quadratic over a ball: by duality R² = min over λ > λ_max(H) of λd + bᵀ(λ − H)⁻¹b + ‖β‖², H = C G² C,
+        b = C Gβ. Every λ gives a valid upper bound, so the one-dimensional search need not be exact.
+        """
+        g = self.weight.detach().double()
+        d = g.numel()
+        beta = torch.zeros_like(g) if self.bias is None else self.bias.detach().double()
+        simple = math.sqrt(d) * float(g.abs().max()) + float(torch.linalg.vector_norm(beta))
+        if not self.centred and self.bias is None:
+            return simple
+        H, b = torch.diag(g.square()), g * beta
+        if self.centred:
+            H = H - H.mean(0, keepdim=True)
+            H = H - H.mean(1, keepdim=True)
+            b = b - b.mean()
+        values, vectors = torch.linalg.eigh(H)
+        inner = (vectors.mT @ b).square()
+        top = float(values[-1]) * (1 + 1e-12)
+        if top <= 0:
+            return float(torch.linalg.vector_norm(beta))
+        levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64))
+        # A few levels at a time: all of them would take 2,201·d numbers.
+        best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
+        return min(simple, math.sqrt(best + float(beta.square().sum())))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,34 +200,6 @@ class RMSNorm(_Normalisation):
     eps: float = 1e-6
     bias: ClassVar[None] = None  # type: ignore[misc]
     centred: ClassVar[bool] = False
-
-
-def image_radius(weight: Tensor, bias: Tensor | None, *, centred: bool) -> float:
-    """The radius R = max ‖g∘z + β‖ over ‖z‖ ≤ √d (and Σz = 0 when centred): at most √d‖g‖_∞ + ‖β‖.
-
-    A convex quadratic over a ball: by duality R² = min over λ > λ_max(H) of λd + bᵀ(λ − H)⁻¹b + ‖β‖², H = C G² C,
-    b = C Gβ. Every λ gives a valid upper bound, so the one-dimensional search need not be exact.
-    """
-    g = weight.detach().double()
-    d = g.numel()
-    beta = torch.zeros_like(g) if bias is None else bias.detach().double()
-    simple = math.sqrt(d) * float(g.abs().max()) + float(torch.linalg.vector_norm(beta))
-    if not centred and bias is None:
-        return simple
-    H, b = torch.diag(g.square()), g * beta
-    if centred:
-        H = H - H.mean(0, keepdim=True)
-        H = H - H.mean(1, keepdim=True)
-        b = b - b.mean()
-    values, vectors = torch.linalg.eigh(H)
-    inner = (vectors.mT @ b).square()
-    top = float(values[-1]) * (1 + 1e-12)
-    if top <= 0:
-        return float(torch.linalg.vector_norm(beta))
-    levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64))
-    # A few levels at a time: all of them would take 2,201·d numbers.
-    best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
-    return min(simple, math.sqrt(best + float(beta.square().sum())))
 
 
 Normalisation = LayerNorm | RMSNorm

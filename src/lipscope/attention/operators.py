@@ -22,39 +22,28 @@ R_jᵀq_i and B_iR_i take the places of q_i and B_i. Blocks never need more than
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Core, Linearisation, Triple, group_queries, typical_norm, ungroup_queries
+from lipscope.attention.core import Linearisation, Triple, group_queries, typical_norm, ungroup_queries
 from lipscope.attention.norms import Normalisation, NormLinearisation
 from lipscope.attention.rotary import Rotation
-from lipscope.spectral.operator import Operator
+from lipscope.attention.tiled import AnyLinearisation
+from lipscope.attention.validation import rows_of
+from lipscope.spectral.operator import DerivedOperator, Operator
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import Attention
-    from lipscope.attention.variants import Variant
-
-
-class Projections(Protocol):
-    """The derivative of queries, keys and values in the tokens, at one point."""
-
-    def jvp(self, U: Tensor) -> Triple:
-        """Scaled queries (B, Hkv, G·n, dk), keys and values for perturbations (B, n, d) of the tokens."""
-
-    def vjp(self, cotangents: Triple) -> Tensor:
-        """The transpose: (B, n, d)."""
-
-    def select(self, items: Tensor) -> Self:
-        """Keep the listed batch items."""
+    from lipscope.attention.variants import Variant, VariantProjections
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _CoreOperator(Operator):
     """What the operators below have in common: the attention core at one point."""
 
-    core: Core  # the n×n part
+    core: AnyLinearisation  # the n×n part
     width: int  # token dimension d, for the rounding allowance
     batch: int
     input_shape: tuple[int, ...]
@@ -85,13 +74,24 @@ class _CoreOperator(Operator):
         weights = self.parts.new_tensor([2 + self.core.score_size, 2.0])
         return torch.finfo(self.core.dtype).eps * (self.parts @ weights)
 
+    def to_dense(self) -> Tensor:
+        """The matrices, each from products with blocks of basis vectors: the item is repeated once per vector."""
+        M, N = self.shape
+        block = max(1, _DENSE_BLOCK // (M + N + self.core.scratch))
+        parts = torch.eye(N, dtype=self.dtype, device=self.device).split(block)
+
+        def columns(item: int, part: Tensor) -> Tensor:
+            return self.select(torch.full((part.shape[0],), item, device=self.device)).matvec(part)
+
+        return torch.stack([torch.cat([columns(item, part) for part in parts]).mT for item in range(self.batch)])
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionOperator(_CoreOperator):
     """Input Jacobian of a whole layer (all heads and W_O, no residual) at tokens of shape (B, n, d)."""
 
     layer: Attention | Variant
-    projections: Projections
+    projections: LayerProjections | VariantProjections
 
     @classmethod
     def at(
@@ -135,13 +135,8 @@ class AttentionOperator(_CoreOperator):
 
     def select(self, items: Tensor) -> AttentionOperator:
         """Keep the listed inputs."""
-        parts = None if self.parts is None else self.parts[items]
         core, projections = self.core.select(items), self.projections.select(items)
-        return replace(self, core=core, projections=projections, parts=parts, batch=int(items.numel()))
-
-    def to_dense(self) -> Tensor:
-        """The Jacobians ``(B, n·d_out, n·d)``, one batched product per input."""
-        return dense_by_repetition(self)
+        return rows_of(self, items, "parts", core=core, projections=projections, batch=int(items.numel()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +147,7 @@ class LayerProjections:
     rotation: Rotation | None
 
     def jvp(self, U: Tensor) -> Triple:
-        """See ``Projections``."""
+        """Scaled queries (B, Hkv, G·n, dk), keys and values for perturbations (B, n, d) of the tokens."""
         layer = self.layer
         projected = U.reshape(-1, layer.width) @ layer.qkv.mT
         dq, dk, dv = layer.split_heads(projected.reshape(*U.shape[:2], -1))
@@ -161,7 +156,7 @@ class LayerProjections:
         return group_queries(dq, layer.kv_heads), dk, dv
 
     def vjp(self, cotangents: Triple) -> Tensor:
-        """See ``Projections``."""
+        """The transpose: (B, n, d)."""
         B, n = cotangents[1].shape[0], cotangents[1].shape[2]
         parts = [t.reshape(B, -1, n, t.shape[-1]) for t in cotangents]
         if self.rotation is not None:
@@ -174,7 +169,7 @@ class LayerProjections:
         return (merged.flatten(0, 1) @ weights).reshape(B, n, -1)
 
     def select(self, items: Tensor) -> LayerProjections:
-        """See ``Projections``."""
+        """Keep the listed batch items."""
         return self if self.rotation is None else replace(self, rotation=self.rotation.select(items))
 
 
@@ -239,33 +234,23 @@ class HeadOperator(_CoreOperator):
 
     def select(self, items: Tensor) -> HeadOperator:
         """Keep the listed (input, head) pairs."""
-        return replace(
-            self,
-            core=self.core.select(items),
-            weights=self.weights[items],
-            head_of_item=self.head_of_item[items],
-            rotation=None if self.rotation is None else self.rotation.select(items),
-            batch=int(items.numel()),
-            parts=None if self.parts is None else self.parts[items],
-        )
+        core, rotation = self.core.select(items), None if self.rotation is None else self.rotation.select(items)
+        changes = {"core": core, "rotation": rotation, "batch": int(items.numel())}
+        return rows_of(self, items, "weights", "head_of_item", "parts", **changes)
 
     def lift_right(self, right: Tensor) -> Tensor:
         """Directions in token space (items, n, d)."""
         return torch.bmm(right.reshape(self.batch, *self.input_shape), self.basis[self.head_of_item].mT)
 
-    def to_dense(self) -> Tensor:
-        """The Jacobians in reduced coordinates."""
-        return dense_by_repetition(self)
 
-
-class NormAttentionOperator(Operator):
+class NormAttentionOperator(DerivedOperator):
     """Input Jacobian of a pre-norm attention layer, without residual: that of attention behind that of the normalisation."""
 
+    base: AttentionOperator
+
     def __init__(self, attention: AttentionOperator, norm: NormLinearisation) -> None:
-        self.attention, self.norm = attention, norm
-        self.batch = attention.batch
-        self.input_shape, self.output_shape = attention.input_shape, attention.output_shape
-        self.dtype, self.device = attention.dtype, attention.device
+        super().__init__(attention)
+        self.norm = norm
 
     @classmethod
     def at(cls, layer: Attention, norm: Normalisation, X: Tensor) -> NormAttentionOperator:
@@ -277,27 +262,27 @@ class NormAttentionOperator(Operator):
     @property
     def rounding_error(self) -> float:
         """See ``AttentionOperator.rounding_error``; the normalisation is one more product."""
-        return 2 * self.attention.rounding_error
+        return 2 * self.base.rounding_error
 
     @property
     def rounding_floor(self) -> Tensor | float:
         """See ``AttentionOperator.rounding_floor``; what the normalisation takes out of a token cancels in its product."""
-        parts = self.attention.parts
+        parts = self.base.parts
         assert parts is not None
         gain = (self.norm.g.abs().max() / self.norm.s.amin((1, 2))).double()
-        return gain * (2 * self.attention.rounding_floor + 8 * torch.finfo(self.dtype).eps * parts.sum(-1))
+        return gain * (2 * self.base.rounding_floor + 8 * torch.finfo(self.dtype).eps * parts.sum(-1))
 
     def matvec(self, u: Tensor) -> Tensor:
         """The product J·u for u of shape (B, n·d)."""
-        return self.attention.matvec(self.norm.jvp(u.reshape(self.batch, *self.input_shape)).flatten(1))
+        return self.base.matvec(self.norm.jvp(u.reshape(self.batch, *self.input_shape)).flatten(1))
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """The product Jᵀ·g for g of shape (B, n·d_out)."""
-        return self.norm.vjp(self.attention.rmatvec(g).reshape(self.batch, *self.input_shape)).flatten(1)
+        return self.norm.vjp(self.base.rmatvec(g).reshape(self.batch, *self.input_shape)).flatten(1)
 
     def select(self, items: Tensor) -> NormAttentionOperator:
         """Keep the listed inputs."""
-        return NormAttentionOperator(self.attention.select(items), self.norm.select(items))
+        return NormAttentionOperator(self.base.select(items), self.norm.select(items))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -374,28 +359,14 @@ class BlockOperator(_CoreOperator):
 
     def select(self, items: Tensor) -> BlockOperator:
         """Keep the listed blocks."""
-        B = None if self.B is None else self.B[items]
-        q, P, difference = self.q[items], self.P[items], self.difference[items]
-        return replace(self, q=q, P=P, difference=difference, B=B, batch=int(items.numel()))
-
-
-def dense_by_repetition(operator: AttentionOperator | HeadOperator) -> Tensor:
-    """The Jacobian of every item, each from products with blocks of basis vectors: the item is repeated once per vector."""
-    M, N = operator.shape
-    block = max(1, _DENSE_BLOCK // (M + N + operator.core.scratch))
-    parts = torch.eye(N, dtype=operator.dtype, device=operator.device).split(block)
-
-    def columns(item: int, part: Tensor) -> Tensor:
-        return operator.select(torch.full((part.shape[0],), item, device=operator.device)).matvec(part)
-
-    return torch.stack([torch.cat([columns(item, part) for part in parts]).mT for item in range(operator.batch)])
+        return rows_of(self, items, "q", "P", "difference", "B", batch=int(items.numel()))
 
 
 # Entries of scratch memory that one block of columns may take when a Jacobian is formed.
 _DENSE_BLOCK = 1 << 22
 
 
-def check_finite(core: Core) -> None:
+def check_finite(core: AnyLinearisation) -> None:
     """Refuse a linearisation that overflowed."""
     for name, tensor in core.finite().items():
         if not bool(torch.isfinite(tensor).all()):

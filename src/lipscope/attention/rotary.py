@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.validation import derived, moved
+from lipscope.attention.validation import derived, moved, refuse_infinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +46,13 @@ class Rotary:
     def __post_init__(self) -> None:
         for name in ("cos", "sin"):
             table = getattr(self, name)
-            if not isinstance(table, Tensor) or not table.is_floating_point():
+            if not table.is_floating_point():
                 raise TypeError(f"rotary {name} must be a floating-point tensor, got {table!r:.80}")
             if table.ndim not in (2, 3) or 0 in table.shape:
                 raise ValueError(f"rotary {name} must be (n_max, r) or (B, n, r), got shape {tuple(table.shape)}")
             if table.shape[-1] % 2:
                 raise ValueError(f"rotary {name} rotates pairs of coordinates: r must be even, got r = {table.shape[-1]}")
-            if not bool(torch.isfinite(table).all()):
-                raise ValueError(f"rotary {name} holds NaN or infinite values")
+            refuse_infinite(f"rotary {name}", table)
         if (self.cos.shape, self.cos.dtype, self.cos.device) != (self.sin.shape, self.sin.dtype, self.sin.device):
             raise ValueError(
                 f"rotary cos and sin must agree: cos is {tuple(self.cos.shape)} {self.cos.dtype} on {self.cos.device}, "

@@ -8,11 +8,15 @@ A row in which nothing is visible has P = 0, hence output 0 and derivative 0, ne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.masks import Mask
+
+# Rows and columns of the scores, and the number of tokens that there are.
+Part: TypeAlias = tuple[slice, slice, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,24 +43,20 @@ class ScoreRule:
         """A range of keys outside which the queries ``rows`` see nothing."""
         return (0, n) if self.mask is None else self.mask.span(rows, n)
 
-    def probabilities(
-        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def probabilities(self, raw: Tensor, part: Part | None = None) -> tuple[Tensor, Tensor]:
         """The matrices P and W with dP = W∘dS − P·rowsum(W∘dS), for raw scores S of shape (B, H, n, n).
 
-        W is P itself, times the slope of the soft-cap where there is one. For a strip of the scores of n tokens, ``rows``
-        and ``columns`` say which entries these are; the columns must hold all that the rows see.
+        W is P itself, times the slope of the soft-cap where there is one. A ``part`` of the scores must hold all columns
+        that its rows see.
         """
-        scores, slope = self.scores(raw, rows, columns, n)
+        scores, slope = self.scores(raw, part)
         P = safe_softmax(scores, self.sinks)
         return P, P if slope is None else P * slope
 
-    def sink_share(
-        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
-    ) -> Tensor:
+    def sink_share(self, raw: Tensor, part: Part | None = None) -> Tensor:
         """What the sink takes of every row, (B, H, n, 1): 1 − Σ_j P_ij without its cancellation; arguments as above."""
         assert self.sinks is not None
-        total = torch.logsumexp(self.scores(raw, rows, columns, n)[0], -1, keepdim=True)
+        total = torch.logsumexp(self.scores(raw, part)[0], -1, keepdim=True)
         return torch.sigmoid(self.sinks[:, None, None].to(total) - total)
 
     def sink_size(self, scores: float) -> float:
@@ -66,12 +66,10 @@ class ScoreRule:
         sizes = self.sinks.detach().abs().double()
         return float(torch.where(sizes <= scores + 750, sizes, 0.0).max())
 
-    def scores(
-        self, raw: Tensor, rows: slice | None = None, columns: slice | None = None, n: int | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def scores(self, raw: Tensor, part: Part | None = None) -> tuple[Tensor, Tensor | None]:
         """Scores with soft-cap and additive term, −inf where nothing is seen, and the slope of the soft-cap if any."""
         queries, keys = raw.shape[-2:]
-        rows, columns, n = rows or slice(0, queries), columns or slice(0, keys), n or keys
+        rows, columns, n = part or (slice(0, queries), slice(0, keys), keys)
         scores, slope = raw, None
         if self.softcap is not None:
             inner = raw / self.softcap

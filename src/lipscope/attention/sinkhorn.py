@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Core, Triple
-from lipscope.attention.masks import Full, Mask
-from lipscope.attention.variants import DotProductVariant
+from lipscope.attention.core import Linearisation, Triple, largest_product
+from lipscope.attention.validation import rows_of
 
 _STEPS = 60
 # Newton's method has no trouble with scores that differ by less.
@@ -30,80 +29,23 @@ _GENTLE = 16.0
 _SHIFT, _FLAT = 1e-14, 1e-11
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SinkhornAttention(DotProductVariant):
-    """Attention with doubly stochastic weights; no mask, since a triangular doubly stochastic matrix is the identity.
-
-    Example:
-        >>> import torch
-        >>> W = torch.eye(2, dtype=torch.float64)
-        >>> layer = SinkhornAttention(q=W, k=W, v=W)
-        >>> X = torch.randn(5, 2, dtype=torch.float64)
-        >>> bool(torch.allclose(layer(X).sum(0), X.sum(0)))       # columns add up to one: no token is lost
-        True
-    """
-
-    kind: ClassVar[str] = "sinkhorn"
-    masks: ClassVar[tuple[type[Mask], ...]] = (Full,)
-
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The outputs P ṽ. Two Newton steps from the solution carry the derivatives of P up to the third order."""
-        scores = q @ k.mT
-        g = potential(scores.detach())
-        # One step squares the error, so after two steps g(S + dS) is right up to terms of fourth order in dS.
-        for _ in range(2):
-            g = g + _newton_step(scores, g)
-        return torch.softmax(scores + g, dim=-1) @ v
-
-    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
-        """The core with the projection that makes up its derivative."""
-        return SinkhornCore.at(q, k, v)
-
-
 @dataclass(frozen=True, eq=False)
-class SinkhornCore:
-    """Doubly stochastic attention at one point; shapes as in ``Linearisation``, without grouped queries.
+class SinkhornCore(Linearisation):
+    """Doubly stochastic attention at one point, without grouped queries.
 
     ``inverse`` is that of I − PᵀP + 11ᵀ/n, (B, H, n, n), on the directions that are not flat.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    P: Tensor
-    o: Tensor
     inverse: Tensor
-    score_size: float
-
-    @classmethod
-    def at(cls, q: Tensor, k: Tensor, v: Tensor) -> SinkhornCore:
-        """Linearise at features (B, H, n, ·)."""
-        scores = q @ k.mT
-        # The smallest eigenvalue of I − PᵀP costs digits, so everything n×n is done in double precision.
-        P = torch.softmax(scores.double() + potential(scores.double()), dim=-1)
-        inverse, lost = _projection(P)
-        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) + lost / torch.finfo(q.dtype).eps
-        # Values about their mean: dP has vanishing rows, so nothing changes but a cancellation.
-        v = v - v.mean(-2, keepdim=True)
-        return cls(q, k, v, P.to(q), P.to(q) @ v, inverse.to(q), size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating type of the products."""
-        return self.P.dtype
 
     @property
     def scratch(self) -> int:
         """Numbers that one input of the batch takes beside its tokens."""
-        return 2 * self.P[0].numel()
+        return 2 * super().scratch
 
     def finite(self) -> dict[str, Tensor]:
         """What must be finite for the products to make sense."""
-        return {"weights": self.P, "values": self.v, "queries": self.q, "keys": self.k, "projection": self.inverse}
-
-    def mass(self, heads: int) -> Tensor:
-        """See ``Core``: rows and columns add up to 1."""
-        return self.P.new_ones(self.P.shape[:2])
+        return super().finite() | {"projection": self.inverse}
 
     def project(self, D: Tensor) -> Tensor:
         """P∘(D − f ⊕ g): what is left of D, so that rows and columns of the result vanish."""
@@ -122,10 +64,21 @@ class SinkhornCore:
         gS = self.project(g @ self.v.mT)
         return gS @ self.k, gS.mT @ self.q, self.P.mT @ g
 
-    def select(self, items: Tensor) -> SinkhornCore:
+    def select(self, items: Tensor) -> Self:
         """Keep the listed batch items."""
-        q, k, v, P, o, inverse = (t[items] for t in (self.q, self.k, self.v, self.P, self.o, self.inverse))
-        return SinkhornCore(q, k, v, P, o, inverse, self.score_size)
+        return rows_of(super().select(items), items, "inverse")
+
+
+def sinkhorn_core(q: Tensor, k: Tensor, v: Tensor) -> SinkhornCore:
+    """The core at features (B, H, n, ·)."""
+    scores = (q @ k.mT).double()
+    # The smallest eigenvalue of I − PᵀP costs digits, so everything n×n is done in double precision.
+    weights = torch.softmax(scores + potential(scores), dim=-1)
+    inverse, lost = _projection(weights)
+    size = largest_product(q, k) + lost / torch.finfo(q.dtype).eps
+    # Values about their mean: dP has vanishing rows, so nothing changes but a cancellation.
+    v, P = v - v.mean(-2, keepdim=True), weights.to(q)
+    return SinkhornCore(q, k, v, P, P, P @ v, size, inverse.to(q))
 
 
 def _projection(P: Tensor) -> tuple[Tensor, float]:
@@ -176,7 +129,7 @@ def _minimise(S: Tensor, g: Tensor) -> Tensor:
         if float(size.max()) < 1e-13 * S.shape[-1]:
             break
         # Φ may be almost flat: a shift in proportion to the gradient keeps steps finite and the convergence quadratic.
-        step = _newton_step(S, g, 1e-3 * size + _SHIFT)
+        step = newton_step(S, g, 1e-3 * size + _SHIFT)
         slope, length = (gradient * step).sum(-1, keepdim=True), torch.ones_like(value)
         for _ in range(30):
             worse = _objective(S, g + length * step) > value + 1e-4 * length * slope + 1e-13 * value.abs()
@@ -202,7 +155,7 @@ def _curvature(P: Tensor) -> Tensor:
     return torch.diag_embed(P.sum(-2)) - P.mT @ P + 1 / n
 
 
-def _newton_step(S: Tensor, g: Tensor, shift: Tensor | float = _SHIFT) -> Tensor:
+def newton_step(S: Tensor, g: Tensor, shift: Tensor | float = _SHIFT) -> Tensor:
     """The step −(H + shift)⁻¹∇Φ, (…, 1, n)."""
     P = torch.softmax(S + g, -1)
     gradient = P.sum(-2, keepdim=True) - 1

@@ -16,7 +16,7 @@ A ``Tiling`` is in force for a block of code (``using_tiling``), so that it reac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from torch import Tensor
 from lipscope.attention.core import NEGLIGIBLE, Linearisation, Triple, largest_product
 from lipscope.attention.scores import ScoreRule, softcap_size
 from lipscope.attention.tiles import Layout, Strip, Term, Tile, make_strips, mask_owners
+from lipscope.attention.validation import rows_of
 
 
 class Workspace:
@@ -199,24 +200,18 @@ class TiledLinearisation:
         return replace(
             self, queries=own(self.queries), keys=shared(self.keys), values=shared(self.values), outputs=own(self.outputs),
             peak=own(self.peak), scale=own(self.scale), layout=Layout(layout.items * layout.groups, 1, 1),
-            mask_owners=layout.owners_per_head(self.mask_owners), additive=additive, kept=self._kept_per_head(),
+            mask_owners=layout.owners_per_head(self.mask_owners), additive=additive,
+            kept=self._kept(lambda t: t.reshape(t.shape[0] * layout.groups, -1, t.shape[-1])),
         )  # fmt: skip
 
     def select(self, items: Tensor) -> TiledLinearisation:
         """Keep the listed inputs."""
         wide = self.layout.kv_heads
         index = (items[:, None] * wide + torch.arange(wide, device=items.device)).flatten()
-        additive = self.additive
-        if additive is not None:
-            additive = replace(additive, owners=additive.owners[index])
-        kept = self.kept
-        if kept is not None:
-            kept = tuple(tuple((e := E[index], e if W is E else W[index]) for E, W in row) for row in kept)
-        return replace(
-            self, queries=self.queries[index], keys=self.keys[index], values=self.values[index], outputs=self.outputs[index],
-            peak=self.peak[index], scale=self.scale[index], layout=replace(self.layout, inputs=int(items.numel())),
-            mask_owners=self.mask_owners[index], additive=additive, kept=kept,
-        )  # fmt: skip
+        additive = None if self.additive is None else rows_of(self.additive, index, "owners")
+        layout, kept = replace(self.layout, inputs=int(items.numel())), self._kept(lambda t: t[index])
+        names = ("queries", "keys", "values", "outputs", "peak", "scale", "mask_owners")
+        return rows_of(self, index, *names, layout=layout, additive=additive, kept=kept)
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The perturbation dO (B, Hkv, G·n, dv) for those of the scaled queries (B, Hkv, G·n, dk), keys and values."""
@@ -293,7 +288,7 @@ class TiledLinearisation:
         return replace(self, peak=peak.masked_fill(peak == float("-inf"), 0.0), scale=scale, outputs=outputs)
 
     def mass(self, heads: int) -> Tensor:
-        """See ``Core``; heads that share a key head are counted together."""
+        """See ``Linearisation``; heads that share a key head are counted together."""
         columns, rows = torch.zeros_like(self.keys[..., :1]), torch.zeros_like(self.scale)
         space = Workspace(self.queries)
         for items in self.item_parts():
@@ -331,14 +326,11 @@ class TiledLinearisation:
             for strip in self.strips
         )
 
-    def _kept_per_head(self) -> Kept | None:
+    def _kept(self, change: Callable[[Tensor], Tensor]) -> Kept | None:
+        """What is kept, changed; where W is E it stays one matrix."""
         if self.kept is None:
             return None
-
-        def apart(t: Tensor) -> Tensor:
-            return t.reshape(t.shape[0] * self.layout.groups, -1, t.shape[-1])
-
-        return tuple(tuple((e := apart(E), e if W is E else apart(W)) for E, W in row) for row in self.kept)
+        return tuple(tuple((e := change(E), e if W is E else change(W)) for E, W in row) for row in self.kept)
 
     def _tile(self, items: slice, s: int, t: int, space: Workspace) -> tuple[Tensor, Tensor]:
         """The matrices E and W of one tile, (items, G·rows, columns)."""

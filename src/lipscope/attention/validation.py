@@ -29,6 +29,13 @@ def derived(made: Made, **changes: Any) -> Made:
     return other
 
 
+def rows_of(made: Made, items: Tensor, *names: str, **changes: Any) -> Made:
+    """The same with the listed rows of the named tensors, and other changes; what is one tensor, or None, stays so."""
+    tensors = {name: getattr(made, name) for name in names}
+    rows = {id(tensor): tensor[items] for tensor in tensors.values() if tensor is not None}
+    return derived(made, **{name: rows.get(id(tensor)) for name, tensor in tensors.items()}, **changes)
+
+
 def moved(made: Made, dtype: torch.dtype | None, device: torch.device | None) -> Made:
     """The same with all tensors in another dtype or on another device; refuses numbers too large for the dtype."""
     changes = {}
@@ -116,34 +123,24 @@ def refuse_infinite(name: str, tensor: Tensor) -> None:
 
 def validate(layer: Attention) -> None:
     """Refuse an inconsistent layer, naming the argument and the two sizes that disagree."""
-    for name in ("q", "k", "v"):
-        if not isinstance(getattr(layer, name), Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(getattr(layer, name)).__name__}")
-    for name in ("heads", "kv_heads"):
-        if not isinstance(getattr(layer, name), int):
-            raise TypeError(f"{name} must be an integer, got {getattr(layer, name)!r}")
     for field in dataclasses.fields(layer):
-        if isinstance(value := getattr(layer, field.name), Tensor):
-            _validate_numbers(field.name, value, layer)
-    for problems in (_problems_of_projections, _problems_of_the_rest):
-        for wrong, message in problems(layer):
-            if wrong:
-                raise ValueError(message)
-    for name, shape in _vectors(layer).items():
-        vector = getattr(layer, name)
-        if vector is not None and vector.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(vector.shape)}, but {shape} is needed")
+        if isinstance(tensor := getattr(layer, field.name), Tensor):
+            if not tensor.is_floating_point():
+                raise ValueError(f"{field.name} must be floating point, got {tensor.dtype}")
+            refuse_elsewhere(field.name, tensor, layer)
+            refuse_infinite(field.name, tensor)
+    for wrong, message in _problems(layer):
+        if wrong:
+            raise ValueError(message)
 
 
-def _validate_numbers(name: str, tensor: Tensor, layer: Attention) -> None:
-    if not tensor.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+def refuse_elsewhere(name: str, tensor: Tensor, layer: Attention) -> None:
+    """Raise when a tensor has another dtype than the layer, or is on another device."""
     if (tensor.dtype, tensor.device) != (layer.dtype, layer.device):
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, but q is {layer.dtype} on {layer.device}")
-    refuse_infinite(name, tensor)
 
 
-def _problems_of_projections(layer: Attention) -> Iterator[tuple[bool, str]]:
+def _problems(layer: Attention) -> Iterator[tuple[bool, str]]:
     """Whether something is wrong, and what; each presupposes that the earlier ones are not."""
     matrices = {"q": layer.q, "k": layer.k, "v": layer.v}
     for name, matrix in matrices.items():
@@ -159,11 +156,7 @@ def _problems_of_projections(layer: Attention) -> Iterator[tuple[bool, str]]:
     keys = kv_heads * layer.head_width
     wanted = f"kv_heads × query width = {kv_heads} × {layer.head_width} = {keys}"
     yield layer.k.shape[0] != keys, f"k has {layer.k.shape[0]} rows, but {wanted}"
-
-
-def _problems_of_the_rest(layer: Attention) -> Iterator[tuple[bool, str]]:
-    """Likewise of W_O, the score bias, rotary tables and numbers."""
-    joined, heads = layer.heads * layer.value_width, layer.heads
+    joined = heads * layer.value_width
     if layer.out is not None:
         shape = tuple(layer.out.shape)
         yield len(shape) != 2 or shape[1] != joined, f"out has shape {shape}, but the heads joined have width {joined}"
@@ -174,22 +167,14 @@ def _problems_of_the_rest(layer: Attention) -> Iterator[tuple[bool, str]]:
         if len(shape) > 2:
             yield shape[-3] not in (1, heads), f"bias is for {shape[-3]} heads, but the layer has heads = {heads}"
     if layer.rotary is not None:
-        width, dtype, device = layer.rotary.width, layer.rotary.dtype, layer.rotary.cos.device
-        wide = width > layer.head_width
-        yield wide, f"rotary rotates {width} coordinates, but queries have width {layer.head_width}"
-        elsewhere = (dtype, device) != (layer.dtype, layer.device)
-        yield elsewhere, f"rotary is {dtype} on {device}, but q is {layer.dtype} on {layer.device}"
+        width = layer.rotary.width
+        yield width > layer.head_width, f"rotary rotates {width} coordinates, but queries have width {layer.head_width}"
+        refuse_elsewhere("rotary", layer.rotary.cos, layer)
     capped = layer.softcap is None or 0 < layer.softcap < math.inf
     yield not capped, f"softcap must be positive and finite (None for no cap), got {layer.softcap}"
     yield layer.scale is not None and not math.isfinite(layer.scale), f"scale must be finite, got {layer.scale}"
-
-
-def _vectors(layer: Attention) -> dict[str, tuple[int]]:
-    """The shapes of all vectors."""
-    return {
-        "q_bias": (layer.q.shape[0],),
-        "k_bias": (layer.k.shape[0],),
-        "v_bias": (layer.v.shape[0],),
-        "out_bias": (layer.output_width,),
-        "sinks": (layer.heads,),
-    }
+    lengths = {"q_bias": len(layer.q), "k_bias": len(layer.k), "v_bias": len(layer.v)}
+    for name, length in (lengths | {"out_bias": layer.output_width, "sinks": heads}).items():
+        vector = getattr(layer, name)
+        if vector is not None:
+            yield vector.shape != (length,), f"{name} has shape {tuple(vector.shape)}, but {(length,)} is needed"

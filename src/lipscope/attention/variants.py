@@ -1,4 +1,4 @@
-"""Attention with other scores or weights: L2, scaled cosine, QK-normalised and sigmoid (Sinkhorn: ``attention.sinkhorn``).
+"""Attention with other scores or weights: L2, scaled cosine, QK-normalised, sigmoid and Sinkhorn (``attention.sinkhorn``).
 
     P = weights(⟨q̃_i, k̃_j⟩)      o_i = Σ_j P_ij ṽ_j      out = concat_h(o^h) W_Oᵀ
 
@@ -11,26 +11,33 @@ Token by token, features q̃, k̃, ṽ (``attention.features``); then an n×n co
 
 Rows of sigmoid attention do not add up to one; b = −log n, the default, keeps their sums near one when scores are small.
 Variants have no biases. Their weights may carry gradients: calling a variant is differentiable in weights and tokens.
+
+``family`` has the same weights through every kind of attention, so that they can be compared. Biases, rotary embeddings,
+sinks and score biases of a layer are left out: what differs between the members is the rule that makes attention weights of
+inner products, and nothing else. A layer whose scale τ is not 1/√dk (models often come with τ inside W_Q) is read as one
+with W_Q·τ√dk and 1/√dk, which is the same attention.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self, TypeAlias, cast
+from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import Core, Linearisation, Triple
+from lipscope.attention.core import Linearisation, Triple, largest_product
 from lipscope.attention.features import Feature, LiftedKey, LiftedQuery, Normalised
-from lipscope.attention.layer import Attention, Weighted
+from lipscope.attention.layer import Attention, Layer
 from lipscope.attention.masks import Full, Mask, MaskLike, as_mask
 from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import ScoreRule
+from lipscope.attention.sinkhorn import newton_step, potential, sinkhorn_core
 from lipscope.attention.validation import derived
 from lipscope.spectral.operator import Operator
 
@@ -39,7 +46,7 @@ Features: TypeAlias = tuple[Feature, Feature, Feature]
 
 @dataclass(frozen=True, eq=False)
 class VariantProjections:
-    """The features of a variant at tokens X (B, n, d): its projections, see ``attention.operators.Projections``."""
+    """The features of a variant at tokens X (B, n, d): its projections."""
 
     features: Features
     X: Tensor
@@ -61,7 +68,7 @@ class VariantProjections:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Variant(Weighted, ABC):
+class Variant(Layer):
     """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it."""
 
     q: Tensor  # query weights, ``(heads·dk, d)``
@@ -90,15 +97,10 @@ class Variant(Weighted, ABC):
             raise ValueError(f"mask {found} does not fit {cls.kind} attention: it takes mask full only")
         return found
 
-    @property
-    def key_weights(self) -> Tensor:
-        """The matrix W_K, ``(heads·dk, d)``; tied to W_Q where a variant has no keys of its own."""
-        return cast(Tensor, getattr(self, "k", self.q))
-
     @cached_property
     def plain(self) -> Attention:
-        """Dot-product attention with the same weights."""
-        return Attention(self.q, self.key_weights, self.v, self.out, self.heads, mask=self.mask)
+        """Dot-product attention with the same weights; W_K is W_Q where a variant has no keys of its own."""
+        return Attention(self.q, getattr(self, "k", self.q), self.v, self.out, self.heads, mask=self.mask)
 
     @property
     def output_width(self) -> int:
@@ -114,11 +116,11 @@ class Variant(Weighted, ABC):
         """Queries, keys and values of tokens (B, n, d)."""
 
     @abstractmethod
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Head outputs (B, H, n, dv) by plain torch operations that can be differentiated as often as one likes."""
+    def weights(self, scores: Tensor) -> Tensor:
+        """The weights P of scores (B, H, n, n) by torch operations that can be differentiated as often as one likes."""
 
     @abstractmethod
-    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Linearisation:
         """The core at features q̃, k̃, ṽ, for products with its Jacobian."""
 
     def visible(self, n: int) -> Tensor | None:
@@ -145,14 +147,14 @@ class Variant(Weighted, ABC):
     @torch.no_grad()
     def jacobian_parts(
         self, X: Tensor, *, tiled: bool | None = None, offset: Tensor | None = None
-    ) -> tuple[VariantProjections, Core, Tensor | None]:
+    ) -> tuple[VariantProjections, Linearisation, Tensor | None]:
         """What products with the Jacobian at X (B, n, d) need; the n×n matrices are formed whatever ``tiled`` says.
 
         Sizes of its parts (see ``Attention.jacobian_parts``) where a normalisation makes dz − ẑ(ẑ·dz) cancel.
         """
         features = self.features(X)
         core = self.linearise(*(feature.value for feature in features))
-        if not (isinstance(features[0], Normalised) and isinstance(core, Linearisation)):
+        if not isinstance(features[0], Normalised):
             return VariantProjections(features, X), core, None
         (q, q_off, dq, dq_off), (k, k_off, dk, dk_off), (v, v_off, _, dv_off) = (f.sizes(X) for f in features)
         P = core.P.double()
@@ -170,7 +172,8 @@ class Variant(Weighted, ABC):
     def __call__(self, X: Tensor) -> Tensor:
         """Apply the layer to tokens (n, d) or (B, n, d)."""
         batched = X if X.ndim == 3 else X[None]
-        Y = self.merge_heads(self.outputs(*(feature.value for feature in self.features(batched))))
+        q, k, v = (feature.value for feature in self.features(batched))
+        Y = self.merge_heads(self.weights(q @ k.mT) @ v)
         return Y if X.ndim == 3 else Y[0]
 
     def operator(self, X: Tensor, scope: str = "attention", norm: Normalisation | None = None) -> Operator:
@@ -219,16 +222,13 @@ class DotProductVariant(Variant):
 class _Softmax(Variant):
     """Weights that are a softmax of inner products of features."""
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Softmax(q̃k̃ᵀ)ṽ."""
-        return self._rule(q).probabilities(q @ k.mT)[0] @ v
+    def weights(self, scores: Tensor) -> Tensor:
+        """Their softmax."""
+        return ScoreRule(allowed=self.visible(scores.shape[-1])).probabilities(scores)[0]
 
-    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Linearisation:
         """The softmax core, with values about their mean, which changes no product and spares a cancellation."""
-        return Linearisation.at(q, k, v - v.mean(-2, keepdim=True), self._rule(q))
-
-    def _rule(self, q: Tensor) -> ScoreRule:
-        return ScoreRule(allowed=self.visible(q.shape[-2]))
+        return Linearisation.at(q, k, v - v.mean(-2, keepdim=True), ScoreRule(allowed=self.visible(q.shape[-2])))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -279,9 +279,9 @@ class CosineAttention(_Softmax):
     def features(self, X: Tensor) -> Features:
         """Features τ q̂_i, k̂_j and ν v̂_j."""
         return (
-            Normalised.at(X, self.q, self.heads).scaled(self.tau, self.eps),
-            Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
-            Normalised.at(X, self.v, self.heads).scaled(self.nu, self.eps),
+            Normalised.at(X, self.q, self.heads, self.tau, eps=self.eps),
+            Normalised.at(X, self.k, self.heads, eps=self.eps),
+            Normalised.at(X, self.v, self.heads, self.nu, eps=self.eps),
         )
 
 
@@ -305,8 +305,8 @@ class QKNormAttention(_Softmax):
     def features(self, X: Tensor) -> Features:
         """Features τ q̂_i, k̂_j and W_V x_j."""
         return (
-            Normalised.at(X, self.q, self.heads).scaled(self.cosine_scale, self.eps),
-            Normalised.at(X, self.k, self.heads).scaled(1.0, self.eps),
+            Normalised.at(X, self.q, self.heads, self.cosine_scale, eps=self.eps),
+            Normalised.at(X, self.k, self.heads, eps=self.eps),
             Feature.at(X, self.v, self.heads),
         )
 
@@ -331,18 +331,100 @@ class SigmoidAttention(DotProductVariant):
         return -math.log(n) if self.shift is None else self.shift
 
     def weights(self, scores: Tensor) -> Tensor:
-        """The weights P of scores (B, H, n, n)."""
+        """The sigmoid of scores + b, where they are visible."""
         n = scores.shape[-1]
         P = torch.sigmoid(scores + self.shift_at(n))
         visible = self.visible(n)
         return P if visible is None else P * visible
 
-    def outputs(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Sigmoid(q̃k̃ᵀ + b)ṽ."""
-        return self.weights(q @ k.mT) @ v
-
-    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Core:
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Linearisation:
         """The softmax core with W = P(1 − P) and without its row term, which is the part that comes from Σ_j P_ij = 1."""
         P = self.weights(q @ k.mT)
-        size = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
-        return Linearisation(q, k, v, P, P * (1 - P), torch.zeros_like(P[..., :1] * v), size)
+        return Linearisation(q, k, v, P, P * (1 - P), torch.zeros_like(P[..., :1] * v), largest_product(q, k))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SinkhornAttention(DotProductVariant):
+    """Attention with doubly stochastic weights; no mask, since a triangular doubly stochastic matrix is the identity.
+
+    Example:
+        >>> import torch
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> layer = SinkhornAttention(q=W, k=W, v=W)
+        >>> X = torch.randn(5, 2, dtype=torch.float64)
+        >>> bool(torch.allclose(layer(X).sum(0), X.sum(0)))       # columns add up to one: no token is lost
+        True
+    """
+
+    kind: ClassVar[str] = "sinkhorn"
+    masks: ClassVar[tuple[type[Mask], ...]] = (Full,)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """The weights P. Two Newton steps from the solution carry the derivatives of P up to the third order."""
+        g = potential(scores.detach())
+        # One step squares the error, so after two steps g(S + dS) is right up to terms of fourth order in dS.
+        for _ in range(2):
+            g = g + newton_step(scores, g)
+        return torch.softmax(scores + g, dim=-1)
+
+    def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Linearisation:
+        """The core with the projection that makes up its derivative."""
+        return sinkhorn_core(q, k, v)
+
+
+VARIANTS = ("dot-product", "1/d-scaled", "soft-capped", "qk-norm", "cosine", "l2", "sigmoid", "sinkhorn")
+
+# The soft-cap of Gemma 2 for attention logits.
+SOFTCAP = 50.0
+
+
+def variant(name: str, layer: Attention, **options: Any) -> Attention | Variant:
+    """One kind of attention with the weights of ``layer``.
+
+    Args:
+        name: one of ``VARIANTS``.
+        layer: where W_Q, W_K, W_V, W_O and the mask come from; its biases and other extras are left out.
+        **options: parameters of the kind, such as ``softcap``, ``tau``, ``nu``, ``eps``, ``shift``.
+
+    Returns:
+        An ``Attention`` for dot products, a ``Variant`` otherwise.
+
+    Raises:
+        ValueError: when there is no such kind, or its mask or parameters do not fit.
+
+    Example:
+        >>> import torch, lipscope
+        >>> W = torch.eye(2, dtype=torch.float64)
+        >>> variant("l2", lipscope.Attention(W, W, W)).kind
+        'l2'
+    """
+    keys, values = _ungrouped(layer.k, layer), _ungrouped(layer.v, layer)
+    queries = layer.q if layer.scale is None else layer.q * (layer.scale * math.sqrt(layer.head_width))
+    shared: dict[str, Any] = {"q": queries, "v": values, "out": layer.out, "heads": layer.heads, "mask": layer.mask}
+    if name in ("dot-product", "1/d-scaled", "soft-capped"):
+        scale = 1 / layer.head_width if name == "1/d-scaled" else None
+        options = {"scale": scale, "softcap": SOFTCAP if name == "soft-capped" else None} | options
+        return Attention(k=keys, **shared, **options)
+    if name == "l2":
+        return L2Attention(**shared, **options)
+    kinds: dict[str, Any] = {
+        "qk-norm": QKNormAttention, "cosine": CosineAttention, "sigmoid": SigmoidAttention, "sinkhorn": SinkhornAttention,
+    }  # fmt: skip
+    if name not in kinds:
+        raise ValueError(f"there is no attention {name!r}; kinds are: {', '.join(VARIANTS)}")
+    made: Variant = kinds[name](k=keys, **shared, **options)
+    return made
+
+
+def family(
+    layer: Attention, names: Sequence[str] = VARIANTS, options: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Attention | Variant]:
+    """All kinds of attention with the weights of ``layer``; those that do not take its mask are left out."""
+    kept = [name for name in names if name != "sinkhorn" or isinstance(layer.mask, Full)]
+    return {name: variant(name, layer, **(options or {}).get(name, {})) for name in kept}
+
+
+def _ungrouped(weights: Tensor, layer: Attention) -> Tensor:
+    """One block of rows per query head."""
+    shared = weights.reshape(layer.kv_heads, -1, layer.width)
+    return shared.repeat_interleave(layer.heads // layer.kv_heads, dim=0).flatten(0, 1)

@@ -31,9 +31,9 @@ Certificate: TypeAlias = bool | Rung | None
 
 def check_certificate(certificate: Any) -> Certificate:
     """What may be asked for as a certificate, as it is; refuses anything else."""
-    if not isinstance(certificate, bool | None) and certificate not in RUNGS:
+    if not (isinstance(certificate, bool | None) or (isinstance(certificate, str) and certificate in RUNGS)):
         raise ValueError(f"certificate must be true, false or one of {', '.join(RUNGS)}, got {certificate!r}")
-    return certificate  # type: ignore[no-any-return]
+    return certificate  # type: ignore[return-value]
 
 
 def check_scope(scope: str, known: Iterable[str] = SCOPES, of: str = "a model") -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 
 TensorMap = Callable[[Tensor], Tensor]
 
@@ -40,6 +41,8 @@ class AutodiffOperator(Operator):
     def __init__(self, function: TensorMap, X: Tensor, *, batched: bool = True, check: bool = True) -> None:
         if isinstance(function, nn.MultiheadAttention):
             raise ValueError("nn.MultiheadAttention takes three arguments: measure lipscope.Attention.from_torch(module)")
+        if not X.ndim:
+            raise ValueError("X must have batch items first, got a single number")
         if check and isinstance(function, nn.Module):
             refuse_training_dropout(function)
             function = in_precision(function, X.dtype)
@@ -49,7 +52,7 @@ class AutodiffOperator(Operator):
         self.dtype, self.device = X.dtype, X.device
         self._X = X.detach().clone().requires_grad_(True)
         with differentiable_attention(), torch.enable_grad():
-            self._Y = _evaluate(function, self._X) if check else function(self._X)
+            self._Y = _evaluate(function, self._X, finite=check)
             self._g = torch.zeros_like(self._Y).requires_grad_(True)
             self._pullback = _differentiate(self._Y, self._X, self._g, create_graph=True)
             self.input_shape, self.output_shape = tuple(X.shape[1:]), tuple(self._Y.shape[1:])
@@ -104,12 +107,7 @@ class AutodiffOperator(Operator):
         """The product J·u: one backward pass through the graph of g ↦ Jᵀg."""
         if not self._pullback.requires_grad:
             raise ValueError(_NOT_TWICE)
-        with _refusing_single_derivatives():
-            (product,) = torch.autograd.grad(
-                self._pullback, self._g, u.reshape(self._X.shape), retain_graph=True, allow_unused=True
-            )
-        if product is None:
-            raise ValueError(_NOT_TWICE)
+        product = _differentiate(self._pullback, self._g, u.reshape(self._X.shape), missing=_NOT_TWICE)
         return product.reshape(self.batch, -1)
 
     def select(self, items: Tensor) -> Operator:
@@ -144,51 +142,43 @@ class AutodiffOperator(Operator):
             raise ValueError(f"{_NOT_TWICE} (the products J·u and Jᵀ·g are not adjoint)")
 
 
-class _Selection(Operator):
+class _Selection(DerivedOperator):
     """Some items of an autodiff operator, by scattering into its full batch and gathering from it."""
 
-    def __init__(self, parent: AutodiffOperator, items: Tensor) -> None:
-        self._parent, self._items = parent, items
-        self.batch = int(items.numel())
-        self.input_shape, self.output_shape = parent.input_shape, parent.output_shape
-        self.dtype, self.device = parent.dtype, parent.device
-
-    @property
-    def rounding_error(self) -> float:
-        return self._parent.rounding_error
+    def __init__(self, base: Operator, items: Tensor) -> None:
+        super().__init__(base)
+        self.batch, self._items = int(items.numel()), items
 
     def matvec(self, u: Tensor) -> Tensor:
-        return self._through(self._parent.matvec, u)
+        return self._through(self.base.matvec, u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        return self._through(self._parent.rmatvec, g)
+        return self._through(self.base.rmatvec, g)
 
     def select(self, items: Tensor) -> Operator:
-        return _Selection(self._parent, self._items[items])
+        return _Selection(self.base, self._items[items])
 
     def _through(self, product: TensorMap, x: Tensor) -> Tensor:
         """Each round carries every item at most once, so repeated items take several rounds."""
-        results: list[Tensor | None] = [None] * self.batch
-        waiting = list(range(self.batch))
+        images, waiting = [], list(enumerate(self._items.tolist()))
         while waiting:
-            chosen: dict[int, int] = {}
-            for position in waiting:
-                chosen.setdefault(int(self._items[position]), position)
-            full = x.new_zeros(self._parent.batch, x.shape[1])
+            chosen = {item: position for position, item in reversed(waiting)}
+            full = x.new_zeros(self.base.batch, x.shape[1])
             full[list(chosen)] = x[list(chosen.values())]
             image = product(full)
-            for item, position in chosen.items():
-                results[position] = image[item]
-            waiting = [position for position in waiting if results[position] is None]
-        return torch.stack([row for row in results if row is not None])
+            images += [(position, image[item]) for item, position in chosen.items()]
+            waiting = [(position, item) for position, item in waiting if chosen[item] != position]
+        return torch.stack([row for _, row in sorted(images, key=itemgetter(0))])
 
 
 def refuse_training_dropout(module: nn.Module) -> None:
     """Raise when some submodule would drop units at random."""
     for name, part in module.named_modules():
+        if not part.training:
+            continue
         rate = getattr(part, "p", None) if isinstance(part, nn.modules.dropout._DropoutNd) else None
         rate = getattr(part, "dropout", rate)
-        if part.training and isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0:
+        if isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0:
             where = f"submodule {name!r}" if name else "the module"
             raise ValueError(
                 f"{where} is in training mode with dropout {rate:g}, so its output is random and has no Jacobian. "
@@ -225,7 +215,7 @@ def differentiable_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _evaluate(function: TensorMap, X: Tensor) -> Tensor:
+def _evaluate(function: TensorMap, X: Tensor, *, finite: bool = True) -> Tensor:
     try:
         Y: Any = function(X)
     except RuntimeError as error:
@@ -241,7 +231,7 @@ def _evaluate(function: TensorMap, X: Tensor) -> Tensor:
         )
     if Y.ndim == 0 or Y.shape[0] != X.shape[0]:
         raise ValueError(f"the map returned shape {tuple(Y.shape)} for {X.shape[0]} inputs: batch items must come first")
-    if not bool(torch.isfinite(Y).all()):
+    if finite and not bool(torch.isfinite(Y).all()):
         raise FloatingPointError("the map returned NaN or infinite values at this input")
     if not Y.requires_grad:
         raise ValueError("the map's output does not depend differentiably on its input (is it detached, or no_grad?)")
@@ -261,23 +251,17 @@ def _refuse_randomness(function: TensorMap, X: Tensor, Y: Tensor) -> None:
         )
 
 
-def _differentiate(Y: Tensor, X: Tensor, g: Tensor, create_graph: bool = False) -> Tensor:
-    with _refusing_single_derivatives():
-        (gradient,) = torch.autograd.grad(Y, X, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    if gradient is None:
-        raise ValueError("the map's output does not depend on its input")
-    return gradient
-
-
-@contextmanager
-def _refusing_single_derivatives() -> Iterator[None]:
-    """Turn torch's complaints about missing second derivatives into one that says what to do."""
+def _differentiate(Y: Tensor, X: Tensor, g: Tensor, *, create_graph: bool = False, missing: str = "") -> Tensor:
+    """The gradient of ⟨g, Y⟩ in X; torch's complaints about missing second derivatives become one that says what to do."""
     try:
-        yield
+        (gradient,) = torch.autograd.grad(Y, X, g, retain_graph=True, create_graph=create_graph, allow_unused=True)
     except RuntimeError as error:
         if "derivative" in str(error) or "differentiate twice" in str(error):
             raise ValueError(f"{_NOT_TWICE} ({error})") from error
         raise
+    if gradient is None:
+        raise ValueError(missing or "the map's output does not depend on its input")
+    return gradient
 
 
 # A number that changes every digit of what it multiplies.

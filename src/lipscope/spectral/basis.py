@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,13 +149,8 @@ SMALL = 1024
 
 
 def pairs_within(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> int:
-    """How many vectors of both sides fit, for a batch of M×N problems."""
+    """How many vectors of both sides fit, for a batch of M×N problems; with M = 0 of the right side alone."""
     return memory // (batch * element_size * sum(shape))
-
-
-def right_within(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> int:
-    """How many right vectors alone fit."""
-    return memory // (batch * element_size * shape[1])
 
 
 def together_within(shape: tuple[int, int], element_size: int, memory: int) -> int:
@@ -171,7 +167,7 @@ def one_sided(shape: tuple[int, int], batch: int, element_size: int, memory: int
 def capacities(shape: tuple[int, int], batch: int, element_size: int, memory: int) -> tuple[int, int]:
     """How many left and right vectors are kept: both sides of a small problem, the right ones that fit of a large."""
     if one_sided(shape, batch, element_size, memory):
-        return 0, max(FEWEST, right_within(shape, batch, element_size, memory))
+        return 0, max(FEWEST, pairs_within((0, shape[1]), batch, element_size, memory))
     both = pairs_within(shape, batch, element_size, memory)
     return both, both
 
@@ -180,16 +176,15 @@ def random_direction(size: int, seed: int, like: Tensor | Operator) -> Tensor:
     """A vector uniform on the unit sphere of R^size, shape ``(1, size)``, of the dtype and on the device of ``like``.
 
     It is drawn on the CPU in float64, so that the same seed gives the same direction on every device and in every dtype.
+    Every digit of the seed counts: of one with more than 32 bits torch would take the last 32.
     """
-    generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(1, size, generator=generator, dtype=torch.float64)
+    if 0 <= seed < 1 << 32:
+        vector = torch.randn(1, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    else:
+        generator = np.random.Generator(np.random.Philox(seed % (1 << 128)))
+        vector = torch.from_numpy(generator.standard_normal((1, size)))
     unit: Tensor = vector / torch.linalg.vector_norm(vector)
     return unit.to(dtype=like.dtype, device=like.device)
-
-
-def random_unit_vector(operator: Operator, seed: int) -> Tensor:
-    """A random direction of the operator's inputs, ``(1, N)``."""
-    return random_direction(operator.shape[1], seed, operator)
 
 
 def check_delta(delta: float) -> None:

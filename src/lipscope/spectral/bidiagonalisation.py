@@ -3,21 +3,13 @@
 After k steps from a unit vector v₁ drawn uniformly on the sphere, J V_k = U_k B_k with B_k upper bidiagonal (diagonal α,
 superdiagonal β) and Jᵀ U_k = V_k B_kᵀ + β_k v_{k+1} e_kᵀ. The largest singular value θ₁ of B_k is a **lower** bound for σ.
 
-**Upper bound** (the idea of Hochstenbach, *Probabilistic upper bounds for the matrix two-norm*, J. Sci. Comput. 57, 2013):
-v_{k+1} = q_k(JᵀJ) v₁ has norm one, with q_k(t) = ∏ᵢ(t − θᵢ²) / ∏ⱼ αⱼβⱼ, so γ·q_k(σ²) ≤ 1 where γ = |⟨v₁, top right
-singular vector⟩|. Except with probability δ, γ ≥ g(δ), and then σ² is at most the root t > θ₁² of q_k(t) = 1/g(δ). The
-failure event does not depend on k, so the bound holds at a stopping time chosen by looking at the iterates.
+**Upper bound** (after Hochstenbach, J. Sci. Comput. 57, 2013): v_{k+1} = q_k(JᵀJ) v₁ has norm one, with
+q_k(t) = ∏ᵢ(t − θᵢ²) / ∏ⱼ αⱼβⱼ, so γ·q_k(σ²) ≤ 1 where γ = |⟨v₁, top right singular vector⟩|. Except with probability δ,
+γ ≥ g(δ), and then σ² is at most the root t > θ₁² of q_k(t) = 1/g(δ), at every step at once. The same bound with a chance of
+``OVERSIGHT`` says when no larger value is further away than ``rtol``.
 
-**Exhaustion.** When β_k vanishes to rounding, the Krylov space is invariant and says nothing more. The iteration goes on
-from a fresh random vector orthogonal to it. A value beyond those found must have been missed by every start: polynomials
-multiply, and so do the chances of overlaps, so that a few starts show what one could not because of rounding.
-
-**Convergence.** The same bound with a chance of ``OVERSIGHT`` says when no larger value is further away than ``rtol``.
-
-**Warm starts.** A direction w that does not depend on the random one r is mixed with it, v₁ ∝ w + r. From three dimensions
-on ⟨r, z⟩ has an even density that falls away from 0, so an interval around 0 holds at least as much of it as one shifted
-by ⟨w, z⟩: |⟨w + r, z⟩| falls below a threshold no more often than |⟨r, z⟩| does, and the bound holds with g(δ)/‖w + r‖ for
-g(δ). In one and two dimensions it does not. Small problems, which have no need of it, are given r alone.
+Where the Krylov space is exhausted the iteration goes on from fresh random vectors; a direction w that is given is mixed
+with the random one, v₁ ∝ w + r. ``docs/theory/solver.md`` has the statements and their proofs.
 
 **One side.** Large problems keep the right basis only. Left vectors that are not kept orthogonal lose it by a factor β/α per
 step, without limit where values cluster above a null space, so there are none: JᵀJ V = V T + v_{k+1} b_k e_kᵀ with T
@@ -25,9 +17,8 @@ tridiagonal from the gains ‖J vⱼ‖. T knows JᵀJ up to the rounding of the
 If the remainder is pure rounding error the recurrence continues with it; it cannot tell that error from a perturbation of J.
 
 **Memory.** Of the right basis no more vectors are kept than ``memory`` allows; from there on the recurrence runs without
-re-orthogonalisation. Ghost copies of converged values then appear, but, up to rounding, no value beyond σ (Paige 1980), as
-in the exact recurrence of a matrix with tiny clusters (Greenbaum 1989). The top vector is found afterwards, by short
-recurrences in the memory of the bases.
+re-orthogonalisation. Ghost copies of converged values then appear, but, up to rounding, no value beyond σ (Paige 1980). The
+top vector is found afterwards, by short recurrences in the memory of the bases.
 """
 
 from __future__ import annotations
@@ -38,15 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import (
-    Basis,
-    capacities,
-    log_overlap,
-    random_unit_vector,
-    right_within,
-    scaled_norm,
-    unit_rows,
-)
+from lipscope.spectral.basis import Basis, capacities, log_overlap, pairs_within, random_direction, scaled_norm, unit_rows
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, Status
 from lipscope.spectral.ritz import RitzPairs, polynomial_upper_bound
@@ -115,7 +98,7 @@ class Bidiagonalisation:
         B, N = self.operator.batch, self.operator.shape[1]
         if given is not None and pure:
             return given, torch.ones(B, dtype=torch.float64, device=given.device)
-        random = random_unit_vector(self.operator, self.config.seed).expand(B, N)
+        random = random_direction(N, self.config.seed, self.operator).expand(B, N)
         if given is None or N < _FEW_INPUTS:
             return random, torch.ones(B, dtype=torch.float64, device=random.device)
         given = given.to(random)
@@ -202,9 +185,8 @@ class Bidiagonalisation:
         N, fresh = self.operator.shape[1], torch.zeros_like(self.V.last)
         # What is left of a draw may be too short to be told from rounding; its length says nothing of its direction.
         for draw in range(4):
-            x = random_unit_vector(self.operator, self.config.seed + step + draw * 0x9E3779B1).expand(
-                self.operator.batch, -1
-            )
+            seed = self.config.seed + (step + draw * 0x9E3779B1) % (1 << 32)
+            x = random_direction(N, seed, self.operator).expand(self.operator.batch, -1)
             x = self.V.remove(self.V.remove(x))
             norm = scaled_norm(x)
             x = unit_rows(x, norm.masked_fill(norm <= 1e-3 / N**0.5, 0.0))
@@ -317,7 +299,7 @@ class Bidiagonalisation:
         items, order = items.sort()
         right, self.unfinished = right[order], []
         operator = self.operator = self.problem if items.numel() == self.problem.batch else self.problem.select(items)
-        fitting = right_within(operator.shape, operator.batch, operator.dtype.itemsize, self.config.memory)
+        fitting = pairs_within((0, operator.shape[1]), operator.batch, operator.dtype.itemsize, self.config.memory)
         # Vectors that are handed out need a residual below rtol: few steps see too little of the spectrum for the gap, by
         # which the error of a value is judged. They are looked for longer, and the result says when that was not enough.
         rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol
@@ -341,7 +323,7 @@ class Bidiagonalisation:
             if bool(converged.all()):
                 break
             if bool(lost.any()):
-                right[lost] = random_unit_vector(operator, self.config.seed + self.steps + number)
+                right[lost] = random_direction(operator.shape[1], self.config.seed + self.steps + number, operator)
         self.output.record_energy(items, operator.token_energy(right[:, 0]))
         if self.config.vectors:
             self.output.doubt(items, [Status.EXACT if ok else Status.MAX_STEPS for ok in converged.tolist()])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lipscope.spectral.basis import check_delta, pairs_within, random_direction, scaled_norm, together_within, unit_rows
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 from lipscope.spectral.result import SolverOutput, Status
 from lipscope.spectral.ritz import svd
 from lipscope.spectral.scale import at_any_scale
@@ -138,33 +138,27 @@ _SEED = 0
 Solve = Callable[[Operator, int], SolverOutput]
 
 
-class DeflatedOperator(Operator):
+class DeflatedOperator(DerivedOperator):
     """The map (I − UUᵀ)J(I − VVᵀ) for V = ``right`` (B, m, N) and U = ``left`` (B, m, M), orthonormal rows or zero.
 
     Gains up to ``floor`` ``(B,)`` are what rounding leaves of the directions that were projected out, and count as zero.
     """
 
-    def __init__(self, operator: Operator, right: Tensor, left: Tensor, floor: Tensor) -> None:
-        self._operator, self.right, self.left, self._floor = operator, right, left, floor
-        self.batch, self.dtype, self.device = operator.batch, operator.dtype, operator.device
-        self.input_shape, self.output_shape = operator.input_shape, operator.output_shape
-
-    @property
-    def rounding_error(self) -> float:
-        """That of the whole operator."""
-        return self._operator.rounding_error
+    def __init__(self, base: Operator, right: Tensor, left: Tensor, floor: Tensor) -> None:
+        super().__init__(base)
+        self.right, self.left, self._floor = right, left, floor
 
     def matvec(self, u: Tensor) -> Tensor:
         """The deflated J·u."""
-        return self._above(without(self._operator.matvec(without(u, self.right)), self.left), u)
+        return self._above(without(self.base.matvec(without(u, self.right)), self.left), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """The deflated Jᵀ·g."""
-        return self._above(without(self._operator.rmatvec(without(g, self.left)), self.right), g)
+        return self._above(without(self.base.rmatvec(without(g, self.left)), self.right), g)
 
     def select(self, items: Tensor) -> DeflatedOperator:
         """Keep the listed items."""
-        return DeflatedOperator(self._operator.select(items), self.right[items], self.left[items], self._floor[items])
+        return DeflatedOperator(self.base.select(items), self.right[items], self.left[items], self._floor[items])
 
     def _above(self, product: Tensor, x: Tensor) -> Tensor:
         noise = scaled_norm(product) <= self._floor * scaled_norm(x)

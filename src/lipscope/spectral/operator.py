@@ -105,6 +105,20 @@ class Operator(ABC):
         )
 
 
+class DerivedOperator(Operator):
+    """Maps made of those of another operator, ``base``, with their shapes and the rounding of their products."""
+
+    def __init__(self, base: Operator) -> None:
+        self.base = base
+        self.batch, self.dtype, self.device = base.batch, base.dtype, base.device
+        self.input_shape, self.output_shape = base.input_shape, base.output_shape
+
+    @property
+    def rounding_error(self) -> float:
+        """That of the base."""
+        return self.base.rounding_error
+
+
 class DenseOperator(Operator):
     """Explicit matrices ``(B, M, N)`` behind the protocol: for tests, and for Jacobians that are already known."""
 

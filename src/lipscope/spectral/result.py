@@ -42,8 +42,9 @@ _EXPLANATIONS = {
     ),
     Status.ESTIMATED: (
         "The error estimate of the value fell below rtol, which does not show that no larger value was overlooked: nobody "
-        "asked (interval=None, or power iteration), or rounding hides what would have to be seen. The interval is valid. "
-        "Ask for an interval, or compute in float64."
+        "asked (interval=None, or power iteration), or rounding hides what would have to be seen. So it does where it may "
+        "be more than a tenth of the value, which then has no correct digit. The interval is valid. Ask for an interval, or "
+        "compute in float64."
     ),
     Status.MAX_STEPS: (
         "The iteration used up max_steps before its error estimate fell below rtol or its interval was narrow enough. "
@@ -276,6 +277,8 @@ class SpectralNorm(Shown):
 
 
 _MAX_LINES = 24
+# Rounding that may be more than this part of a value leaves it no correct digit.
+_NO_DIGIT = 0.1
 
 
 def summarise(
@@ -290,6 +293,9 @@ def summarise(
     allowance = operator.rounding_error
     floor = torch.as_tensor(operator.rounding_floor, dtype=torch.float64, device=output.estimate.device)
     relative = torch.where(output.estimate > 0, floor / output.estimate, 0.0).clamp(allowance, 1.0)
+    everyone = torch.arange(operator.batch, device=output.estimate.device)
+    hidden = (floor > _NO_DIGIT * output.estimate).expand(operator.batch).tolist()
+    output.doubt(everyone, [Status.ESTIMATED if lost else Status.EXACT for lost in hidden])
     converged = [status in (Status.EXACT, Status.CONVERGED) for status in output.status]
     lower = output.estimate * (1 - relative)
     upper = torch.maximum(output.upper * (1 + allowance), output.upper + floor)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 from lipscope.spectral.result import SolverOutput
 
 # Sizes of a product with a unit vector that need no scaling, and the largest exponent of a factor.
@@ -25,43 +25,41 @@ class ExtremeScaleError(ArithmeticError):
         self.exponent = exponent
 
 
-class ScaledOperator(Operator):
+class ScaledOperator(DerivedOperator):
     """The maps 2^e·J of every item, e = ``exponent`` (B,)."""
 
-    def __init__(self, operator: Operator, exponent: Tensor) -> None:
-        self._operator, self._exponent = operator, exponent
-        self._factor = torch.exp2(exponent).to(operator.dtype)[:, None]
-        self.batch, self.dtype, self.device = operator.batch, operator.dtype, operator.device
-        self.input_shape, self.output_shape = operator.input_shape, operator.output_shape
-
-    @property
-    def rounding_error(self) -> float:
-        """That of the maps themselves."""
-        return self._operator.rounding_error
+    def __init__(self, base: Operator, exponent: Tensor) -> None:
+        super().__init__(base)
+        self.exponent = exponent
+        self._factor = torch.exp2(exponent).to(base.dtype)[:, None]
 
     def matvec(self, u: Tensor) -> Tensor:
         """The product 2^e·J·u."""
-        return self._operator.matvec(self._factor * u)
+        return self.base.matvec(self._factor * u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """The product 2^e·Jᵀ·g."""
-        return self._operator.rmatvec(self._factor * g)
+        return self.base.rmatvec(self._factor * g)
 
     def select(self, items: Tensor) -> ScaledOperator:
         """Keep the listed items."""
-        return ScaledOperator(self._operator.select(items), self._exponent[items])
-
-    def token_energy(self, right: Tensor) -> Tensor | None:
-        """That of the maps themselves."""
-        return self._operator.token_energy(right)
+        return ScaledOperator(self.base.select(items), self.exponent[items])
 
 
 def refuse_extreme_scales(operator: Operator, size: Tensor) -> None:
-    """Raise when the size (B,) of first products is too large, too small or zero for some maps; scaled ones may be zero."""
+    """Raise when the size (B,) of first products is too large, too small or zero for some maps; scaled ones may be zero.
+
+    What vanishes may do so between numbers that are not small: a factor with which they overflow is reduced.
+    """
     least, most, largest = _RANGE[operator.dtype]
+    if isinstance(operator, ScaledOperator):
+        beyond = ~torch.isfinite(size) & (operator.exponent > 0)
+        if bool(beyond.any()):
+            raise ExtremeScaleError(torch.where(beyond, (operator.exponent / 2).floor(), operator.exponent))
+        return
     size = size.nan_to_num(torch.inf, posinf=torch.inf)
     exponent = (-size.log2().round()).clamp(-largest, largest).masked_fill((size > least) & (size < most), 0.0)
-    if bool(exponent.any()) and not isinstance(operator, ScaledOperator):
+    if bool(exponent.any()):
         raise ExtremeScaleError(exponent)
 
 
@@ -69,13 +67,15 @@ def at_any_scale(operator: Operator, solve: Callable[[Operator], SolverOutput]) 
     """What ``solve`` says of the maps, by way of scaled ones where it refuses their scale."""
     if operator.dtype not in _RANGE:
         raise ValueError(f"products must be in float32 or float64, got {operator.dtype}: other types have too few digits")
-    try:
-        return solve(operator)
-    except ExtremeScaleError as error:
-        factor = torch.exp2(-error.exponent)
-        found = solve(ScaledOperator(operator, error.exponent))
-    for values in (found.estimate, found.upper, found.residual, found.singular_values.T):
-        values *= factor
-    if not bool(torch.isfinite(found.upper).all()):
-        raise FloatingPointError("σ is beyond the largest number of float64: rescale the map")
+    maps, found = operator, None
+    while found is None:
+        try:
+            found = solve(maps)
+        except ExtremeScaleError as error:
+            maps = ScaledOperator(operator, error.exponent)
+    if isinstance(maps, ScaledOperator):
+        for values in (found.estimate, found.upper, found.residual, found.singular_values.T):
+            values *= torch.exp2(-maps.exponent)
+        if not bool(torch.isfinite(found.upper).all()):
+            raise FloatingPointError("σ is beyond the largest number of float64: rescale the map")
     return found

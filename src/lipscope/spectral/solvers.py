@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import check_delta, overlap_quantile, random_unit_vector, scaled_norm, unit_rows
+from lipscope.spectral.basis import check_delta, overlap_quantile, random_direction, scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
@@ -108,7 +108,7 @@ class Power:
     def _solve(self, operator: Operator) -> SolverOutput:
         _, N = operator.shape
         out = SolverOutput.empty(operator, 1, self.vectors, "power", self.delta)
-        v = random_unit_vector(operator, self.seed).expand(operator.batch, N)
+        v = random_direction(operator.shape[1], self.seed, operator).expand(operator.batch, N)
         overlap = math.log(overlap_quantile(N, self.delta))
         log_growth = torch.zeros(operator.batch, dtype=torch.float64, device=operator.device)
         previous = torch.zeros_like(log_growth)
