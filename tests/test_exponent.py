@@ -236,3 +236,43 @@ def test_products_of_weights_that_cancel_are_allowed_for(x):
     for sign in (1, -1):
         layer = lipscope.Attention(sign * q, k, torch.eye(2, 1, dtype=torch.float64), scale=1.0)
         assert regimes(layer, ball(1.0))[0].largest >= 2 * true
+
+
+def test_a_head_without_values_does_not_grow_and_one_that_hides_the_pair_does():
+    """V = 0 puts out nothing at any length; V(u − w) = 0 leaves ½√(n−1)·‖V‖."""
+    A = torch.diag(torch.tensor([-2.0, 0.0], dtype=torch.float64))
+    (nothing,) = regimes(plain_layer(A, 0 * A), ball(2.0))
+    assert [nothing.at(n) for n in (2, 100)] == ["plateau"] * 2
+    hidden = torch.diag(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    for mask in ("full", "causal"):
+        layer = plain_layer(A, hidden, mask=mask)
+        (found,) = regimes(layer, ball(2.0))
+        assert found.at(100) == "√n growth"
+        assert lower_pair(layer, 2.0, 100).value >= math.sqrt(99) / 2
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (lower_meanfield, {"softcap": 0.1}),
+        (lower_meanfield, {"heads": 2}),
+        (covering_exponent, {"softcap": 0.1}),
+        (covering_exponent, {"bias": torch.zeros(1, 8, 8, dtype=torch.float64)}),
+        (covering_exponent, {"rotary": lipscope.Rotary.from_base(2, n=8, dtype=torch.float64)}),
+        (covering_exponent, {"mask": "window:2"}),
+        (sets.refined_unmasked, {"mask": "causal"}),
+        (sets.refined_masked, {}),
+        (sets.castin2024_meanfield, {"mask": "causal"}),
+    ],
+)
+def test_bounds_with_further_arguments_refuse_what_they_are_not_proved_for(call, options):
+    with pytest.raises(ValueError, match="does not hold for mask"):
+        call(plain_layer(-ATTRACTIVE, **options), 2.0)
+
+
+def test_a_supremum_over_n_is_told_apart_from_bounds_for_n():
+    """At n = 4 the least upper bound is 7.1, which more tokens exceed."""
+    found = registry.table(plain_layer(-ATTRACTIVE), radius=1.5, n=4)
+    assert found["lower.meanfield"].kind == "sup n"
+    kinds = {bound.kind for bound in found.bounds if bound.side == "lower" and bound.value > found["refined.unmasked"].value}
+    assert kinds == {"sup n"}

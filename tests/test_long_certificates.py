@@ -51,7 +51,9 @@ def layer(mask, kv_heads=H, heads=H, d=10, dh=3, **parts) -> lipscope.Attention:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mask", "part"), [*((mask, "plain") for mask in MASKS), *(("causal", part) for part in PARTS)])
+@pytest.mark.parametrize(
+    ("mask", "part"), [*((mask, "plain") for mask in MASKS), *(("causal", part) for part in PARTS if part != "plain")]
+)
 def test_strips_equal_matrices(mask, part):
     """Every certificate of the layer, with grouped queries, and of every head; strips that do not divide the rows."""
     x = cases.random(N, 10, seed=3)
@@ -175,7 +177,7 @@ def test_large_additive_terms_are_part_of_the_rounding():
     ones = torch.ones(n, n, dtype=torch.float64)
     plain, shifted = (lipscope.Attention(W, W, V, bias=bias) for bias in (None, 1e12 * ones))
     hiding = lipscope.Attention(W, W, V, bias=-1e12 * ones.triu(1))
-    for seed in range(20):
+    for seed in range(8):
         x = torch.stack([cases.random(n, seed=seed), torch.ones(n, dtype=torch.float64)], dim=1)
         J = reference.jacobian(lambda x: reference.attention(plain, x, ones.bool()), x)
         sigma = float(torch.linalg.matrix_norm(J, 2))
@@ -193,11 +195,11 @@ def test_large_additive_terms_are_part_of_the_rounding():
 def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
     monkeypatch.setattr(blocks, "ENTRIES", 1 << 12)
     monkeypatch.setattr(blocks, "SMALL", 0)
-    for n in (80, 120):
-        with LargestTensor(n) as seen:
-            certified_upper(layer("causal"), cases.random(1, n, 10, seed=n))
-        assert not seen.matrices
-        assert seen.elements <= 1 << 13, seen.operation
+    n = 120  # a matrix would have 14,400 elements
+    with LargestTensor(n) as seen:
+        certified_upper(layer("causal"), cases.random(1, n, 10, seed=n))
+    assert not seen.matrices
+    assert seen.elements <= 1 << 13, seen.operation
 
 
 def test_long_inputs_are_cut_by_themselves(monkeypatch):

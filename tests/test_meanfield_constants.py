@@ -70,10 +70,11 @@ def random_pair(F, G):
     return mu, parts.push(parts.points + step * torch.randn(parts.points.shape, generator=G, dtype=torch.float64))
 
 
-def test_ratios_of_random_pairs_stay_below_the_set_bound():
-    """1,000 pairs on 100 layers."""
+@pytest.mark.parametrize("layers", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_ratios_of_random_pairs_stay_below_the_set_bound(layers):
+    """Ten pairs on every layer."""
     largest = {True: 0.0, False: 0.0}
-    for seed in range(100):
+    for seed in range(layers):
         G = torch.Generator().manual_seed(seed)
         F = random_layer(G)
         for _ in range(10):
@@ -230,7 +231,7 @@ def test_study_of_a_gaussian_says_that_no_constant_holds():
     assert study.growth().alpha_low > 0.1
     assert all(row.insertion is None for row in study.rows)
     assert study.to_dict()["bound"] is None
-    assert "no constant bounds σ" in str(study)
+    assert "no bound of ours holds for every n" in str(study)
 
 
 def test_study_refuses():

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import lipscope
-from lipscope.attention.family import family
-from lipscope.attention.variants import CosineAttention, L2Attention
+from lipscope.attention.variants import CosineAttention, L2Attention, family
 from lipscope.bounds import registry
 from lipscope.bounds.registry import set_bounds
 from lipscope.bounds.variants import bounded_scores_softmax, kim2021_l2mha, ramapuram2024_local

@@ -109,6 +109,8 @@ class _BallHeads:
     def at(cls, layer: Attention, X: Tensor, verified: bool) -> _BallHeads:
         if X.ndim != 2 or X.shape[1] != layer.width or not len(X):
             raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
+        if not bool(torch.isfinite(X).all()):
+            raise ValueError("X holds NaN or infinite values")
         weights = layer_weights(layer)
         with torch.no_grad():
             precise, x = layer.to(torch.float64), X.detach().double()

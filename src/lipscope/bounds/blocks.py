@@ -21,10 +21,9 @@ without rotations it is cheaper from n×n matrices, since ⟨v_l k_lᵀ, v_m k_m
 (g gᵀ for LayerNorm alone): ‖J_ijD_j‖_F² is that of weights with columns times g, less those of J_ij applied to two vectors.
 
 **Rounding.** A probability is off by a relative margin (see ``head_rounding``), and with it v_j − o_i by that margin times
-the mean deviation of the row; every other factor by ``unit`` times what it was added up from. A product of two parts A and
-B is off by 4·(|A||dB| + |B||dA| + |dA||dB| + unit·|A|'|B|'), with |·| the norms of all factors multiplied, one of them
-replaced by its error in |d·|, and √(|v_j|² + |o_i|²) in the place of |v_j − o_i| in |·|', since squares of differences are
-computed from squares.
+the mean deviation of the row; every other factor by ``unit`` times what it was added up from. So a part A is off by
+4·|dA|, where |dA| is the product of the norms of its factors, one of them replaced by its error; and its square besides by
+4·unit·|A|'², where |A|' has √(|v_j|² + |o_i|²) in the place of |v_j − o_i|, since squares of differences come from squares.
 
 Rows are evaluated in strips, so that memory grows like n.
 """
@@ -33,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from weakref import proxy
 
@@ -47,55 +45,29 @@ from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
 from lipscope.bounds.head_core import HeadCore
 from lipscope.bounds.head_rounding import Rounding
-from lipscope.bounds.weights import LayerWeights, layer_weights
+from lipscope.bounds.products import Grams, Products
+from lipscope.bounds.spectral_upper import RANK, sum_norms
+from lipscope.bounds.weights import HeadWeights, layer_weights
 
 # Entries of the arrays of one strip.
 ENTRIES = 1 << 24
-# Rows of J up to which the norms of blocks are looked at head by head.
-SMALL = 4096
+# Entries of the scores up to which the norms of blocks are looked at head by head, and operations up to which those of Q_i.
+SMALL, CHEAP = 1 << 22, 1 << 25
 # How often the margins of single numbers cover the rounding of a product of two parts.
 ROUNDS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class Grams:
-    """Products of the weights of every pair of heads (g, h), each (H, H, ·, ·), of a float64 layer."""
-
-    out: Tensor  # W_O^gᵀ W_O^h
-    keys: Tensor  # W_K^g W_K^hᵀ
-    queries: Tensor  # τ²W_Q^g W_Q^hᵀ
-    values: Tensor  # W_V^g W_V^hᵀ
-    value_key: Tensor  # W_V^g W_K^hᵀ
-    value_query: Tensor  # W_V^g τW_Q^hᵀ
-    key_query: Tensor  # W_K^g τW_Q^hᵀ
-
-    @classmethod
-    def of(cls, layer: Attention) -> Grams:
-        """Keys and values that several heads share are multiplied once."""
-        H = layer.heads
-        q, k, v = (t.reshape(count, -1, layer.width) for t, count in
-                   ((layer.tau * layer.q, H), (layer.k, layer.kv_heads), (layer.v, layer.kv_heads)))  # fmt: skip
-
-        def pairs(a: Tensor, b: Tensor) -> Tensor:
-            gram = (a.flatten(0, 1) @ b.flatten(0, 1).mT).reshape(*a.shape[:2], *b.shape[:2]).transpose(1, 2)
-            return gram.repeat_interleave(H // len(a), 0).repeat_interleave(H // len(b), 1)
-
-        width = layer.value_width
-        out = torch.eye(H * width, dtype=q.dtype, device=q.device) if layer.out is None else layer.out
-        heads = out.mT.reshape(H, width, -1)
-        return cls(pairs(heads, heads), pairs(k, k), pairs(q, q), pairs(v, v), pairs(v, k), pairs(v, q), pairs(k, q))
 
 
 class Blocks:
     """The blocks of one input's Jacobian, a strip of rows at a time."""
 
     def __init__(
-        self, layer: Attention, x: Tensor, *, offset: Tensor | None = None, weights: LayerWeights | None = None
+        self, layer: Attention, x: Tensor, *, offset: Tensor | None = None, products: Products | None = None
     ) -> None:
         """A float64 layer at tokens x (n, d), to all of which an offset is to be added."""
         (self.n, _), H = x.shape, layer.heads
         self.x, self.offset = x, offset
-        self.layer, self.weights = layer, weights or layer_weights(layer)
+        self.layer, self.products = layer, products or Products(layer, layer_weights(layer))
+        self.weights = self.products.weights
         point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
         self.q = point.q[0]
         self.raw_keys, v = (t[0].repeat_interleave(group, dim=0) for t in (point.k, point.v))
@@ -117,7 +89,7 @@ class Blocks:
         eps = torch.finfo(x.dtype).eps
         self.unit = max(each.unit for each in self.rounding) + 8 * (self.n + x.shape[1]) * eps
         shifted = 0.0 if layer.sinks is None else 2.0
-        # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, and sizes of queries, keys and v_j − o_i.
+        # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.
         factors = [
             (
                 w.out_size * w.sizes[2],
@@ -126,29 +98,41 @@ class Blocks:
                 r.query,
                 r.key,
                 2 * r.value + shifted * r.shift,
+                w.out_size,
             )
             for w, r in zip(self.weights.image, self.rounding, strict=True)
         ]
         self.factors = x.new_tensor(factors).T[:, :, None, None]
 
     @cached_property
-    def head_norms(self) -> Tensor | None:
-        """Close bounds for the norms of all blocks M_ij + K_ij, (n, n), where there is one head, or where all is small."""
-        heads = range(self.layer.heads)
-        # The same however rows are cut into strips.
-        side = self.v.shape[2] * len(heads) if len(heads) > 1 else 2
-        if self.offset is not None or self.n * side > SMALL:
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
+        """Bounds for ‖M_ij + K_ij‖ (n, n) and ‖Q_i‖ (n,) from those of every head, where n×n matrices are small.
+
+        The latter are infinite where they would cost much. The same however rows are cut into strips.
+        """
+        H, n, dk = self.q.shape
+        if H * n**2 > SMALL:
             return None
-        pairs = [(HeadCore.at(self.layer.head(h), self.x, self.weights.plain[h]), self.weights.image[h]) for h in heads]
-        return torch.stack([core.block_norms(w)[1] for core, w in pairs]).sum(0)
+        cheap, far = H == 1 or H * n * dk**3 <= CHEAP, self.x.new_full((n,), math.inf)
+        cores = [HeadCore.at(self.layer.head(h), self.x, w, self.offset) for h, w in enumerate(self.weights.plain)]
+
+        def norms(heads: tuple[HeadWeights, ...]) -> list[Tensor]:
+            found = [
+                (core.block_norms(w)[1], core.query_norms(w) if cheap else far) for core, w in zip(cores, heads, strict=True)
+            ]
+            return [torch.stack(each) for each in zip(*found, strict=True)]
+
+        # With W_O inside they add up; before it they are orthogonal.
+        inside, before = norms(self.weights.image), norms(self.weights.plain)
+        blocks, own = (
+            torch.minimum(a.sum(0), self.weights.out * b.square().sum(0).sqrt()) for a, b in zip(inside, before, strict=True)
+        )
+        return blocks, own
 
     @cached_property
     def grams(self) -> Grams:
-        """Products of the weights, kept for all inputs of a call."""
-        if "grams" not in self.weights.kept:
-            self.weights.kept["grams"] = Grams.of(self.layer)
-        found: Grams = self.weights.kept["grams"]
-        return found
+        """Inner products of the weights of every pair of heads."""
+        return self.products.grams
 
     @property
     def short(self) -> bool:
@@ -165,7 +149,7 @@ class Blocks:
         """Rows of a strip, by default."""
         H, _, dk = self.q.shape
         row = self.n if self.rotation is None else self.n * dk
-        return self.rows_of(H * max(row, self.n if self.short else self.v.shape[2] * dk))
+        return self.rows_of(H * max(row, self.v.shape[2] * dk, RANK**2 * H))
 
     def single(self, height: int | None = None) -> bool:
         """One strip has all rows."""
@@ -199,11 +183,11 @@ class Strip:
         self.at, self.rows, self.columns = at, rows, slice(min(first, rows.start), max(last, rows.stop))
         self.q, self.k, self.v = at.q[:, rows], at.k[:, self.columns], at.v[:, self.columns]
         raw = (self.q @ at.raw_keys[:, self.columns].mT)[None]
-        P, W = at.rule.probabilities(raw, rows, self.columns, at.n)
+        P, W = at.rule.probabilities(raw, (rows, self.columns, at.n))
         self.P, self.W = P[0], W[0]
         self.o = self.P @ self.v
         if at.rule.sinks is not None:
-            self.o = self.o - at.rule.sink_share(raw, rows, self.columns, at.n)[0] * at.centre
+            self.o = self.o - at.rule.sink_share(raw, (rows, self.columns, at.n))[0] * at.centre
         # v_i − o_i of the rows themselves.
         self.delta = self.v[:, rows.start - self.columns.start :][:, : self.o.shape[1]] - self.o
 
@@ -219,25 +203,35 @@ class Strip:
             return q
         return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
 
+    def moments(self, right: Tensor) -> Tensor:
+        """Σ_j W_ij (v_j − o_i) right_jᵀ for vectors (H, c, ·) of the columns, (H, r, dv, ·)."""
+        sums = torch.stack(
+            [w @ (v[:, :, None] * t[:, None]).flatten(1) for w, v, t in zip(self.W, self.v, right, strict=True)]
+        )
+        return sums.reshape(*self.o.shape, -1) - self.o[..., None] * (self.W @ right)[:, :, None]
+
     @cached_property
     def covariances(self) -> Tensor:
         """C_i, (H, r, dv, dk)."""
-        C = torch.stack(
-            [w @ (v[:, :, None] * k[:, None]).flatten(1) for w, v, k in zip(self.W, self.v, self.k, strict=True)]
-        )
-        C = C.reshape(*self.o.shape, -1) - self.o[..., None] * (self.W @ self.k)[:, :, None]
+        C = self.moments(self.k)
         return C if self.at.rotation is None else self.at.rotated(self.rows).unsqueeze().transpose(C)
 
     @cached_property
-    def errors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What rounding may do to the squares of M_ij + K_ij, K_ij (r, c) and Q_i (r,), and to 2⟨M_ii + K_ii, Q_i⟩ (r,)."""
-        mean, key, query, q_size, k_size, v_size = self.at.factors
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """How large v_j − o_i may be whatever rounding does, and what its square is added up from, (H, r, c)."""
         squares = self.v.square().sum(-1)[:, None] + self.o.square().sum(-1)[..., None]
         far = (squares - 2 * self.o @ self.v.mT).clamp_min(0).sqrt()
         # What a relative error of probabilities does to v_j − o_i.
         far = far + (self.P * far).sum(-1, keepdim=True)
         if self.at.rule.sinks is not None:
-            far = far + (1 - self.P.sum(-1, keepdim=True)).clamp_min(0) * v_size
+            far = far + (1 - self.P.sum(-1, keepdim=True)).clamp_min(0) * self.at.factors[5]
+        return far, squares
+
+    @cached_property
+    def errors(self) -> list[tuple[Tensor, Tensor]]:
+        """Of M_ij + K_ij, K_ij (r, c) and Q_i (r,): how far each may be off, and what rounding may do to its square."""
+        mean, key, query, q_size, k_size, v_size, _ = self.at.factors
+        (far, squares), margin, unit = self.sizes, self.at.margin, self.at.unit
         q, k = (torch.linalg.vector_norm(t, dim=-1) for t in (self.q, self.k))
         q, k, ends = q[..., None], k[:, None], squares.sqrt()
         # Sizes of parts, how far they are off, and what their squares are added up from.
@@ -245,12 +239,41 @@ class Strip:
         K = [(weight * t).sum(0) for t in (far * q, v_size * q + far * q_size, ends * q)]
         A = [(self.P * mean).sum(0) + t for t in K]
         B = [(own * t).sum((0, 2)) for t in (far * k, v_size * k + far * k_size, ends * k)]
+        return [(ROUNDS * (margin * size + unit * most), ROUNDS * unit * terms.square()) for size, most, terms in (A, K, B)]
 
-        def error(A: list[Tensor], B: list[Tensor]) -> Tensor:
-            off = [self.at.margin * size + self.at.unit * most for size, most, _ in (A, B)]
-            return ROUNDS * (A[0] * off[1] + B[0] * off[0] + off[0] * off[1] + self.at.unit * A[2] * B[2])
+    @cached_property
+    def part_sizes(self) -> tuple[Tensor, Tensor]:
+        """≥ ‖K_ij‖_F (r, c) and ≥ ‖Q_i‖_F (r,)."""
+        _, (key_off, key_rounding), (own_off, own_rounding) = self.errors
+        keys, queries = (self.key.clamp_min(0) + key_rounding).sqrt(), (self.query.clamp_min(0) + own_rounding).sqrt()
+        return keys + key_off, queries + own_off
 
-        return error(A, A), error(K, K), error(B, B), 2 * error([self.own(t) for t in A], B)
+    @cached_property
+    def mean_norms(self) -> Tensor:
+        """≥ ‖M_ij‖ (r, c): by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖."""
+        weights = self.at.weights
+        values = self.P.new_tensor([w.value for w in weights.image])
+        shared = self.P.amin(0) * min(0.0, weights.total - float(values.sum()))
+        return torch.minimum((self.P * values[:, None, None]).sum(0) + shared, weights.out * weights.values * self.P.amax(0))
+
+    def query_norms(self) -> Tensor:
+        """≥ ‖Q_i‖ (r,)."""
+        grams, weights = self.at.grams, self.at.weights
+        norms = sum_norms(grams.outputs, self.covariances, grams.query_weights, weights.out * weights.queries)
+        off, rounding = self.errors[2]
+        return norms + off + rounding.sqrt()
+
+    def value_norms(self) -> Tensor:
+        """≥ κ_i = ‖Σ_h W_O (Σ_j W_ij (v_j − o_i)(v_j − o_i)ᵀ) W_Oᵀ‖ (r,)."""
+        (far, squares), v_size, out = self.sizes, self.at.factors[5], self.at.factors[6]
+        rest = (self.W @ self.v) - self.W.sum(-1, keepdim=True) * self.o
+        second = self.moments(self.v) - rest[..., None] * self.o[:, :, None]
+        outputs = self.at.grams.outputs
+        norms = sum_norms(outputs, second, outputs, self.at.weights.out**2)
+        # Rounding of the sums, and what the deviations are off by.
+        norms = norms + ROUNDS * self.at.unit * (self.W * squares * out.square()).sum((0, 2))
+        off = ((self.at.margin * far + self.at.unit * v_size) * out).square()
+        return (norms.sqrt() + ROUNDS * (self.W * off).sum((0, 2)).sqrt()).square()
 
     def spread(self, g: int) -> Tensor:
         """(v_j − o_i)^gᵀ W_O^gᵀ W_O^h (v_j − o_i)^h for all h, up to terms that cancel in sums symmetric in g and h."""
@@ -260,7 +283,8 @@ class Strip:
 
     def slopes(self, g: int) -> Tensor:
         """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all h, (H, r, c), or (H, r, 1) without rotations."""
-        return ((self.a[g] @ self.at.grams.keys[g][:, None]) * self.a).sum(-1)
+        a, keys = self.a, self.at.grams.keys[g]
+        return ((a[g].flatten(0, 1) @ keys).reshape(a.shape) * a).sum(-1)
 
     @cached_property
     def key(self) -> Tensor:
@@ -293,10 +317,13 @@ class Strip:
         grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
         total = torch.zeros_like(o[0, :, 0])
         keys = W @ k
+        # (dv, dv) @ (dv, r·dk) for every head.
+        beside = self.covariances.transpose(1, 2).flatten(2) if not self.at.short else W
         for g in range(len(W)):
             if not self.at.short:
-                image = grams.out[:, g, None] @ (self.covariances[g] @ grams.queries[g][:, None])
-                total += (image * self.covariances).sum((0, 2, 3))
+                image = (self.covariances[g].flatten(0, 1) @ grams.queries[g]).reshape(self.covariances.shape)
+                through = (grams.out[g] @ beside).reshape(len(W), *self.o.shape[:0:-1], -1).transpose(1, 2)
+                total += (image * through).sum((0, 2, 3))
                 continue
             oG, kG = o[g] @ grams.out[g], k[g] @ grams.queries[g] @ k.mT
             total += ((W[g] @ (kG * ((v[g] @ grams.out[g]) @ v.mT))) * W).sum((0, 2))
@@ -364,21 +391,23 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | N
         # Columns of the weights times g; the products with vectors below take the weights as they are.
         at.__dict__["grams"] = Grams.of(derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g))
         scale = norm.s[0, :, 0].square().reciprocal()
-    total = error = x.new_zeros(())
+    total = error = moved = x.new_zeros(())
+    most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
     for strip in at.strips(height):
         columns, rows = scale[strip.columns], scale[strip.rows]
         total = (
             total + ((strip.mean + strip.key + strip.mean_key()) @ columns).sum() + (strip.query + strip.own_query()) @ rows
         )
-        blocks, _, own, pairs = strip.errors
-        most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
-        error = error + most * ((blocks @ columns).sum() + (own + pairs) @ rows)
+        (off, rounding), _, (own_off, own_rounding) = strip.errors
+        error = error + 2 * most * ((rounding @ columns).sum() + own_rounding @ rows)
+        moved = moved + 2 * most * ((off.square() @ columns).sum() + own_off.square() @ rows)
         if norm is not None:
             d = layer.width
             if norm.centred:
                 total = total - strip.along(norm.g.expand(at.n, d), scale / d)
             t = norm.z[0].square().sum(-1) / d
             total = total - strip.along(norm.g * norm.z[0], scale * (2 - t) / d)
-    squares, off = max(0.0, float(total)), float(error)
+    squares, rounded = max(0.0, float(total)), float(error)
     value = math.sqrt(squares)
-    return value, max(math.sqrt(squares + off) - value, value - math.sqrt(max(0.0, squares - off))) + at.underflow
+    rounded = max(math.sqrt(squares + rounded) - value, value - math.sqrt(max(0.0, squares - rounded)))
+    return value, rounded + math.sqrt(float(moved)) + at.underflow

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lipscope.rounding import round_down, round_up
 
-Kind: TypeAlias = Literal["set", "local", "ball", "limit"]
+Kind: TypeAlias = Literal["set", "sup n", "local", "ball", "limit"]
 Side: TypeAlias = Literal["upper", "lower"]
 
 CASTIN = "Castin, Ablin, Peyré, How Smooth Is Attention?, ICML 2024"
@@ -35,7 +35,8 @@ class Bound:
         name: ``source.statement``, e.g. ``"refined.unmasked"``.
         value: the number.
         kind: ``"set"`` (all inputs with tokens in the ball of radius R), ``"local"`` (this very input), ``"ball"`` (all
-            inputs within a Frobenius distance of this one) or ``"limit"`` (about what σ(rX) tends to as r → ∞).
+            inputs within a Frobenius distance of this one), ``"limit"`` (about what σ(rX) tends to as r → ∞) or ``"sup n"``
+            (a lower bound for the supremum over all n of such a set, which n tokens need not reach).
         holds_for: the assumptions in words.
         reference: who proved it.
         inputs: the quantities the formula was evaluated at.
@@ -189,6 +190,18 @@ def bound(
         return function
 
     return register
+
+
+def refuse_others(name: str, layer: Any) -> None:
+    """Refuse a layer that bound ``name`` does not hold for; called by bounds with arguments that the registry does not pass.
+
+    Norms and matrices that stand for a layer pass: they say nothing of its mask and scores.
+    """
+    from lipscope.attention.layer import Attention
+    from lipscope.bounds.registry import require
+
+    if isinstance(layer, Attention):
+        require(name, layer)
 
 
 def norm_name(p: float) -> str:

@@ -8,9 +8,15 @@ the P^h/p_h, and of [Y_h√(p_hS_h)]ᵀ, so that
 
     ‖M‖ ≤ ‖[U_1√(p_1S_1), …]‖ · ‖[Y_1√(p_1S_1), …]‖
 
-where heads enter by how much their ranges overlap, not by a sum. One direction t of the tokens, that of the average of the
-P^h, is taken out first, ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖²: the first is a matrix of d columns. The other part is at
-most the norm of the n×n matrix of ‖K_ij‖_F + δ_ij‖Q_i‖_F: blocks by way of scores have few large directions.
+where heads enter by how much their ranges overlap, not by a sum; it is at most ‖W_O‖‖W_V‖max_h p_h too. The average A of P^h
+is taken out first: its leading direction t, ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖², where the first is a matrix of d
+columns; or all of it, ‖M‖ ≤ ‖A‖‖W_OW_V‖ + ‖Σ_h (P^h − A) ⊗ W_O^hW_V^h‖. The other part is at most the norm of the n×n matrix
+of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and for several heads
+
+    ‖K‖² ≤ max_j ‖Σ_h W_K^hᵀ R_jᵀ( Σ_i κ_i W_ij^h q_i^h q_i^hᵀ )R_j W_K^h‖        ‖Q‖ ≤ max_i ‖Σ_h W_O^h C_i^h τW_Q^h‖
+    κ_i  = ‖Σ_h W_O^h( Σ_j W_ij (v_j − o_i)(v_j − o_i)ᵀ )^h W_O^hᵀ‖
+
+where sums over heads are bounded by ``spectral_upper``. Or all at once: the norm of the n×n matrix of the norms of blocks.
 
 **Row Gram**: with S_ij = M_ij + K_ij and any weights ω_ij, ω_i > 0, by Cauchy–Schwarz,
 
@@ -18,8 +24,7 @@ most the norm of the n×n matrix of ‖K_ij‖_F + δ_ij‖Q_i‖_F: blocks by w
 
 Sum over i and exchange the sums: σ² ≤ max_j ( Σ_i λ_i/ω_ij + λ_j/ω_j ). With N_ij ≥ ‖S_ij‖, any x > 0 and ω_ij = x_j/N_ij
 the triangle inequality gives λ_i ≤ (Nx)_i and Collatz–Wielandt's bound for the norms of blocks; the norm of the sum itself
-is smaller, since the blocks of a row point in different directions. N need not be a bound: any numbers near the norms of the
-blocks, zero only with them, give good weights.
+is smaller, since the blocks of a row point in different directions; the least of both is taken for λ_i.
 
 Everything is computed in float64, a strip of rows of the scores at a time, and rounded up by what ``bounds.blocks`` says of
 its errors. Ours; proofs in docs/theory.
@@ -40,7 +45,8 @@ from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds import blocks
 from lipscope.bounds.blocks import Blocks, Strip, frobenius
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.spectral_upper import Grams, best_vectors, matrix_norm_upper
+from lipscope.bounds.products import Products
+from lipscope.bounds.spectral_upper import RANK, best_vectors, matrix_norm_upper, sum_norms
 from lipscope.bounds.weights import layer_weights
 
 if TYPE_CHECKING:
@@ -49,9 +55,9 @@ if TYPE_CHECKING:
 # Most passes over the scores for a bound by Collatz–Wielandt; the matrices of a single strip are kept between them.
 PASSES = 40
 # Choices of weights that row Grams are computed for.
-ROUNDS = 2
+ROUNDS = 3
 # Operations of a row Gram up to which it is part of every certificate.
-CHEAP = 1e9
+CHEAP = 1.5e9
 # Tokens up to which all rows may be one strip.
 DENSE = 2048
 
@@ -84,8 +90,8 @@ def certified_upper(
     Returns:
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
 
-    Cost: ``"fast"`` about 4·H²·n²·(d_head + n) flops, with rotary embeddings 2·H²·n²·d_head² + 4·H²·n·d_head³; ``"tight"``
-    besides, twice, 2·n²·d² + 12·n·d³.
+    Cost: ``"fast"`` about 4·H²·n²·(d_head + n) + 6·H·n²·d_head² + 16·H·n·d_head³ flops, with rotary embeddings
+    2·H²·n²·d_head² + 4·H²·n·d_head³ in the place of the first; ``"tight"`` besides, three times, 2·n²·d² + 12·n·d³.
 
     Example:
         >>> import torch, lipscope
@@ -122,20 +128,19 @@ def certified_and_sized(
         gains = times_power(gains.to(X), -unit)
     values: list[Any] = []
     with torch.no_grad():
-        weights, precise = layer_weights(layer), layer.to(torch.float64)
+        precise = layer.to(torch.float64)
+        products = Products(precise, layer_weights(layer))
         for b, x in enumerate(X):
             one = precise.for_input(b)
             gain = x.new_ones(x.shape[0]) if gains is None else gains[b]
             for single in [one.head(h) for h in range(layer.heads)] if heads else [one]:
                 # The scale of a single head may be far from that of the others.
                 scaled, tokens, shift, more = balanced(single, x, offset) if heads else (one, x, offset, 0)
-                at = Blocks(scaled, tokens, offset=shift, weights=None if heads else weights)
+                at = Blocks(scaled, tokens, offset=shift, products=None if heads else products)
                 found = math.inf if rung is None else min(_candidates(at, gain, rung, height).values())
                 before = None if norm is None else norm.select(torch.tensor([b], device=X.device))
                 pair = torch.tensor([found, frobenius(at, before, height)[0]], dtype=torch.float64, device=X.device)
                 values.append(times_power(pair, more, outwards=1))
-    # Nine matrices as wide as all heads together: too much to keep for every layer of a model.
-    weights.kept.clear()
     shape = (len(X), layer.heads) if heads else (len(X),)
     bounds, sizes = torch.stack(values).mT.reshape(2, *shape)
     return times_power(bounds, power + unit, outwards=1), times_power(sizes, power)
@@ -156,6 +161,8 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
         certificate *= PASSES / 2
     if scope == "head":
         certificate += 8.0 * inputs * H * (2 * n**2 * dk**2 + 16 * n * dk**3)
+    elif H > 1:
+        certificate += 4.0 * inputs * H * (6 * n**2 * dk**2 + 16 * n * dk**3)
     width = 3 * dk if scope == "head" else d
     pair = 4 * n * width * (layer.q.shape[0] + layer.k.shape[0] + layer.v.shape[0]) + 16 * H * n**2 * dk
     if scope != "head" and layer.out is not None:
@@ -170,9 +177,9 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     """Every certificate of the whole layer at tokens x (n, d), each as a ``Bound``; ``height`` as in ``certified_upper``."""
     layer, x, _, power = balanced(layer, x.detach().double())
     with torch.no_grad():
-        at = Blocks(layer.to(torch.float64), x, weights=layer_weights(layer))
+        precise = layer.to(torch.float64)
+        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)))
         candidates = _candidates(at, x.new_ones(x.shape[0]), "tight", height)
-        at.weights.kept.clear()
     given = {"n": x.shape[0], "heads": layer.heads}
     values = times_power(torch.tensor(list(candidates.values()), dtype=torch.float64), power, outwards=1).tolist()
     return [
@@ -196,10 +203,15 @@ def _candidates(at: Blocks, gain: Tensor, rung: str, height: int | None) -> dict
     """The certificates of a rung, by name."""
     if at.margin >= 0.1:
         return {"parts": math.inf, "row_gram": math.inf}
-    sizes, x = _block_sizes(at, gain, height)
-    found = {"parts": _mean_part(at, gain, height) + sizes["K"]}
-    if rung == "tight" or at.layer.heads == 1 or _row_gram_cost(at) <= CHEAP:
-        found["row_gram"] = _row_gram(at, gain, x, height)
+    several, cheap = at.layer.heads > 1, _row_gram_cost(at) <= CHEAP
+    keys, own = _joined_parts(at, gain, height) if several else (math.inf, torch.full_like(gain, math.inf))
+    if at.head_norms is not None:
+        own = torch.minimum(own, at.head_norms[1])
+    (sizes, whole), x = _block_sizes(at, gain, own, height)
+    parts = _mean_part(at, gain, height) + min(sizes, keys + float((own * gain).max()))
+    found = {"parts": min(parts, whole)}
+    if rung == "tight" or cheap or not several:
+        found["row_gram"] = _row_gram(at, gain, x * gain, own, height)
     least = at.underflow * float(gain.max())
     return {name: value * (1 + 4 * at.margin) + least for name, value in found.items()}
 
@@ -210,98 +222,134 @@ def _row_gram_cost(at: Blocks) -> float:
     return float(ROUNDS * (2 * at.n**2 * side**2 + 12 * at.n * side**3))
 
 
-def _norms(
-    at: Blocks, names: list[str], matrices: Callable[[Strip], dict[str, Tensor]], height: int | None
-) -> dict[str, Any]:
-    """Norms of nonnegative n×n matrices that are known strip by strip, each with the vector at which it was found."""
+def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor], height: int | None) -> tuple[Tensor, Tensor]:
+    """Norms (k,) of nonnegative n×n matrices known strip by strip, (k, r, c), with the vectors at which they were found."""
+    only = [matrices(strip) for strip in at.strips(height)] if at.single(height) else None
 
-    def grams(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: torch.zeros_like(x) for name, x in vectors.items()}
+    def grams(x: Tensor) -> Tensor:
+        found = torch.zeros_like(x)
         for strip in at.strips(height):
-            for name, N in matrices(strip).items():
-                if name in vectors:
-                    found[name][strip.columns] += N.mT @ (N @ vectors[name][strip.columns])
+            N = matrices(strip) if only is None else only[0]
+            found[:, strip.columns] += (N.mT @ (N @ x[:, strip.columns, None]))[..., 0]
         return found
 
-    products: Grams = grams
-    return best_vectors(products, {name: at.q.new_ones(at.n) for name in names}, PASSES)
+    return best_vectors(grams, at.q.new_ones(count, at.n), PASSES)
 
 
-def _block_sizes(at: Blocks, gain: Tensor, height: int | None) -> tuple[dict[str, float], Tensor]:
-    """The norm of the matrix of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and the leading vector of one near the norms of whole blocks."""
+def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None) -> tuple[list[float], Tensor]:
+    """Norms of the matrices of ‖K_ij‖_F and of ‖M_ij + K_ij‖, with the query parts, and the leading vector of the second."""
 
-    def matrices(strip: Strip) -> dict[str, Tensor]:
-        keys, whole, own = _near_norms(strip)
-        for N in (keys, whole):
-            strip.own(N).add_(own)
-        return {"K": keys * gain[strip.columns], "N": whole * gain[strip.columns]}
+    def matrices(strip: Strip) -> Tensor:
+        *both, queries = _near_norms(strip, own)
+        found = torch.stack(both) * gain[strip.columns]
+        strip.own(found).add_(queries * gain[strip.rows])
+        return found
 
-    found = _norms(at, ["K", "N"], matrices, height)
-    return {name: value for name, (value, _) in found.items()}, found["N"][1]
+    norms, vectors = _norms(at, 2, matrices, height)
+    return norms.tolist(), vectors[1]
 
 
-def _near_norms(strip: Strip) -> tuple[Tensor, Tensor, Tensor]:
-    """Upper bounds for ‖K_ij‖_F, numbers near ‖M_ij + K_ij‖ that vanish only with them, and upper bounds for ‖Q_i‖_F."""
-    _, off, own_off, _ = strip.errors
-    keys = (strip.key.clamp_min(0) + off).sqrt()
-    weights = strip.at.weights
-    # The mean part has the directions of W_OW_V: its norm is about that share of its Frobenius norm.
-    share = max(w.value / max(w.out_size * w.sizes[2], 1e-300) for w in weights.image)
-    whole = keys + share * strip.mean.clamp_min(0).sqrt()
+def _joined_parts(at: Blocks, gain: Tensor, height: int | None) -> tuple[float, Tensor]:
+    """Bounds for ‖K‖ and for ‖Q_i‖ (n,) of heads that have few large directions each."""
+    (H, n, dk), worst = at.q.shape, 0.0
+    kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
+    for strip in at.strips(height):
+        kappa[strip.rows], queries[strip.rows] = strip.value_norms(), strip.query_norms()
+    step = at.rows_of(H * max(dk**2, RANK**2 * H))
+    for start in range(0, n, step):
+        norms = _key_norms(at, kappa, slice(start, min(n, start + step)), height)
+        worst = max(worst, float((norms * gain[start : start + step]).max()))
+    return worst, queries
+
+
+def _key_norms(at: Blocks, kappa: Tensor, block: slice, height: int | None) -> Tensor:
+    """≥ ‖Σ_h W_Kᵀ R_jᵀ (Σ_i κ_i W_ij q_i q_iᵀ) R_j W_K‖^½ for tokens j of a block."""
+    H, _, dk = at.q.shape
+    grams, sums = at.grams, at.q.new_zeros(H, block.stop - block.start, dk * dk)
+    total = torch.zeros_like(sums[..., 0])
+    for strip in at.strips(height):
+        first, low = strip.columns.start, max(block.start, strip.columns.start)
+        high = min(block.stop, strip.columns.stop)
+        if low < high:
+            here, squares = slice(low - block.start, high - block.start), strip.q[..., None] * strip.q[:, :, None]
+            weights = (strip.W * kappa[strip.rows, None])[..., low - first : high - first].mT
+            sums[:, here] += weights @ squares.flatten(2)
+            total[:, here] += weights.sum(-1)
+    second = sums.reshape(H, -1, dk, dk)
+    if at.rotation is not None:
+        turned = at.rotated(block).unsqueeze()
+        second = turned.transpose(turned.transpose(second).mT)
+    norms = sum_norms(grams.key_weights, second, grams.key_weights, at.weights.keys**2)
+    key_size = at.q.new_tensor([w.sizes[1] for w in at.weights.image])[:, None]
+    q_size = at.factors[3, :, 0]
+    trace = second.diagonal(dim1=-2, dim2=-1).sum(-1)
+    norms = norms + blocks.ROUNDS * at.unit * (key_size.square() * trace).sum(0)
+    return norms.sqrt() + blocks.ROUNDS * at.unit * ((key_size * q_size).square() * total).sum(0).sqrt()
+
+
+def _near_norms(strip: Strip, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Upper bounds for ‖K_ij‖_F, ‖M_ij + K_ij‖ and ‖Q_i‖."""
+    keys, queries = strip.part_sizes
+    whole = strip.mean_norms + keys
     if strip.at.head_norms is not None:
-        whole = strip.at.head_norms[strip.rows, strip.columns].clone()
-    return keys, whole, (strip.query.clamp_min(0) + own_off).sqrt()
+        whole = torch.minimum(whole, strip.at.head_norms[0][strip.rows, strip.columns])
+    return keys, whole, torch.minimum(queries, own[strip.rows])
 
 
 def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
     """A bound for ‖M‖."""
-    heads = [str(h) for h in range(at.layer.heads)]
+    H = at.layer.heads
 
-    def matrices(strip: Strip) -> dict[str, Tensor]:
+    def matrices(strip: Strip) -> Tensor:
         P = strip.P * gain[strip.columns]
-        return {"mean": P.mean(0)} | dict(zip(heads, P, strict=True))
+        return torch.cat([P, P.mean(0, keepdim=True), (strip.mean_norms * gain[strip.columns])[None]])
 
-    found = _norms(at, ["mean", *heads], matrices, height)
-    t = torch.nn.functional.normalize(found["mean"][1], dim=0)
-    images = gain.new_zeros(len(heads), at.n)
+    norms, vectors = _norms(at, H + 2, matrices, height)
+    heads, (mean, by_blocks) = norms[:H], map(float, norms[H:])
+    t = torch.nn.functional.normalize(vectors[H], dim=0)
+    images, outside = gain.new_zeros(H, at.n), gain.new_zeros(H)
     for strip in at.strips(height):
-        images[:, strip.rows] = (strip.P * gain[strip.columns]) @ t[strip.columns]
+        image = (strip.P * gain[strip.columns]) @ t[strip.columns]
+        images[:, strip.rows] = image
+        # Columns that a strip does not hold have P = 0; this is what is taken from them.
+        away = t.square().sum() - t[strip.columns].square().sum()
+        outside += away.clamp_min(0) * image.square().sum(-1)
 
-    def rest(strip: Strip) -> dict[str, Tensor]:
-        # Columns that a strip does not hold have P = 0; what is taken from them is counted by ``outside``.
-        inside = strip.P * gain[strip.columns] - images[:, strip.rows, None] * t[strip.columns]
-        return dict(zip(heads, inside.abs(), strict=True))
+    def without(strip: Strip) -> Tensor:
+        P = strip.P * gain[strip.columns]
+        found = torch.cat([P, P])
+        found[:H] -= images[:, strip.rows, None] * t[strip.columns]
+        found[H:] -= P.mean(0)
+        return found.abs_()
 
-    outside = [0.0] * len(heads)
-    for strip in at.strips(height):
-        away = float(t.square().sum() - t[strip.columns].square().sum())
-        for h, image in enumerate(images[:, strip.rows]):
-            outside[h] += max(0.0, away) * float(image.square().sum())
-    left = _norms(at, heads, rest, height)
-    whole = _overlap(at, [found[h][0] for h in heads])
+    rest, deviations = _norms(at, 2 * H, without, height)[0].split(H)
     # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
     inner, grams = images @ images.mT, at.grams
-    side = len(heads) * at.layer.value_width
+    side = H * at.layer.value_width
     product = (grams.out * inner[:, :, None, None]).transpose(1, 2).reshape(side, side)
-    V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(
-        at.layer.heads // at.layer.kv_heads, dim=0
-    )
+    V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(H // at.layer.kv_heads, dim=0)
     V = V.flatten(0, 1)
-    along = _root_norm(V.mT @ product @ V)
-    cut = math.hypot(
-        along, _overlap(at, [math.hypot(left[h][0], math.sqrt(out)) for h, out in zip(heads, outside, strict=True)])
-    )
-    return min(whole, cut)
+    sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
+    rounded = math.sqrt(at.unit) * float(sizes @ images.norm(dim=-1))
+    along = math.hypot(_root_norm(V.mT @ product @ V), rounded)
+    average = mean * at.weights.total
+    best = min(by_blocks, _overlap(at, heads, sizes))
+    # What is above the best before its second part is added needs none.
+    if along < best:
+        best = min(best, math.hypot(along, _overlap(at, rest + outside.sqrt(), sizes)))
+    if average < best:
+        best = min(best, average + _overlap(at, deviations, sizes))
+    # What cancels between heads is off by what each of them is off by.
+    return best + 2 * at.margin * float(sizes @ heads)
 
 
-def _overlap(at: Blocks, norms: list[float]) -> float:
-    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ for norms p_h."""
-    p = at.q.new_tensor(norms)
-    left, right = (_root_norm(gram * (p[:, None] * p).sqrt()[:, None, :, None]) for gram in _balanced_grams(at))
+def _overlap(at: Blocks, norms: Tensor, sizes: Tensor) -> float:
+    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ for norms p_h, or ‖W_O‖‖W_V‖max_h p_h; ``sizes`` are ‖W_O‖_F‖W_V‖_F."""
+    weights = (norms[:, None] * norms).sqrt()[:, None, :, None]
+    left, right = (_root_norm(gram * weights) for gram in at.products.balanced)
     # What the rounding of the decompositions may have done.
-    return left * right + 1e-12 * sum(
-        size * w.out_size * w.sizes[2] for size, w in zip(norms, at.weights.image, strict=True)
-    )
+    off = (1e-12 + 8 * at.layer.width * torch.finfo(norms.dtype).eps) * float(norms @ sizes)
+    return min(left * right + off, at.weights.out * at.weights.values * float(norms.max()))
 
 
 def _root_norm(gram: Tensor) -> float:
@@ -309,43 +357,28 @@ def _root_norm(gram: Tensor) -> float:
     return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram.reshape(side, side))[-1]))) * (1 + 1e-12)
 
 
-def _balanced_grams(at: Blocks) -> tuple[Tensor, Tensor]:
-    """Gram matrices (H, dv, H, dv) of the matrices U_h√S_h and Y_h√S_h; kept for all inputs of a call."""
-    kept, layer = at.weights.kept, at.layer
-    if "balanced" not in kept:
-        out = torch.eye(layer.output_width, dtype=layer.dtype, device=layer.device) if layer.out is None else layer.out
-        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for h, block in enumerate(out.split(layer.value_width, dim=1)):
-            (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (block, layer.head(h).v.mT))
-            U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
-            for side, half in zip(sides, ((Q @ U), (Y @ Z.mT)), strict=True):
-                side.append(torch.nn.functional.pad(half * S.sqrt(), (0, layer.value_width - len(S))))
-        joined = [torch.cat(side, dim=1) for side in sides]
-        kept["balanced"] = tuple((t.mT @ t).reshape(layer.heads, -1, layer.heads, layer.value_width) for t in joined)
-    found: tuple[Tensor, Tensor] = kept["balanced"]
-    return found
-
-
-def _row_gram(at: Blocks, gain: Tensor, x: Tensor, height: int | None) -> float:
+def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor, height: int | None) -> float:
     """The least row-Gram bound over some choices of x, the first being the leading vector of the norms of the blocks."""
     best = math.inf
-    for _ in range(ROUNDS):
+    # Any sizes of query parts give weights, and neither choice is always the better one: the last are ‖Q_i‖_F.
+    for queries in [own] * (ROUNDS - 1) + [torch.full_like(own, math.inf)]:
         x = (x / x.max()).clamp_min(1e-100)
         sums = torch.zeros_like(x)
         for strip in at.strips(height):
-            _, N, own = _near_norms(strip)
+            _, N, query = _near_norms(strip, queries)
             column = x[strip.columns]
             weights = torch.where(N > 0, column / N.clamp_min(1e-280), 0.0)
-            own_weights = torch.where(own > 0, x[strip.rows] / own.clamp_min(1e-280), 0.0)
+            own_weights = torch.where(query > 0, x[strip.rows] / query.clamp_min(1e-280), 0.0)
             norms = _row_norms(strip, weights, own_weights)
+            norms = torch.minimum(norms, N @ column + query * x[strip.rows])
             # Where N vanishes so do the blocks.
             sums[strip.columns] += (norms[:, None] * N).sum(0)
-            sums[strip.rows] += norms * own
+            sums[strip.rows] += norms * query
         value = float((gain.square() * sums / x).max()) * (1 + (2 * at.n + 8) * torch.finfo(x.dtype).eps)
         if not math.isfinite(value) or value == 0:
             return min(best, value)
         best = min(best, math.sqrt(value))
-        x = sums * gain
+        x = sums * gain.square()
     return best
 
 
@@ -354,26 +387,18 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
     (H, r, dv), c = strip.o.shape, strip.k.shape[1]
     step = strip.at.rows_of(H * dv * max(c, H * dv))
     found = []
-    root = _output_root(strip.at)
+    root = strip.at.products.root
     for start in range(0, r, step):
         part = slice(start, min(r, start + step))
         Z = _row_grams(strip, part, weights[part], own[part]).reshape(-1, H * dv, H * dv)
         Y = Z if root is None else root @ Z @ root.mT
         large = Y.shape[-1] > 64
         found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=large))
-    off, _, own_off, _ = strip.errors
-    return torch.cat(found) + (weights * off).sum(-1) + own * own_off
-
-
-def _output_root(at: Blocks) -> Tensor | None:
-    """R with RᵀR = W_OᵀW_O, at most as tall as wide; None without W_O."""
-    out = at.layer.out
-    if out is None or out.shape[0] <= out.shape[1]:
-        return out
-    if "root" not in at.weights.kept:
-        at.weights.kept["root"] = torch.linalg.qr(out, mode="r").R
-    found: Tensor = at.weights.kept["root"]
-    return found
+    (off, rounding), _, (own_off, own_rounding) = strip.errors
+    keys, queries = strip.part_sizes
+    # Squares of parts that are off: ‖SSᵀ − S'S'ᵀ‖ ≤ (2‖S‖ + ‖S − S'‖)‖S − S'‖.
+    rounding = rounding + (2 * (strip.mean.clamp_min(0).sqrt() + keys) + off) * off
+    return torch.cat(found) + (weights * rounding).sum(-1) + own * (own_rounding + (2 * queries + own_off) * own_off)
 
 
 def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:

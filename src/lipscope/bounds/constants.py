@@ -28,9 +28,10 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Mask
 from lipscope.attention.rotary import Rotation
+from lipscope.attention.validation import power_above, times_power
 from lipscope.attention.variants import Variant
 from lipscope.bounds.spectral_upper import matrix_norm_upper
-from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, spectral
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, rounding_unit, spectral
 
 # Multiplications that may be spent on norms of single A_ij, per head.
 _AFFORDABLE = 1 << 30
@@ -72,9 +73,9 @@ def _rotated_head(layer: Attention, head: int, n: int | None) -> RotatedNorms:
         rotation = Rotation(c[:places], s[:places], layer.rotary.interleaved)
         query = key = score = 0.0
         if single.q_bias is not None:
-            query = bias_gradient(w.R_K, single.tau * single.q_bias.detach(), rotation)
+            query = bias_gradient(w.R_K, single.tau * single.q_bias.detach(), rotation, layer.width)
         if single.k_bias is not None:
-            key = bias_gradient(w.R_Q, single.k_bias.detach(), rotation)
+            key = bias_gradient(w.R_Q, single.k_bias.detach(), rotation, layer.width)
             if single.q_bias is not None:
                 score = bias_gradient(single.tau * single.q_bias.detach()[None], single.k_bias.detach(), rotation)
         found.append((largest_interaction(w, rotation, causal=causal), query, key, score))
@@ -96,19 +97,29 @@ def largest_interaction(w: HeadWeights, rotation: Rotation, *, causal: bool = Fa
     # W_Kᵀ(R_jᵀR_i)τW_Q in triangular factors: R_K · rel · R_Qᵀ, a rotated R_Qᵀ read row by row.
     images = relative.apply(w.R_Q.expand(relative.cos.shape[0], *w.R_Q.shape))
     norms = matrix_norm_upper(w.R_K @ images.mT, squarings=6)
-    return min(simple, float(norms.max()) + deviation * w.query * spectral(w.R_K))
+    # The products may cancel: what rounding makes of them is relative to their factors.
+    rounding = stretch * rounding_unit(w.basis, w.R_K, w.R_Q) * w.sizes[0] * w.sizes[1]
+    return min(simple, float(norms.max()) + deviation * w.query * spectral(w.R_K) + rounding)
 
 
-def bias_gradient(M: Tensor, vector: Tensor, rotation: Rotation) -> float:
-    """The largest of ‖M R_jᵀR_i z‖ over all pairs, at most γ²‖M‖‖z‖ and exact for short tables."""
+def bias_gradient(M: Tensor, vector: Tensor, rotation: Rotation, width: int = 0) -> float:
+    """The largest of ‖M R_jᵀR_i z‖ over all pairs, at most γ²‖M‖‖z‖ and exact for short tables, rounding included.
+
+    M may stand for a matrix of ``width`` rows, see ``triangle``.
+    """
     stretch = max(1.0, float((rotation.cos.square() + rotation.sin.square()).max()))
-    simple = stretch * spectral(M) * float(torch.linalg.vector_norm(vector)) * (1 + 1e-12)
+    size = spectral(M) * spectral(vector[None])
+    simple = stretch * size * (1 + 1e-12)
     relative, deviation = _relative_rotations(rotation, False, _AFFORDABLE // max(1, 4 * M.numel()))
     if relative is None:
         return simple
-    z = relative.apply(vector.expand(relative.cos.shape[0], 1, len(vector)))[:, 0]
-    exact = float(torch.linalg.vector_norm(z @ M.mT, dim=-1).max()) * (1 + 1e-12)
-    return min(simple, exact + deviation * spectral(M) * float(torch.linalg.vector_norm(vector)))
+    # In a unit by a power of two, so that squares stay within the range of floats.
+    power = power_above(vector)
+    z = relative.apply(times_power(vector, -power).expand(relative.cos.shape[0], 1, len(vector)))[:, 0]
+    images = z @ times_power(M, -(further := power_above(M))).mT
+    exact = times_power(torch.linalg.vector_norm(images, dim=-1).max() * (1 + 1e-12), power + further, outwards=1)
+    unit = rounding_unit(M, vector[None]) + width * torch.finfo(torch.float64).eps
+    return min(simple, float(exact) + (deviation + stretch * unit * math.sqrt(min(M.shape))) * size)
 
 
 def _relative_rotations(rotation: Rotation, causal: bool, limit: int) -> tuple[Rotation | None, float]:

@@ -22,11 +22,11 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
 from lipscope.attention.validation import times_power
-from lipscope.bounds.bound import OURS, Bound, bound
+from lipscope.bounds.bound import OURS, Bound, bound, refuse_others
 from lipscope.bounds.constants import Constants, HeadConstants
 from lipscope.bounds.domain import Domain, ball
 from lipscope.bounds.sets import causal_column_sum, causal_gain, exp, times
-from lipscope.bounds.weights import over_heads, spectral
+from lipscope.bounds.weights import layer_weights, over_heads, spectral
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 # Gaussian kernels: cells of width 0.79 in every coordinate give e^{0.79²/2}(2 + √(2π)/0.79) = 7.068 per dimension.
@@ -43,6 +43,7 @@ def covering_exponent(
     Sharp in the exponent for every A, where those are for repulsive heads only; the polynomial N makes it the larger one at
     small R. Tokens in B_R, or in ``domain``: then it bounds σ there, and is a Lipschitz constant if the set is convex.
     """
+    refuse_others("covering.exponent", layer)
     if domain is None and radius == 0:
         return None
     length, R = math.inf if n is None else n, radius if domain is None else domain.radius
@@ -77,8 +78,10 @@ class Regime:
     head: int
     exponent: float  # E of an explicit pair
     largest: float  # E at most
-    log_growth: float  # log n up to which the worst σ is at least ½√(n−1)·‖V(u − w)‖/‖u − w‖: n = 1 + e^E
-    log_plateau: float  # log n at which the bound for n is that for every n, up to a factor below 7: N(s)e^{E+s} or e^{2h}
+    # log n up to which the worst σ is at least ½√(n−1)·‖V(u − w)‖/‖u − w‖, or ½√(n−1)·‖V‖ where that is 0: n = 1 + e^E.
+    # 0 where V may be 0
+    log_growth: float
+    log_plateau: float  # log n at which the bound for n is that for every n, up to a factor below 5.4: N(s)e^{E+s} or e^{2h}
 
     def at(self, n: int) -> str:
         """Where n tokens are: ``"√n growth"``, ``"plateau"``, or ``"between"``; ``"plateau"`` where the borders have met."""
@@ -99,13 +102,15 @@ def regimes(layer: Attention, domain: Domain) -> tuple[Regime, ...]:
     further = (layer.sinks, layer.softcap, layer.rotary, layer.bias)
     if not isinstance(layer.mask, Full | Causal) or any(term is not None for term in further):
         raise ValueError("regimes hold for full and causal masks without sinks, soft-cap, rotary embeddings, additive terms")
-    precise, constants, found = layer.to(torch.float64), Constants.of(layer), []
+    precise, constants, weights, found = layer.to(torch.float64), Constants.of(layer), layer_weights(layer), []
     for h in range(layer.heads):
         head = HeadOnSet(precise, h, domain)
         u, w = best_pair(head.A, head.size, shift=head.shift, surface=head.surface)
-        E = max(0.0, float((u - w) @ (head.A @ w + head.shift)))
+        E = max(0.0, float((u - w) @ (head.A @ w + head.shift)) - head.off)
         top = min(2 * constants.plain[h].half_range(domain.radius), head.log_column())
-        found.append(Regime(h, E, head.largest(), E + math.log1p(math.exp(-E)), top))
+        of = weights.image[h]
+        grows, level = of.value > 2 * of.value_error, of.value > 0
+        found.append(Regime(h, E, head.largest(), E + math.log1p(math.exp(-E)) if grows else 0.0, top if level else 0.0))
     return tuple(found)
 
 
@@ -117,6 +122,7 @@ class HeadOnSet:
         shift: Dᵀ(Aβ + c).
         size: ρ.
         surface: whether ‖z‖ = ρ in these coordinates; else ‖z‖ ≤ ρ.
+        off: what rounding of the products may do to E.
     """
 
     def __init__(self, layer: Attention, head: int, domain: Domain) -> None:
@@ -137,6 +143,7 @@ class HeadOnSet:
         query, key, offset, beyond = (float(torch.linalg.vector_norm(t)) for t in (Q, K, beta, bias))
         rounding = (6 * Q.shape[1] + Q.shape[0] + 8) * torch.finfo(Q.dtype).eps / 2 * stretch * key
         self._A_off, self._shift_off = rounding * stretch * query, rounding * (query * offset + beyond)
+        self.off = 2 * self.size * (self.size * self._A_off + self._shift_off)
 
     def largest(self) -> float:
         """An upper bound for E: for every λ > 0, ρ‖g‖ ≤ λ‖g‖²/2 + ρ²/(2λ), and a quadratic on a ball has an exact dual.
@@ -147,10 +154,9 @@ class HeadOnSet:
         symmetric, gram, pulled = (self.A + self.A.mT) / 2, self.A.mT @ self.A, self.A.mT @ self.shift
         offset = float(torch.linalg.vector_norm(c))
         scale = spectral(self.A) + offset / rho
-        off = 2 * rho * (rho * self._A_off + self._shift_off)
         # Without squares of scores that leave the range of floats; 0 for none.
         if not _TINY < scale * rho * rho < 1 / _TINY:
-            return 2 * scale * rho * rho + off
+            return 2 * scale * rho * rho + self.off
         # Multipliers of the constraint: any above the largest eigenvalue is valid, none below 0 on a ball.
         levels = torch.cat([torch.zeros(1), 10 ** torch.linspace(-9, 3, 241)]).to(c) * scale
 
@@ -174,7 +180,7 @@ class HeadOnSet:
         while step > 1e-7:
             value, place = min((dual(at + step), at + step), (dual(at - step), at - step))
             best, at, step = (value, place, step) if value < best else (best, at, step / 2)
-        return max(best, 0.0) + off
+        return max(best, 0.0) + self.off
 
     def log_column(self) -> float:
         """The logarithm of a bound for the column sums of P, every n: E + min_s(s + log N(s)).

@@ -44,9 +44,9 @@ class HeadCore:
     weights: HeadWeights
 
     @classmethod
-    def at(cls, single: Attention, x: Tensor, weights: HeadWeights) -> HeadCore:
-        """Evaluate a one-head layer in float64 at tokens x (n, d)."""
-        point = Point.of(single, x[None])
+    def at(cls, single: Attention, x: Tensor, weights: HeadWeights, offset: Tensor | None = None) -> HeadCore:
+        """Evaluate a one-head layer in float64 at tokens x (n, d), to all of which an offset is to be added."""
+        point = Point.of(single, x[None], offset)
         q, k, v = (t[0, 0] for t in (point.q, point.k, point.v))
         softcapped, sinks = single.softcap is not None, single.sinks is not None
         mean = v.mean(0)
@@ -73,7 +73,7 @@ class HeadCore:
             sink_share=sink_share,
             centre=centre,
             softcapped=softcapped,
-            rounding=Rounding.of(weights, x, rule, gain, None),
+            rounding=Rounding.of(weights, x, rule, gain, offset),
             rotation=rotation,
             weights=weights,
         )

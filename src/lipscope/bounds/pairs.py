@@ -8,7 +8,8 @@ E is the score by which a token at w prefers u to its own kind: the larger, the 
 ``lower.pair`` is m = 1 with the largest E; Proposition 3.4 of Castin et al. takes u and w along an eigenvector of A;
 ``lower.groups`` maximises over m and so levels off where m = 1 decays; ``lower.meanfield`` is what n → ∞ gives;
 ``lower.measured`` measures σ at such inputs, for any mask and score rule. All bound the supremum of σ over B_R^n from below,
-with the tokens that attain the value.
+with the tokens that attain the value. Where A and V are products of weights they may cancel: with E lowered by its rounding,
+and ‖V(I + …)‖ by what rounding can make of it, the formulas stay below σ.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,11 +26,11 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.validation import balanced, power_above, times_power
-from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name
+from lipscope.bounds.bound import CASTIN, OURS, PLAIN, Bound, bound, conjugate, norm_name, refuse_others
 from lipscope.bounds.domain import Domain
 from lipscope.bounds.exponent import HeadOnSet, Pair, best_pair
 from lipscope.bounds.sets import times
-from lipscope.bounds.weights import triangle
+from lipscope.bounds.weights import layer_weights, rounding_unit, triangle
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.solvers import spectral_norm
 
@@ -42,6 +43,9 @@ _LARGEST_BATCH, _LARGEST_INPUT = 1 << 20, 1 << 26
 _LARGEST_EXPONENT = 600.0
 # Rows that are added up one by one.
 _LONGEST_SUM = 1 << 16
+# How far E, V and S = V(u−w)(Aw)ᵀ may be from what is computed.
+Off: TypeAlias = tuple[float, float, float]
+EXACT: Off = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,8 @@ class PlainHead:
     V: Tensor  # W_OW_V, (·, r)
     causal: bool = False  # under the causal mask, else without a mask
     basis: Tensor | None = None  # (d, r), the tokens of the coordinates; None when they are the same
+    sizes: tuple[float, float] = (0.0, 0.0)  # of the products that A and V are: at least their Frobenius norms
+    unit: float = 0.0  # how far A and V are from them at most, relative to ``sizes``; 0 for given matrices
 
     @classmethod
     def of(cls, layer: Attention | PlainHead, head: int = 0) -> PlainHead:
@@ -64,11 +70,22 @@ class PlainHead:
             return layer
         single, causal = layer.to(torch.float64).head(head), isinstance(layer.mask, Causal)
         stacked = torch.cat([single.q, single.k, single.v]).detach()
-        A, V = matrices(layer, head)
+        (A, V), w = matrices(layer, head), layer_weights(layer).image[head]
+        sizes, unit = (w.sizes[0] * w.sizes[1], w.out_size * w.sizes[2]), rounding_unit(stacked, stacked, stacked)
         if stacked.shape[0] >= layer.width:
-            return cls(A, V, causal)
+            return cls(A, V, causal, None, sizes, unit)
         basis = torch.linalg.qr(stacked.mT).Q
-        return cls(basis.mT @ A @ basis, torch.linalg.qr(V @ basis).R, causal, basis)
+        return cls(basis.mT @ A @ basis, torch.linalg.qr(V @ basis).R, causal, basis, sizes, unit)
+
+    @property
+    def least_value(self) -> float:
+        """At most ‖V‖."""
+        return max(0.0, float(torch.linalg.matrix_norm(self.V, 2)) - self.unit * self.sizes[1])
+
+    def off(self, u: Tensor, w: Tensor) -> Off:
+        """How far E, V and S = V(u−w)(Aw)ᵀ may be from what is computed."""
+        score = self.sizes[0] * math.hypot(*(u - w).tolist()) * math.hypot(*w.tolist())
+        return self.unit * score, self.unit * self.sizes[1], 4 * self.unit * self.sizes[1] * score
 
     def gain(self, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
         """The lower bound for σ at m tokens at u and n−m at w.
@@ -76,11 +93,14 @@ class PlainHead:
         Under the causal mask the first tokens do not see the others, so what holds for fewer tokens holds for n.
         """
         n = min(n, _LONGEST_SUM) if self.causal else n
-        return (causal_groups if self.causal else two_groups)(self.A, self.V, u, w, n, m)
+        return (causal_groups if self.causal else two_groups)(self.A, self.V, u, w, n, m, self.off(u, w))
 
     def limit(self, u: Tensor, w: Tensor, p: float = 2.0) -> float:
         """What the best share of tokens at u gives as n → ∞, in the norm (Σ_i‖x_i‖^p)^{1/p}; see ``lower_meanfield``."""
-        power, E = power_above(self.V), float((u - w) @ self.A @ w)
+        if not bool(self.V.any()):
+            return 0.0
+        power, (less, V_off, S_off) = power_above(self.V), self.off(u, w)
+        E, V_off, S_off = float((u - w) @ self.A @ w) - less, *(_scaled(each, -power) for each in (V_off, S_off))
         V = times_power(self.V, -power)
         S = torch.outer(V @ (u - w), self.A @ w)
         # Any direction gives a valid bound: those that are best at a few shares, then the best share for each of them.
@@ -88,6 +108,7 @@ class PlainHead:
         directions = torch.linalg.svd(V + coarse * S).Vh[:, 0]
         q = torch.linspace(0, 1, 4001, dtype=V.dtype)
         moved = torch.linalg.vector_norm((directions @ V.mT)[:, None] + q[:, None] * (directions @ S.mT)[:, None], dim=-1)
+        moved = (moved - V_off - q * S_off).clamp_min(0).nan_to_num(0.0)
         value = math.exp(min(E / p, _LARGEST_EXPONENT)) * float((q ** (1 / p) * (1 - q) ** (1 - 1 / p) * moved).max())
         value = times(value, conjugate(p)) if self.causal else value
         if not self.causal or p != 2:
@@ -96,7 +117,8 @@ class PlainHead:
         E = min(E, _LARGEST_EXPONENT)
         top = max(E, 0.0)  # e^{−E} times the matrix where E is large
         gram = math.exp(-top) * gram + math.exp(E - top) * (gram + (cross + cross.mT) / 2 + S.mT @ S / 3)
-        return max(value, math.exp(top / 2) * math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))) * 2.0**power
+        root = math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) - math.sqrt(2) * (V_off + S_off)
+        return max(value, math.exp(top / 2) * root) * 2.0**power
 
     def coordinates(self, u: Tensor, w: Tensor) -> Pair:
         """Two tokens in the coordinates of the head."""
@@ -125,18 +147,24 @@ def matrices(layer: Attention, head: int = 0) -> tuple[Tensor, Tensor]:
     return single.tau * single.k.detach().mT @ single.q.detach(), V
 
 
-def two_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
-    """The gain √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖ of m tokens at u and n−m at w; 0 when one group is empty."""
+def two_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1, off: Off = EXACT) -> float:
+    """The gain √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖ of m tokens at u and n−m at w; 0 when one group is empty.
+
+    With ``off``, how far E, V and S = V(u−w)(Aw)ᵀ may be from what they are, at most the gain.
+    """
     if not 0 < m < n:
         return 0.0
     E = float((u - w) @ A @ w)
     ratio = (n - m) / m
-    p = 1 / (1 + ratio * math.exp(min(-E, 600.0)))
-    update = V + (1 - p) * torch.outer(V @ (u - w), A @ w)
-    return math.sqrt(ratio) * p * float(torch.linalg.matrix_norm(update, 2))
+    p, most = (1 / (1 + ratio * math.exp(max(-700.0, min(-E + change, 600.0)))) for change in (off[0], -off[0]))
+    first, second = V @ (u - w), A @ w
+    gain = float(torch.linalg.matrix_norm(V + (1 - p) * torch.outer(first, second), 2))
+    if off[0] or off[1]:
+        gain -= off[1] + (1 - p) * off[2] + (most - p) * math.hypot(*first.tolist()) * math.hypot(*second.tolist())
+    return math.sqrt(ratio) * p * max(0.0, gain)
 
 
-def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1) -> float:
+def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1, off: Off = EXACT) -> float:
     """The same input under the causal mask, the m tokens at u first: ‖Σ_i p_i²M_iᵀM_i/m‖^½, M_i = V(I + (1−p_i)(u−w)(Aw)ᵀ).
 
     Row i > m sees m tokens at u and i−m at w, so p_i = 1/(1 + ((i−m)/m)e^{−E}); one common direction moves all m tokens.
@@ -145,7 +173,7 @@ def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1
         return 0.0
     E = float((u - w) @ A @ w)
     seen = torch.arange(1, n - m + 1, dtype=torch.float64)
-    p = 1 / (1 + seen / m * math.exp(min(-E, 600.0)))
+    p, most = (1 / (1 + seen / m * math.exp(max(-700.0, min(-E + change, 600.0)))) for change in (off[0], -off[0]))
     power = power_above(V)
     first = times_power(V, -power)
     second = torch.outer(first @ (u - w), A @ w)
@@ -154,7 +182,17 @@ def causal_groups(A: Tensor, V: Tensor, u: Tensor, w: Tensor, n: int, m: int = 1
     cross = first.mT @ second
     gram = p2.sum() * first.mT @ first + (p2 * (1 - p)).sum() * (cross + cross.mT)
     gram = gram + (p2 * (1 - p).square()).sum() * second.mT @ second
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])) / m) * 2.0**power
+    gain = math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1])))
+    if off[0] or off[1]:
+        parts = [torch.linalg.vector_norm(p * t) for t in (torch.ones_like(p), 1 - p, most - p)]
+        sizes = _scaled(off[1], -power), _scaled(off[2], -power), math.hypot(*second.flatten().tolist())
+        gain -= sum(float(part) * size for part, size in zip(parts, sizes, strict=True))
+    return max(0.0, gain) / math.sqrt(m) * 2.0**power
+
+
+def _scaled(x: float, power: int) -> float:
+    """x·2^power, infinite instead of an overflow error."""
+    return x * 2.0 ** min(power, 1000)
 
 
 def tokens(u: Tensor, w: Tensor, n: int, m: int = 1) -> Tensor:
@@ -204,10 +242,12 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
     Along an eigenvector, Ae = −γe and u = −w = −Re: ‖Ve‖e^{γR²} max_q √(q(1−q))(1 + 2γR²q), and causal
     ‖Ve‖e^{γR²}√(1 + 2γR² + (4/3)γ²R⁴). The supremum over n and B_R^n of σ, for p ≠ 2 of the norm of J for
     (Σ_i‖x_i‖^p)^{1/p}, is at least this; so are the Lipschitz constants for W_p and d_p on B_R. With ``domain`` the tokens
-    are of that set, the pair is one with large E there, and the statement is about the norm of J alone.
+    are of that set, the pair is one with large E there, and the statement is about the norm of J alone. n tokens need not
+    reach it: for a given n see ``lower.groups``.
     """
+    refuse_others("lower.meanfield", layer)
     head = PlainHead.of(layer)
-    one = times(float(torch.linalg.matrix_norm(head.V, 2)), conjugate(p) if head.causal else 1.0)
+    one = times(head.least_value, conjugate(p) if head.causal else 1.0)
     if domain is None:
         pairs, where = head.pairs(radius), f"tokens of norm ≤ {radius:g}"
     else:
@@ -215,7 +255,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
         pairs, where = [head.coordinates(*HeadOnSet(layer.to(torch.float64), 0, domain).best())], str(domain)
     value = max(one, *(head.limit(*pair, p) for pair in pairs))
     where += f", supremum over n, {'causal mask' if head.causal else 'unmasked'}"
-    return Bound("lower.meanfield", value, "set", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
+    return Bound("lower.meanfield", value, "sup n", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
 
 
 @bound("lower.measured", side="lower", needs="radius, n", longest=1 << 14)
@@ -322,7 +362,8 @@ class HeadPairs(HeadOnSet):
         self.head, single = head, layer.head(head)
         Q, K, V = single.tau * single.q.detach(), single.k.detach(), single.v.detach()
         bias = Q.new_zeros(Q.shape[0]) if single.q_bias is None else single.tau * single.q_bias.detach()
-        # One more coordinate, always 1, turns Aw + c into a product, so that the plain formulas apply.
+        # One more coordinate, always the same, turns Aw + c into a product, so that the plain formulas apply.
+        self._one = 2.0 ** math.frexp(domain.radius)[1]
         if layer.out is not None:
             width = layer.value_width
             V = triangle(layer.out.detach()[:, head * width : (head + 1) * width]) @ V
@@ -330,9 +371,11 @@ class HeadPairs(HeadOnSet):
         r = self._span.shape[1]
         A = Q.new_zeros(r + 1, r + 1)
         A[:r, :r] = (K @ self._span).mT @ (Q @ self._span)
-        A[:r, r] = (K @ self._span).mT @ bias
+        A[:r, r] = (K @ self._span).mT @ bias / self._one
         V = torch.cat([V @ self._span, V.new_zeros(V.shape[0], 1)], dim=1)
-        self._plain = PlainHead(A, V, isinstance(layer.mask, Causal))
+        of, unit = layer_weights(layer).image[head], rounding_unit(Q, K, V, self._span)
+        sizes = of.sizes[1] * (of.sizes[0] + of.biases[0] / self._one), of.out_size * of.sizes[2]
+        self._plain = PlainHead(A, V, isinstance(layer.mask, Causal), None, sizes, unit)
 
     def all(self, names: Sequence[str], n: int) -> Iterator[Candidate]:
         """The candidates for each of ``names``; several for ``groups``, of which the best is to be measured."""
@@ -353,7 +396,7 @@ class HeadPairs(HeadOnSet):
 
     def gain(self, pair: Pair, n: int, m: int) -> float:
         """The gain √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw + c)ᵀ)‖ of this head, or its causal form."""
-        one = self._span.new_ones(1)
+        one = self._span.new_full((1,), self._one)
         u, w = (torch.cat([token @ self._span, one]) for token in pair)
         return self._plain.gain(u, w, n, m)
 

@@ -68,6 +68,8 @@ def evaluate(
     require(name, layer)
     entry = ENTRIES[name]
     if x is not None:
+        if x.ndim != 2:
+            raise ValueError(f"x must have shape (n, d), got {tuple(x.shape)}")
         radius = float(torch.linalg.vector_norm(x.double(), dim=-1).max()) if radius is None else radius
         n = x.shape[0] if n is None else n
     given = {"x": x, "radius": radius, "n": n}
@@ -327,4 +329,4 @@ def _order(bound: Bound) -> tuple[int, float]:
 
 def _comparable(bound: Bound) -> bool:
     """A bound for σ at this n in the Frobenius norm; not a limit, another norm, or a supremum over n."""
-    return bound.kind != "limit" and bound.norm == "Frobenius" and bound.name != "lower.meanfield"
+    return bound.kind not in ("limit", "sup n") and bound.norm == "Frobenius"

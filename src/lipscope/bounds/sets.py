@@ -34,9 +34,9 @@ from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Mask, MaskLike, as_mask
-from lipscope.bounds.bound import CASTIN, OURS, Bound, bound, conjugate, norm_name
+from lipscope.bounds.bound import CASTIN, OURS, Bound, bound, conjugate, norm_name, refuse_others
 from lipscope.bounds.constants import Constants, HeadConstants
-from lipscope.bounds.weights import layer_weights, over_heads, spectral, triangle
+from lipscope.bounds.weights import layer_weights, over_heads, rounding_unit, spectral, triangle
 
 _NEWHOUSE = "Newhouse et al., Training Transformers with Enforced Lipschitz Constants, arXiv 2507.13338, 2025"
 
@@ -64,6 +64,7 @@ def castin2024_meanfield(layer: Attention | Constants, radius: float, *, p: floa
     It bounds the Lipschitz constant for the Wasserstein distance W_p, hence σ for p = 2. One head has the same bound for
     every p; several heads are joined by a root of squares for p ≥ 2 only, so that p < 2 gives a larger one.
     """
+    refuse_others("castin2024.meanfield", layer)
     norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
@@ -82,6 +83,7 @@ def refined_unmasked(layer: Attention | Constants, radius: float, n: float = mat
     the norm (Σ_i‖x_i‖^p)^{1/p}, ρ_p between ‖V‖ + 2να at p = 1, ρ at p = 2 and ‖V‖ + να at p = ∞. For n = ∞ it bounds the
     W_p-Lipschitz constant of mean-field attention. Tokens in B_R, no mask. Ours.
     """
+    refuse_others("refined.unmasked", layer)
     norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
@@ -99,6 +101,7 @@ def refined_masked(layer: Attention | Constants, radius: float, n: float = math.
     Without biases: ‖V‖(min{√(1+a²)√κ, (2 + 2^{5/3}a)e^a} + a). The second member does not depend on n. With another p it
     is in the norm (Σ_i‖x_i‖^p)^{1/p}, for n = ∞ that of d_p, and infinite there for p = 1. Tokens in B_R. Ours.
     """
+    refuse_others("refined.masked", layer)
     norm = norm_name(p)
 
     def head(c: HeadConstants) -> float:
@@ -198,12 +201,13 @@ def large_radius_limit(layer: Attention, x: Tensor) -> Bound | None:
         scores = scores.masked_fill(~allowed[0], -math.inf)
     top = scores.topk(min(2, n), dim=-1)
     sees = torch.isfinite(top.values[..., 0])
-    # Differences that rounding could make do not decide.
-    rounding = 1e-12 * (torch.linalg.vector_norm(q, dim=-1) * torch.linalg.vector_norm(k, dim=-1).amax(-1, keepdim=True))[0]
+    # Differences that rounding could make do not decide; it is relative to terms that may cancel.
+    weights, tokens = layer_weights(layer), torch.linalg.vector_norm(x.detach().double(), dim=-1)
+    sizes = torch.tensor([w.sizes[0] * w.sizes[1] for w in weights.plain], dtype=tokens.dtype, device=tokens.device)
+    rounding = rounding_unit(layer.q, layer.k) * sizes[:, None] * tokens * tokens.max()
     if not bool((top.values[..., 0] - top.values[..., -1] > rounding)[sees].all()) and n > 1:
         return None
     counts = [torch.bincount(i[s], minlength=n).max() for i, s in zip(top.indices[..., 0], sees, strict=True)]
-    weights = layer_weights(layer)
     plain, image = (
         [w.value * math.sqrt(int(c)) for w, c in zip(each, counts, strict=True)] for each in (weights.plain, weights.image)
     )

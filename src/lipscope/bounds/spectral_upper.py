@@ -2,13 +2,21 @@
 
 Nonnegative N, any x > 0 (Collatz–Wielandt):   ‖N‖₂² = λ_max(NᵀN) ≤ max_i (NᵀN x)_i / x_i.
 Any M (Schatten norms):                        ‖M‖₂ ≤ ‖(MᵀM)^p‖_F^{1/2p},  too large by at most rank^{1/4p}.
+
+Sums over heads: with L = [L_1, …, L_H], R likewise and C = diag(C_1, …, C_H), Σ_h L_h C_h R_hᵀ = L C Rᵀ is at most
+‖L‖‖R‖max_h‖C_h‖. That wastes up to ‖L‖‖R‖/‖L_h‖‖R_h‖ when every C_h has few large directions, as covariances under a sharp
+softmax have. For **any** U_h, Z_h of k columns, with U = diag(U_1, …, U_H) and Z likewise,
+
+    ‖L C Rᵀ‖ ≤ ρ( UᵀLᵀLU · ZᵀRᵀRZ )^½ + ‖L‖‖R‖ max_h ‖C_h − U_hZ_hᵀ‖
+
+where the first term is of matrices of only H·k rows. Good factors come from a few power steps in single precision; they are
+never assumed good.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,41 +56,31 @@ def collatz_wielandt(N: Tensor, x: Tensor) -> float:
 def _best_vector(N: Tensor, steps: int) -> tuple[float, Tensor]:
     size = _largest(N)
     N = N / size
-    start = {"N": N.new_ones(N.shape[1])}
-    best, x = best_vectors(lambda vectors: {"N": N.mT @ (N @ vectors["N"])}, start, steps, rows=N.shape[0])["N"]
-    return size * best, x
-
-
-# NᵀNx for several nonnegative matrices N, by name.
-Grams: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    norms, x = best_vectors(lambda x: (N.mT @ (N @ x[0]))[None], N.new_ones(1, N.shape[1]), steps, rows=N.shape[0])
+    return size * float(norms), x[0]
 
 
 def best_vectors(
-    grams: Grams, start: dict[str, Tensor], steps: int = 40, *, rows: int | None = None
-) -> dict[str, tuple[float, Tensor]]:
-    """Collatz–Wielandt bounds for matrices known by their products NᵀNx alone, each with the x > 0 at which it was found.
+    grams: Callable[[Tensor], Tensor], x: Tensor, steps: int = 40, *, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Collatz–Wielandt bounds (k,) for k matrices known by their products NᵀNx alone, each with the x > 0 of its bound.
 
-    ``start`` has a positive x for every matrix; ``rows`` is their number of rows, that of columns by default.
+    ``grams`` maps vectors (k, n), one for each matrix, to the products; ``x`` are positive ones to start from, ``rows`` is
+    the number of rows of the matrices, that of columns by default.
     """
-    vectors, found = dict(start), {name: (math.inf, x) for name, x in start.items()}
+    best, found = x.new_full((len(x),), math.inf), x
     for step in range(steps):
-        for name, y in (grams(vectors) if vectors else {}).items():
-            x, best = vectors.pop(name), found[name][0]
-            ratio = float((y / x).max())
-            if not math.isfinite(ratio):
-                continue
-            improved = ratio < best * (1 - 1e-6)
-            if ratio < best:
-                found[name] = ratio, x
-            top = float(y.max())
-            if top == 0.0 or (step > 4 and not improved):
-                continue
-            # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
-            vectors[name] = (y / top).clamp_min(_SMALLEST)
-    return {
-        name: (math.sqrt(ratio) * (1 + ((rows or len(x)) + len(x) + 8) * torch.finfo(x.dtype).eps), x)
-        for name, (ratio, x) in found.items()
-    }
+        y = grams(x)
+        ratio = (y / x).amax(-1).nan_to_num(math.inf, math.inf)
+        improved = ratio < best * (1 - 1e-6)
+        found = torch.where((ratio < best)[:, None], x, found)
+        best, top = torch.minimum(best, ratio), y.amax(-1, keepdim=True)
+        going = improved if step > 4 else ratio.isfinite()
+        if not bool((going & (top[:, 0] > 0)).any()):
+            break
+        # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
+        x = torch.where(top > 0, y / top, x).clamp_min(_SMALLEST)
+    return best.sqrt() * (1 + ((rows or x.shape[1]) + x.shape[1] + 8) * torch.finfo(x.dtype).eps), found
 
 
 def _largest(N: Tensor) -> float:
@@ -101,16 +99,18 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     are the worst case: for 64 of them the bound is 6.7 % too large with s = 4 and 30 % with s = 2.
 
     Args:
-        M: matrices, float64.
+        M: matrices, float64 or float32.
         squarings: s; by default 4, and 2 for large batches, where each squaring costs as much as the matrices themselves.
         symmetric: the matrices are symmetric, so that M may stand for G and one product is saved.
         single: compute in float32, twice as fast; the bound is enlarged by the rounding of float32 instead of float64.
     """
-    scale = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1)).clamp_min(_SMALLEST)
+    # In the range of the dtype that they come in: float32 holds their entries only once they are divided.
+    scale = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1))
+    scale = scale.clamp_min(1e-30 if M.dtype == torch.float32 else _SMALLEST)
     dtype, M = M.dtype, M / scale[..., None, None]
-    smallest = _SMALLEST
     if single:
-        M, smallest = M.float(), 1e-30
+        M = M.float()
+    smallest = 1e-30 if M.dtype == torch.float32 else _SMALLEST
     G = M if symmetric else M.mT @ M if M.shape[-1] <= M.shape[-2] else M @ M.mT
     terms = sum(M.shape[-2:])
     if squarings is None:
@@ -130,3 +130,66 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     rounding = 1 + (4 * terms**1.5 + 64) * torch.finfo(M.dtype).eps
     bound: Tensor = scale * torch.exp(log if symmetric else log / 2).to(dtype) * rounding
     return bound
+
+
+# Columns of the factors. Covariances of a sharp softmax are nearly of that rank; more cost more than they bring.
+RANK = 4
+
+
+def sum_norms(left: Tensor, C: Tensor, right: Tensor, norm: float) -> Tensor:
+    """Upper bounds for ‖Σ_h L_h C_h R_hᵀ‖, (n,).
+
+    Args:
+        left: L_h, (H, ·, m), float64.
+        C: (H, n, m, l).
+        right: R_h, (H, ·, l); the same tensor as ``left`` for positive semidefinite C.
+        norm: an upper bound for ‖L‖‖R‖.
+    """
+    definite, eps = left is right, torch.finfo(C.dtype).eps
+    U, Z, rest = _factors(C, definite)
+    first, second = _projected(left, U), _projected(right, Z) if not definite else None
+    # A multiple of the identity covers what rounding has taken from products and projections.
+    off = 8 * (left.shape[1] + right.shape[1] + sum(C.shape[-2:])) * eps
+    sizes = [(W.square().sum((-2, -1))[:, None] * F.square().sum((-2, -1))).sum(0) for W, F in ((left, U), (right, Z))]
+    if second is None:
+        return matrix_norm_upper(first, symmetric=True) + off * sizes[0] + norm * rest.amax(0)
+    # ρ(AB) = ‖KᵀBK‖ for A = KKᵀ, a symmetric matrix; at most the product of the norms where A has no such factor.
+    one = torch.eye(first.shape[-1], dtype=C.dtype, device=C.device)
+    K, failed = torch.linalg.cholesky_ex(first + (off * sizes[0] + _SMALLEST)[:, None, None] * one)
+    product = K.mT @ second @ K
+    found = matrix_norm_upper((product + product.mT) / 2, symmetric=True) + 16 * len(one) * off * sizes[0] * sizes[1]
+    found = torch.where((failed == 0) & torch.isfinite(found), found, sizes[0] * sizes[1] * (1 + off))
+    return found.sqrt() + norm * rest.amax(0)
+
+
+def _projected(W: Tensor, F: Tensor) -> Tensor:
+    """The Gram matrices of the columns W_hF_h of all heads, (n, H·k, H·k)."""
+    # (·, m) @ (m, n·k) for every head, then the columns of one token together.
+    images = (W @ F.permute(0, 2, 1, 3).flatten(2)).reshape(*W.shape[:2], *F.shape[1::2]).permute(2, 0, 3, 1).flatten(1, 2)
+    return images @ images.mT
+
+
+def _factors(C: Tensor, definite: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """U (…, m, k) and Z (…, l, k) with UZᵀ close to C (…, m, l), the same if that is definite; and bounds for ‖C − UZᵀ‖."""
+    scale = torch.linalg.vector_norm(C, math.inf, dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
+    rough = (C / scale).float()
+    Y = rough @ (rough.mT @ rough[..., : min(RANK, C.shape[-1])])
+    Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-30)
+    U = _divided(Y, Y.mT @ Y)
+    Z = rough.mT @ U
+    if definite:
+        U = Z = _divided(Z, U.mT @ Z)
+    # What single precision does to C and to the product.
+    size, left, right = (torch.linalg.matrix_norm(t) for t in (rough, U, Z))
+    off = 4 * torch.finfo(Z.dtype).eps * (size + RANK * left * right)
+    rest = scale[..., 0, 0] * (matrix_norm_upper(rough - U @ Z.mT, 1) + off)
+    unit = scale.sqrt() if definite else torch.ones_like(scale)
+    return U.to(C.dtype) * unit, Z.to(C.dtype) * (scale / unit), rest
+
+
+def _divided(Y: Tensor, gram: Tensor) -> Tensor:
+    """Y L⁻ᵀ with LLᵀ = gram, a little enlarged so that it is definite; 0 where it is not after all, which is valid too."""
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-30)
+    L, failed = torch.linalg.cholesky_ex(gram + 1e-6 * size[..., None, None] * torch.eye(gram.shape[-1]).to(gram))
+    F = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
+    return torch.nan_to_num(torch.where((failed == 0)[..., None, None], F, 0.0), 0.0, 0.0, 0.0)

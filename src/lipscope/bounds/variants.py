@@ -29,21 +29,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.sinkhorn import SinkhornAttention
 from lipscope.attention.variants import (
     CosineAttention,
     DotProductVariant,
     L2Attention,
     QKNormAttention,
     SigmoidAttention,
+    SinkhornAttention,
     Variant,
 )
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, spectral
+from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, rounding_unit, spectral
 
 _KIM = "Kim, Papamakarios, Mnih, The Lipschitz Constant of Self-Attention, ICML 2021, Theorem 3.2 (power 4 of ‖W_Q‖)"
 _QI = "Qi, Wang, Chen, Shi, Zhang, LipsFormer, ICLR 2023, Theorem 1"
@@ -129,9 +130,13 @@ def ramapuram2024_local(layer: SigmoidAttention, x: Tensor) -> Bound:
     precise = layer.to(torch.float64)
     with torch.no_grad():
         q, k, _ = (feature.value for feature in precise.features(X[None]))
-        P = precise.weights(q @ k.mT)[0]
+        # Scores may cancel: what rounding makes of them is relative to their terms.
+        sizes = torch.tensor([w.sizes[0] * w.sizes[1] for w in layer_weights(layer.scaled).plain], dtype=torch.float64)
+        off = (4 * rounding_unit(layer.q, layer.k) * sizes * spectral(X) ** 2)[:, None, None]
+        least, P = (precise.weights(q @ k.mT + change)[0] for change in (-off, off))
     highest = n * P.amax((-1, -2)) * (1 + 1e-12)
-    steepest = n * (P * (1 - P)).amax((-1, -2)) * (1 + 1e-12)
+    middle = torch.minimum(P, torch.maximum(least, torch.full_like(P, 0.5)))
+    steepest = n * (middle * (1 - middle)).amax((-1, -2)) * (1 + 1e-12)
     moment = float(X.square().sum() / n)
 
     def head(h: int, w: HeadWeights) -> float:
@@ -200,18 +205,23 @@ def _limits(layer: Variant, head: int, out: Tensor | None, radius: float) -> _Li
     def block(M: Tensor) -> Tensor:
         return M.detach().double().chunk(layer.heads)[head]
 
-    through = 1.0 if out is None else spectral(out)
+    def product(*factors: Tensor) -> float:
+        # Products may cancel: what rounding makes of them is relative to their factors.
+        sizes = (math.sqrt(min(M.shape)) * spectral(M) for M in factors)
+        return spectral(reduce(torch.matmul, factors)) + rounding_unit(*factors) * math.prod(sizes)
+
+    through, left = (1.0, ()) if out is None else (spectral(out), (out,))
     query = spectral(block(layer.q))
     if isinstance(layer, L2Attention):
-        value = block(layer.value_weights())
-        size, sharp = spectral(value if out is None else out @ value), layer.t * query * query
+        Q = block(layer.q)
+        size, sharp = layer.t * product(*left, block(layer.v), Q.mT, Q), layer.t * query * query
         return _Limits(size, size * radius, 4 * sharp * radius, 2 * sharp * radius, 2 * sharp * radius * radius)
     if isinstance(layer, CosineAttention):
         root, tau = layer.eps**-0.5, layer.tau
         lam, nu = layer.nu * through * spectral(block(layer.v)) * root, layer.nu * through
     elif isinstance(layer, QKNormAttention):
         root, tau = layer.eps**-0.5, layer.cosine_scale
-        lam = spectral(block(layer.v) if out is None else out @ block(layer.v))
+        lam = product(*left, block(layer.v))
         nu = lam * radius
     else:
         raise TypeError(f"layer must be an L2, cosine or QK-normalised layer, got {layer.kind}")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,7 +54,10 @@ class LayerWeights:
     image: tuple[HeadWeights, ...]
     plain: tuple[HeadWeights, ...]  # heads alone
     out: float  # ‖W_O‖, 1 without W_O
-    kept: dict[str, Any] = field(default_factory=dict)  # what a certificate derives from them for several inputs
+    queries: float  # |τ|‖W_Q‖ of the heads stacked
+    keys: float  # ‖W_K‖ likewise; keys and values that several heads share count once per head
+    values: float  # ‖W_V‖ likewise
+    total: float  # ‖Σ_h W_O^h W_V^h‖
 
 
 def spectral(M: Tensor) -> float:
@@ -108,10 +111,14 @@ def _compute(layer: Attention) -> LayerWeights:
     with torch.no_grad():
         singles = [layer.head(h) for h in range(layer.heads)]
         plain = tuple(map(_head, singles))
+        shared, queries = math.sqrt(layer.heads / layer.kv_heads), abs(layer.tau) * _root_norm(layer.q)
+        keys, values = (shared * _root_norm(t) for t in (layer.k, layer.v))
         if layer.out is None:
-            return LayerWeights(plain, plain, 1.0)
+            return LayerWeights(plain, plain, 1.0, queries, keys, values, values)
         image = tuple(map(_through, plain, singles, layer.out.split(layer.value_width, dim=1)))
-        return LayerWeights(image, plain, _root_norm(layer.out))
+        W_V = torch.cat([single.v for single in singles])
+        total = _root_norm(layer.out @ W_V) + rounding_unit(layer.out, W_V) * _frobenius(layer.out) * _frobenius(W_V)
+        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total)
 
 
 def rounding_unit(*matrices: Tensor) -> float:
@@ -155,8 +162,8 @@ def _head(single: Attention) -> HeadWeights:
         value=spectral(triangle(single.v.mT)),
         value_error=0.0,
         interaction=spectral(R_K @ R_Q.mT) + rounding_unit(single.q) * sizes[0] * sizes[1],
-        query_bias=abs(tau) * _size(single.q_bias, R_K),
-        key_bias=_size(single.k_bias, R_Q),
+        query_bias=abs(tau) * _size(single.q_bias, R_K, single.k),
+        key_bias=_size(single.k_bias, R_Q, single.q),
         value_bias=_frobenius(single.v_bias),
         sizes=sizes,
         biases=(abs(tau) * _frobenius(single.q_bias), _frobenius(single.k_bias), _frobenius(single.v_bias)),
@@ -176,12 +183,12 @@ def _through(plain: HeadWeights, single: Attention, out: Tensor) -> HeadWeights:
         out_size=_frobenius(out),
         value=spectral(triangle(V.mT)) + error,
         value_error=error,
-        value_bias=_size(single.v_bias, R_O),
+        value_bias=_size(single.v_bias, R_O, out),
     )
 
 
-def _size(vector: Tensor | None, through: Tensor) -> float:
-    """‖through·vector‖, the rounding of the product included."""
+def _size(vector: Tensor | None, through: Tensor, whole: Tensor) -> float:
+    """‖through·vector‖, the rounding of the product included, and that of ``through`` as a triangle of ``whole``."""
     if vector is None:
         return 0.0
-    return _frobenius(through @ vector) + rounding_unit(through) * _frobenius(through) * _frobenius(vector)
+    return _frobenius(through @ vector) + rounding_unit(through, whole) * _frobenius(through) * _frobenius(vector)
