@@ -11,8 +11,7 @@ from lipscope.attention.operators import AttentionOperator
 from lipscope.measure.gradient import SigmaGradient
 from lipscope.models.load import ByteTokenizer
 from lipscope.studies.worst_case import attack_tokens
-from lipscope.studies.worst_case.model_gradient import embedding_gradient
-from lipscope.studies.worst_case.tokens import Vocabulary
+from lipscope.studies.worst_case.tokens import Vocabulary, embedding_gradient
 from model_families import FAMILIES
 
 IDS = torch.tensor([7, 21, 33, 12, 45])

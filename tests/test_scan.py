@@ -69,7 +69,8 @@ def test_scan_rows_are_what_local_lipschitz_says(bert: Model) -> None:
         norms = X[0].norm(dim=-1)
         assert row["radius_max"] == pytest.approx(float(norms.max()))
         assert row["radius_rms"] == pytest.approx(float(norms.square().mean().sqrt()))
-        P = torch.softmax(layer.linearise(X).q @ layer.linearise(X).k.mT, -1)
+        q, k, _ = layer.project(X)
+        P = torch.softmax(q @ k.mT, -1)
         assert row["entropy"] == pytest.approx(float(-(P * P.log()).sum(-1).mean()))
         assert row["sink_mass"] == pytest.approx(float(P[..., 0].mean()))
 

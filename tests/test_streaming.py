@@ -21,7 +21,7 @@ from lipscope.models.recorded import RecordedLayer
 from lipscope.models.streaming import Stream, StreamedPass
 from lipscope.runs import Store
 from lipscope.runs.estimate import ways
-from lipscope.runs.rows import table_digest
+from lipscope.runs.schema import table_digest
 
 WORDS = ["".join(chr(97 + (7 * i * i + i // 5) % 26) for i in range(2000))]
 LAYERS = 4
@@ -82,6 +82,26 @@ def test_rows_are_those_of_the_model_in_memory_to_the_last_bit(tmp_path: Path, k
         assert rows_of(streamed, scope) == rows_of(whole, scope)
     padding = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     assert rows_of(streamed, "block", attention_mask=padding) == rows_of(whole, "block", attention_mask=padding)
+
+
+def test_buffers_that_a_checkpoint_holds_are_read_too(tmp_path: Path) -> None:
+    """Gemma-4 scales every block by a number that it keeps in a buffer."""
+    size = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 260,
+    }
+    size |= {"head_dim": 12, "global_head_dim": 12, "num_hidden_layers": LAYERS, "hidden_size_per_layer_input": 0}
+    torch.manual_seed(0)
+    scaled = transformers.Gemma4TextModel(transformers.Gemma4TextConfig(**size))
+    for number, block in enumerate(scaled.layers):
+        block.layer_scalar.fill_(0.1 + 0.2 * number)
+    scaled.save_pretrained(tmp_path)
+    whole, streamed = (lipscope.load(tmp_path, stream=stream) for stream in (False, True))
+    for scope in ("attention", "block"):
+        assert rows_of(streamed, scope) == rows_of(whole, scope)
 
 
 def test_float64_streams_too(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipscope.cli import options as opt
-from lipscope.cli.options import as_dtype, indices, option
-from lipscope.cli.terminal import echo, print_table, waiting
+from lipscope.cli.options import as_dtype, numbers, option
+from lipscope.cli.terminal import echo, print_table, show, waiting
 
 if TYPE_CHECKING:
     from lipscope.models.verdicts import Isolation
@@ -55,14 +54,12 @@ def check(
             raise ValueError(f"{model} has no attention implementation to choose")
         cast(Any, module).set_attn_implementation(attn_implementation)
     module = module if dtype is None else module.to(as_dtype(dtype))
-    lengths, side = indices("documents", documents), None if padding is None else padding.value
+    lengths = None if documents is None else numbers("documents", documents, "lengths such as 5,9,4")
+    side = None if padding is None else padding.value
     claims: dict[str, Any] = {"causal": causal or None, "window": window, "documents": lengths, "padding": side}
     with waiting(f"checking {model}"):
         seen = replace(examine(module, n=n, **claims, batch=batch, cache=cache, seed=seed), name=found.name)
-    if as_json:
-        echo(json.dumps(seen.to_rows(), indent=2), data=True)
-    else:
-        _print(seen)
+    show(seen.to_rows(), as_json, lambda: _print(seen))
     if out is not None:
         from lipscope.runs.writing import write_file
 
@@ -76,22 +73,17 @@ _NAMES = ("claim", "", "boundaries", "largest leak", "where")
 def _rows(seen: Isolation) -> list[list[str]]:
     rows = []
     for verdict in seen.verdicts:
-        word = {True: "held", False: "BROKEN", None: "not tested"}[verdict.held]
         leak = verdict.leak
         size = "" if leak is None else f"{leak.size:.1e}"
         where = verdict.skipped or verdict.remark if leak is None else f"{leak.where}, by {leak.instrument}"
-        rows.append([verdict.claim, word, str(verdict.boundaries), size, where])
+        rows.append([verdict.claim, verdict.word, str(verdict.boundaries), size, where])
     return rows
-
-
-def _title(seen: Isolation) -> str:
-    return f"{seen.name}, n = {seen.n}: {seen.forward_passes} forward and {seen.backward_passes} backward passes"
 
 
 def _print(seen: Isolation) -> None:
     why = "; ".join(f"{verdict.claim}: {verdict.why}" for verdict in seen.verdicts)
     text = [_NAMES[0], _NAMES[1], _NAMES[4]]
-    print_table(_NAMES, _rows(seen), text=text, title=_title(seen), caption=f"Claimed by — {why}.")
+    print_table(_NAMES, _rows(seen), text=text, title=seen.title, caption=f"Claimed by — {why}.")
     for verdict in seen.verdicts:
         if verdict.leak is not None and verdict.leak.picture:
             echo(f"{verdict.claim}: {verdict.leak.module}\n{verdict.leak.picture}")
@@ -108,4 +100,4 @@ def _page(seen: Isolation) -> str:
         Section("Who claims it", bullets=why),
     ]
     title = f"Does an output of {seen.name} see a token that it must not?"
-    return Document(title, [f"{word}. {_title(seen)}."], sections).to_html(Path())
+    return Document(title, [f"{word}. {seen.title}."], sections).to_html(Path())

@@ -13,6 +13,7 @@ out. Only R_t R_s⁻¹ can be known: W is found in the frame of the first positi
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,8 +153,7 @@ def torch_attention(layer: Layer, call: Call) -> Attention:
     assert isinstance(module, nn.MultiheadAttention)
     tokens = call.tokens if layer.batch_first else call.tokens.transpose(0, 1)
     B, n = tokens.shape[:2]
-    bound: dict[str, Any] = dict(zip(("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"), call.args))  # noqa: B905
-    bound |= call.kwargs
+    bound = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
     mask = as_mask("causal" if bound.get("is_causal") and bound.get("attn_mask") is None else None)
     if bound.get("attn_mask") is not None:
         given = bound["attn_mask"]
@@ -219,11 +219,9 @@ def find_projections(model: nn.Module, call: Call) -> AffineParts | None:
                     t = turn.inverse(t)
                 # (B, H, n, dh) → (B·n, H·dh)
                 image.append(t.transpose(1, 2).flatten(2).flatten(0, 1))
-    parts = []
-    for image in images:
-        rows = torch.cat(image)[: d + 1]
-        parts.append((((rows[1:] - rows[0]) / size).mT.contiguous(), rows[0]))
-    return AffineParts(parts[0], parts[1], parts[2], layout)
+    rows = (torch.cat(image)[: d + 1] for image in images)
+    q, k, v = ((((row[1:] - row[0]) / size).mT.contiguous(), row[0]) for row in rows)
+    return AffineParts(q, k, v, layout)
 
 
 def _cores(model: nn.Module, call: Call, padded: Tensor) -> Iterator[CoreCall]:
@@ -278,10 +276,8 @@ def _rotations(model: nn.Module, call: Call, parts: AffineParts | None) -> Rotar
     seen = _everywhere(model, call)
     if seen is None:
         return None
-    before = []
-    for z in _constant_tokens(call):
-        for weight, bias in (parts.q, parts.k):
-            before.append((weight @ z + bias).reshape(-1, seen.shape[-1]))
+    projections, dk = (parts.q, parts.k), seen.shape[-1]
+    before = [(weight @ z + bias).reshape(-1, dk) for z in _constant_tokens(call) for weight, bias in projections]
     return parts.layout.table(parts.layout.fit(seen, torch.cat(before)))
 
 

@@ -134,11 +134,9 @@ def watching(parts: Iterable[nn.Module], tick: Callable[[], int] | None = None) 
 def _attention_calls(events: list[Event], cores: list[TimedCore]) -> list[tuple[Event, TimedCore | None]]:
     """Self-attention calls: by the seam if it saw any, else torch's own module, else by name."""
     if cores:
-        found: list[tuple[Event, TimedCore | None]] = []
-        for time, call in cores:
-            around = [e for e in events if e.module is call.module and e.enter < time < e.exit]
-            found.append((around[-1], (time, call)))
-        return found
+        latest = events[::-1]
+        around = (next(e for e in latest if e.module is call.module and e.enter < time < e.exit) for time, call in cores)
+        return list(zip(around, cores, strict=True))
     torch_modules = [e for e in events if isinstance(e.module, nn.MultiheadAttention)]
     if torch_modules:
         return [(event, None) for event in torch_modules]
@@ -274,12 +272,11 @@ def _hides_future(allowed: Tensor | None) -> bool:
 
 
 def _head_count(module: nn.Module, label: str) -> int:
-    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
-        for owner in (module, getattr(module, "config", None)):
-            count = getattr(owner, name, None)
-            if isinstance(count, int):
-                return count
-    raise ValueError(f"{label}: the number of heads is not written on the module (num_heads, num_attention_heads, …)")
+    names, owners = ("num_heads", "num_attention_heads", "n_heads", "n_head"), (module, getattr(module, "config", None))
+    found = [count for name in names for owner in owners if isinstance(count := getattr(owner, name, None), int)]
+    if not found:
+        raise ValueError(f"{label}: the number of heads is not written on the module (num_heads, num_attention_heads, …)")
+    return found[0]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -293,32 +290,21 @@ def is_linear(module: nn.Module) -> bool:
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tokens among the arguments of a module call: ``hidden_states``, else the first floating tensor."""
-    if isinstance(kwargs.get("hidden_states"), Tensor):
-        tokens: Tensor = kwargs["hidden_states"]
-        return tokens
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    return None
+    given = (kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), None)
 
 
 def mask_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """A four-dimensional mask among the arguments of a module call."""
-    for name in ("attention_mask", "mask"):
-        if isinstance(kwargs.get(name), Tensor) and kwargs[name].ndim == 4:
-            mask: Tensor = kwargs[name]
-            return mask
+    named = [kwargs.get("attention_mask"), kwargs.get("mask")]
     square = [v for v in args if isinstance(v, Tensor) and v.ndim == 4 and v.shape[-1] == v.shape[-2]]
-    return square[0] if square else None
+    return next((v for v in (*named, *square) if isinstance(v, Tensor) and v.ndim == 4), None)
 
 
 def first_tensor(output: Any) -> Tensor | None:
     """The first tensor of a module's output: the output itself, or the head of a tuple."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return output[0]
-    return None
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return first if isinstance(first, Tensor) else None
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:

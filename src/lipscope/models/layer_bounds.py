@@ -116,25 +116,17 @@ def layer_bounds(
     X = tokens[0] if input_ids is not None else None
     longest = None if X is None else float(torch.linalg.vector_norm(X.double(), dim=-1).max())
     by_norm = norm_radius(at.norm)
-    value, origin = _radius(radius, by_norm, longest, handle.name, at.index)
+    if radius is not None and not radius > 0:
+        raise ValueError(f"radius must be positive, got {radius:g}")
+    # A token that attains the maximum of the normalisation may exceed it by rounding.
+    of_norm = None if by_norm is None else max(by_norm, longest or 0.0)
+    known: dict[Origin, float | None] = {"given": radius, "normalisation": of_norm, "tokens": longest}
+    origin, value = next(((origin, value) for origin, value in known.items() if value is not None), (None, None))
+    if origin is None or value is None:
+        raise ValueError(
+            f"layer {at.index} of {handle.name} has no LayerNorm or RMSNorm before its attention, so nothing bounds its "
+            "tokens: give a text, or a radius"
+        )
     single = attention.for_input(0)
     found = table(single if head is None else single.head(head), X, value, tokens.shape[1])
     return LayerBounds(found, handle.name, at.index, head, at.mask, origin, by_norm, longest)
-
-
-def _radius(
-    given: float | None, by_norm: float | None, longest: float | None, name: str, layer: int
-) -> tuple[float, Origin]:
-    if given is not None:
-        if not given > 0:
-            raise ValueError(f"radius must be positive, got {given:g}")
-        return given, "given"
-    if by_norm is not None:
-        # A token that attains the maximum may exceed it by rounding.
-        return max(by_norm, longest or 0.0), "normalisation"
-    if longest is not None:
-        return longest, "tokens"
-    raise ValueError(
-        f"layer {layer} of {name} has no LayerNorm or RMSNorm before its attention, so nothing bounds its tokens: give a "
-        "text, or a radius"
-    )

@@ -2,17 +2,20 @@
 
 **Derivatives.** A random weighting of the outputs that must not see is differentiated in the tokens that must not be seen:
 exactly zero, or there is a path. **Substitution.** Those tokens are replaced and the outputs compared, because routing,
-dropped tokens and quantised caches leak without a derivative. A difference counts when it is larger than what rounding and
-the model's own repetition explain.
+dropped tokens and quantised caches leak without a derivative.
+
+A difference counts when rounding does not explain it. Kernels round differently when the shapes or the grouping of a product
+change, as they do with the tokens of an expert, and a later layer or a router makes much of little. So what is larger than a
+few units in the last place is looked at twice: a module that makes much where all before it is equal bit for bit lets it
+through; anything else must be there in float64 too, where rounding is not.
 
 The culprit is the innermost module whose output depends on what it must not see while its input does not.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,13 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.models.anatomy import Event, first_tensor, watching
-from lipscope.models.capture import Call
+from lipscope.models.capture import Call, double_throughout
 from lipscope.models.inputs import runner
+from lipscope.models.seam import plain_experts
 from lipscope.models.verdicts import Leak
 
 
 class CannotCheckError(ValueError):
     """There is nothing to compare; the message says why."""
+
+
+Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,11 @@ class Cut:
 
 @dataclass
 class Tally:
-    """What all subjects of one check share: the passes that they took, random numbers, and how much kernels round."""
+    """What all subjects of one check share: random numbers, and the passes that they took."""
 
     generator: torch.Generator
     forwards: int = 0
     backwards: int = 0
-    kernel_noise: float = 0.0
 
 
 @dataclass
@@ -98,27 +104,25 @@ class Subject:
 
         return replace(self, inputs={name: taken(name, value) for name, value in self.inputs.items()}).like(**inputs)
 
-    def run(self, tokens: Tensor | None = None) -> Tensor:
+    def run(self) -> Tensor:
         """Outputs (B, n, …)."""
         self.tally.forwards += 1
-        given = self.inputs if tokens is None else self.inputs | {self.tokens: tokens}
-        return chosen_output(runner(self.model, given)())
-
-    def watched_run(self, tokens: Tensor | None = None) -> tuple[Tensor, list[Event]]:
-        """The outputs of one pass without derivatives, and its module calls."""
-        with torch.no_grad(), watching(self.model.modules()) as events:
-            return self.run(tokens), events
+        return chosen_output(runner(self.model, self.inputs)())
 
     @cached_property
-    def seen(self) -> tuple[Tensor, list[Event]]:
-        """A pass on the tokens as they are."""
-        return self.watched_run()
+    def seen(self) -> Seen:
+        """A pass without derivatives."""
+        with torch.no_grad(), watching(self.model.modules()) as events:
+            return self.run(), events
 
-    @contextmanager
-    def leaf(self) -> Iterator[list[Tensor]]:
-        """Passes inside have their embedded tokens in the list, as leaves of the graph."""
-        leaves: list[Tensor] = []
-        given = self.inputs[self.tokens]
+    def widened(self) -> Subject:
+        """The same inputs in float64."""
+        floating = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return self.like(**{name: value.double() for name, value in floating.items()})
+
+    def traced(self) -> tuple[Tensor, Tensor, list[Event]]:
+        """A pass with derivatives: its outputs, its embedded tokens as a leaf of the graph, and its module calls."""
+        leaves, given, subject = list[Tensor](), self.inputs[self.tokens], self
 
         def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             asked = args[0] if args else None
@@ -127,20 +131,17 @@ class Subject:
                 return leaves[0].clone()  # some models change it in place
             return None
 
-        before, handles = self.inputs, []
-        if given.is_floating_point():
-            leaves.append(given.detach().clone().requires_grad_())
-            self.inputs = before | {self.tokens: leaves[0]}
-        else:
-            tables = (part for part in self.model.modules() if isinstance(part, nn.Embedding))
-            handles = [part.register_forward_hook(embedded) for part in tables]
-        try:
-            with torch.enable_grad():
-                yield leaves
-        finally:
-            self.inputs = before
-            for handle in handles:
-                handle.remove()
+        with torch.enable_grad(), ExitStack() as hooks:
+            if given.is_floating_point():
+                leaves.append(given.detach().clone().requires_grad_())
+                subject = self.like(**{self.tokens: leaves[0]})
+            for table in (part for part in self.model.modules() if isinstance(part, nn.Embedding)):
+                hooks.enter_context(table.register_forward_hook(embedded))
+            events = hooks.enter_context(watching(self.model.modules()))
+            output = subject.run()
+        if not leaves:
+            raise CannotCheckError("the tokens go through no nn.Embedding")
+        return output, leaves[0], events
 
     def substituted(self, hidden: Tensor) -> Tensor:
         """The tokens with others in the hidden places."""
@@ -169,23 +170,7 @@ def chosen_output(output: Any) -> Tensor:
 
 def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> Leak | None:
     """The largest derivative of a watched output in a hidden token, located; None when all are exactly zero."""
-    with subject.leaf() as leaves, watching(subject.model.modules()) as events:
-        output = subject.run()
-        if not leaves:
-            raise CannotCheckError("the tokens go through no nn.Embedding")
-        leak, cut = derivative_leak(subject, output, leaves[0], cuts)
-        if leak is None:
-            return None
-
-        def depends(tensor: Tensor) -> bool:
-            rows = cut.rows(tensor) if tensor.requires_grad else None
-            return rows is not None and bool((_gains(subject, tensor, leaves[0], rows)[cut.hidden] > 0).any())
-
-        return described(subject, leak, culprit(events, depends), events, cut)
-
-
-def derivative_leak(subject: Subject, output: Tensor, leaf: Tensor, cuts: Sequence[Cut]) -> tuple[Leak | None, Cut]:
-    """The largest derivative across these boundaries, and its boundary, narrowed to the token; None when all are zero."""
+    output, leaf, events = subject.traced()
     worst, across, token = torch.finfo(leaf.dtype).eps, cuts[0], None
     for cut in cuts:
         gains = _gains(subject, output, leaf, cut.watched)
@@ -197,16 +182,20 @@ def derivative_leak(subject: Subject, output: Tensor, leaf: Tensor, cuts: Sequen
         if size > worst:
             worst, across, token = size, cut, _place(inside)
     if token is None:
-        return None, across
-    rows = across.watched.nonzero()
-    while len(rows) > 1:
+        return None
+    places = across.watched.nonzero()
+    while len(places) > 1:
         half = torch.zeros_like(across.watched)
-        half[tuple(rows[: len(rows) // 2].T)] = True
+        half[tuple(places[: len(places) // 2].T)] = True
         inside_half = float(_gains(subject, output, leaf, half)[token]) > 0
-        rows = rows[: len(rows) // 2] if inside_half else rows[len(rows) // 2 :]
-    hidden = torch.zeros_like(across.hidden)
-    hidden[token] = True
-    return Leak("derivative", worst, (int(rows[0][0]), int(rows[0][1])), token), replace(across, hidden=hidden)
+        places = places[: len(places) // 2] if inside_half else places[len(places) // 2 :]
+
+    def depends(tensor: Tensor) -> bool:
+        rows = across.rows(tensor) if tensor.requires_grad else None
+        return rows is not None and float(_gains(subject, tensor, leaf, rows)[token]) > 0
+
+    leak, event = Leak("derivative", worst, (int(places[0][0]), int(places[0][1])), token), culprit(events, depends)
+    return leak if event is None else described(subject, leak, event, events, across)
 
 
 def _gains(subject: Subject, output: Tensor, leaf: Tensor, watched: Tensor) -> Tensor:
@@ -218,47 +207,88 @@ def _gains(subject: Subject, output: Tensor, leaf: Tensor, watched: Tensor) -> T
     return found.abs().reshape(*found.shape[:2], -1).amax(-1)
 
 
-def by_substitution(subject: Subject, cuts: Sequence[Cut]) -> Leak | None:
-    """The largest change of a watched output when hidden tokens are replaced; None when rounding explains it."""
-    output, before = subject.seen
-    worst: tuple[Leak, list[Event], Cut] | None = None
+def by_substitution(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
+    """The largest change of a watched output when hidden tokens are replaced, and a remark; None when it is rounding."""
+    worst, remark = None, ""
     for cut in cuts:
-        changed, after = subject.watched_run(subject.substituted(cut.hidden))
-        leak = difference(subject, output, changed, cut.watched, "substitution")
-        if leak is not None and (worst is None or leak.size > worst[0].size):
-            worst = leak, after, cut
-    return worst and located(subject, worst[0], before, *worst[1:], lambda tensor: tensor)
+        other = subject.like(**{subject.tokens: subject.substituted(cut.hidden)})
+        leak, noted = agreed(subject, other, cut, "substitution")
+        worst = max((found for found in (worst, leak) if found is not None), key=lambda found: found.size, default=None)
+        remark = remark or noted
+    return worst, remark
 
 
-def located(
-    subject: Subject, leak: Leak, before: list[Event], after: list[Event], cut: Cut, pick: Callable[[Tensor], Tensor],
-    slack: float = 1.0,
-) -> Leak:  # fmt: skip
-    """A leak seen by comparing two passes, with the first module that differs; ``pick`` takes what they have in common."""
-    if len(before) != len(after):
-        return leak
+def agreed(
+    one: Subject, other: Subject, cut: Cut, instrument: str, pick: Callable[[Tensor], Tensor] = Tensor.detach
+) -> tuple[Leak | None, str]:
+    """Whether two inputs give the same outputs; ``pick`` takes from the second pass what both have in common."""
+    return judged(lambda first, second: compared(first, first.seen, second.seen, cut, instrument, pick), one, other)
+
+
+def judged(test: Callable[..., tuple[Leak | None, bool]], *subjects: Subject) -> tuple[Leak | None, str]:
+    """The leak that a comparison of passes finds, or None with a remark when it is rounding: when float64 has none of it."""
+    leak, sudden = test(*subjects)
+    if leak is None or sudden:
+        return leak, ""
+    size = f"outputs differ by {leak.size:.1e} of the scale"
+    try:
+        with _in_float64(subjects[0].model):
+            wide, _ = test(*(subject.widened() for subject in subjects))
+    except Exception as error:  # whatever its code raises
+        raise CannotCheckError(f"{size}, which may be rounding, and float64 cannot tell: {line(error)}") from error
+    return wide, "" if wide is not None else f"{size} by rounding: not in float64"
+
+
+@contextmanager
+def _in_float64(model: nn.Module) -> Iterator[None]:
+    """Inside, the numbers of a model are float64; afterwards they are what they were, bit for bit."""
+    before = [(part, part.data) for part in (*model.parameters(), *model.buffers()) if part.is_floating_point()]
+    try:
+        for part, numbers in before:
+            part.data = numbers.double()
+        with double_throughout(torch.float64), plain_experts(model):
+            yield
+    finally:
+        for part, numbers in before:
+            part.data = numbers
+
+
+def compared(
+    subject: Subject, one: Seen, other: Seen, cut: Cut, instrument: str, pick: Callable[[Tensor], Tensor]
+) -> tuple[Leak | None, bool]:
+    """A difference of watched outputs beyond a few units in the last place, with the first module that differs.
+
+    Also whether that module makes much where all before it is equal bit for bit, as rounding does not.
+    """
+    (output, before), (_, after) = one, other
+    leak = difference(output, pick(other[0]), cut.watched, instrument)
+    if leak is None or len(before) != len(after):
+        return leak, False
     pairs: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     for old, new in zip(before, after, strict=True):
         pairs |= {id(old.tokens): (old.tokens, new.tokens), id(old.output): (old.output, new.output)}
 
-    def differs(tensor: Tensor) -> bool:
-        one, other = pairs[id(tensor)]
-        rows = cut.rows(one)
-        if rows is None or one is None or other is None or other.ndim < 2 or pick(other).shape != one.shape:
-            return False
-        return difference(subject, one, pick(other), rows, "", slack) is not None
+    def steps(tensor: Tensor | None) -> float | None:
+        """The difference over what rounding explains; None where there is nothing to compare."""
+        old, new = pairs[id(tensor)]
+        rows = cut.rows(old)
+        if rows is None or old is None or new is None or new.ndim < 2 or pick(new).shape != old.shape:
+            return None
+        return apart(old, pick(new), rows)[0] / _tolerance(old.dtype)
 
-    return described(subject, leak, culprit(before, differs), before, cut)
+    event = culprit(before, lambda tensor: (steps(tensor) or 0.0) > 1)
+    if event is None:
+        return leak, False
+    # A call inside it that cannot be compared may be a router, which flips by rounding of its own.
+    earlier = [(steps(call.output), call) for call in before if call.exit < event.exit]
+    equal = not any((size is None and call.inside(event)) or 0 < (size or 0) <= 1 for size, call in earlier)
+    return described(subject, leak, event, before, cut), equal and (steps(event.output) or 0) > _SUDDEN
 
 
-def difference(
-    subject: Subject, one: Tensor, other: Tensor, watched: Tensor, instrument: str, slack: float = 1.0
-) -> Leak | None:
-    """The largest relative difference of watched outputs, when rounding does not explain it."""
+def difference(one: Tensor, other: Tensor, watched: Tensor, instrument: str) -> Leak | None:
+    """The largest relative difference of watched outputs, when it is more than a few units in the last place."""
     size, place = apart(one, other, watched)
-    if not size > max(slack * _tolerance(one.dtype), 4 * subject.tally.kernel_noise):
-        return None
-    return Leak(instrument, size, place, None)
+    return Leak(instrument, size, place, None) if size > _tolerance(one.dtype) else None
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
@@ -277,7 +307,8 @@ def refuse_random(subject: Subject) -> None:
     with torch.no_grad():
         twice = subject.run()
         refuse_non_finite(once)
-        if torch.equal(once, twice):
+        whole = torch.ones(1, 1, dtype=torch.bool, device=once.device)
+        if difference(once.reshape(1, 1, -1), twice.reshape(1, 1, -1), whole, "") is None:  # some kernels add in any order
             return
         state = torch.equal(twice, subject.run())
     training = [name or "the model" for name, part in subject.model.named_modules() if part.training]
@@ -302,6 +333,14 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 64 * eps if eps < 1e-5 else 8 * eps
 
 
+_SUDDEN = 4  # times that: no rounding inside one module
+
+
+def line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
 def _place(values: Tensor) -> tuple[int, int]:
     at = int(values.flatten().argmax())
     return at // values.shape[1], at % values.shape[1]
@@ -322,48 +361,34 @@ def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event | N
     # The whole model, unless it wraps its output.
     at = next((event for event in events if leaks(event.output)), None)
     while at is not None:
-        inside = _made_by(at, events)
-        first = _first([event.output for event in inside], leaks)
-        if first is None or leaks(inside[first].tokens):
+        first = next((event for event in _made_by(at, events) if leaks(event.output)), None)
+        if first is None or leaks(first.tokens):
             break
-        at = inside[first]
+        at = first
     return at
 
 
-def _made_by(outer: Event, events: list[Event]) -> list[Event]:
+def _made_by(outer: Event, events: list[Event]) -> Iterator[Event]:
     """The calls that one call made itself, one after the other."""
-    found, free = list[Event](), outer.enter
+    free = outer.enter
     for event in events:
         if free < event.enter < outer.exit:
-            found.append(event)
+            yield event
             free = event.exit
-    return found
 
 
-def _first(outputs: list[Tensor | None], leaks: Callable[[Tensor | None], bool]) -> int | None:
-    """The first of several outputs that leaks. Long lists are bisected: on a residual stream a leak stays."""
-    low, high = 0, len(outputs) - 1
-    while high - low > _ROWS:
-        middle = (low + high) // 2
-        low, high = (low, middle) if leaks(outputs[middle]) else (middle + 1, high)
-    return next((k for k in (*range(low, high + 1), *range(len(outputs))) if leaks(outputs[k])), None)
-
-
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _ROWS = 8
 
 
-def described(subject: Subject, leak: Leak, event: Event | None, events: list[Event], cut: Cut) -> Leak:
+def described(subject: Subject, leak: Leak, event: Event, events: list[Event], cut: Cut) -> Leak:
     """The leak with the module that lets it through: its name and class, its layer, and what its outputs depend on."""
-    if event is None:
-        return leak
     place = next(name for name, module in subject.model.named_modules() if module is event.module)
     name = f"{place} ({type(event.module).__name__})" if place else type(event.module).__name__
     calls = [other for other in events if other.module is event.module]
     name += f", call {calls.index(event) + 1} of {len(calls)}" if len(calls) > 1 else ""
-    number = getattr(event.module, "layer_idx", None)
-    inside = _NUMBER.search(place)
-    layer = number if isinstance(number, int) else int(inside[1]) if inside else None
+    layer = getattr(event.module, "layer_idx", None)
+    if not isinstance(layer, int):
+        layer = next((int(part) for part in place.split(".") if part.isdigit()), None)
     return replace(leak, module=name, layer=layer, picture=_picture(subject, event, leak, cut))
 
 

@@ -26,7 +26,6 @@ from lipscope.models.checkpoints import (
     auto_tokenizer,
     cached_directory,
     from_directory,
-    from_hub,
     hub_directory,
     refuse_directory,
     tokenizer_in,
@@ -76,10 +75,8 @@ def load_named(
         FileNotFoundError: when the model is not available, with what to do and which models are.
         ValueError: when its weights are pickled and ``allow_pickle`` is off, or the directory holds no model.
     """
-    trust = {"allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
-    directory = Path(name).expanduser()
-    here = name in ZOO or directory.is_dir()
-    if here and revision is not None:
+    given = Path(name).expanduser()
+    if revision is not None and (name in ZOO or given.is_dir()):
         raise ValueError(
             f"revision is for a model of the hub, but {name} is {'a known name' if name in ZOO else 'a directory'}"
         )
@@ -90,14 +87,21 @@ def load_named(
         if entry.missing is not None:
             raise FileNotFoundError(f"model {name} is not installed: {entry.missing}. {_offline_choices()}")
         return entry.load(name, [file for file in entry.files if file is not None])
+    directory, called = _directory(name, revision, allow_pickle), given.name if given.is_dir() else name
+    return from_directory(directory, called, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **options)
+
+
+def _directory(name: str, revision: str | None, allow_pickle: bool = False) -> Path:
+    """Where a saved model is: a directory, or that of a hub name, whose files are fetched."""
+    directory = Path(name).expanduser()
     if directory.is_dir():
-        return from_directory(directory, **trust, **options)
+        return directory
     if directory.is_file():
         raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors")
     if not _of_hub(name):
         raise FileNotFoundError(f"no directory {name!r}. {_offline_choices()}")
     try:
-        return from_hub(name, revision=revision, **trust, **options)
+        return hub_directory(name, revision, allow_pickle=allow_pickle)
     except NotReachableError as error:
         raise FileNotFoundError(f"{error}. {_offline_choices()}") from error
 
@@ -122,11 +126,11 @@ def _of_hub(name: str) -> bool:
     return re.fullmatch(r"(?![./~])[\w.-]+(/[\w.-]*)?", name, re.ASCII) is not None and len(name) <= 96
 
 
-def load_with_head(name: str, *, allow_pickle: bool = False, trust_remote_code: bool = False) -> Loaded:
+def load_with_head(name: str) -> Loaded:
     """As ``load_named``, with the task head that the checkpoint holds: logits, and a loss, need it."""
     import transformers
 
-    loaded = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    loaded = load_named(name)
     config = getattr(loaded.model, "config", None)
     kind = (getattr(config, "architectures", None) or [""])[0]
     source = getattr(loaded.model, "name_or_path", "")
@@ -274,8 +278,7 @@ def saved_model(
     """The headers and the skeleton of a saved model: a directory, or a hub name."""
     if name in ZOO:
         raise ValueError(f"{name} cannot be streamed: layers are read from a directory with safetensors files")
-    directory = Path(name).expanduser()
-    directory = directory if directory.is_dir() or not _of_hub(name) else hub_directory(name, revision)
+    directory = _directory(name, revision)
     refuse_directory(directory, allow_pickle=False)
     checkpoint = Checkpoint(directory)
     return checkpoint, skeleton(checkpoint, dtype, **options)
@@ -339,10 +342,9 @@ def load(
     name, options = os.fspath(model), {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if "/" in (attn_implementation or ""):
         raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")
+    given = Path(name).expanduser()
     if stream is None:
-        at: Path | None = Path(name).expanduser()
-        if not Path(name).expanduser().is_dir():
-            at = cached_directory(name, revision) if _of_hub(name) else None
+        at = given if given.is_dir() else cached_directory(name, revision) if _of_hub(name) else None
         stream = at is not None and name not in ZOO and not fits(at, dtype)
     if stream:
         if allow_pickle:
@@ -350,7 +352,8 @@ def load(
         checkpoint, made = saved_model(name, dtype, revision=revision, trust_remote_code=trust_remote_code, **options)
         words = tokenizer or tokenizer_in(checkpoint.directory, trust_remote_code=trust_remote_code)
         through = Stream(made, backbone(made, part), checkpoint, place or torch.device("cpu"))
-        return Model(made, words, name=Path(name).name, part=part, stream=through, check=check)
+        called = given.name if given.is_dir() else name
+        return Model(made, words, name=called, part=part, stream=through, check=check)
     found = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, revision=revision, **options)
     words = tokenizer or found.tokenizer
     return Model(found.model, words, name=found.name, notes=found.notes, part=part, dtype=dtype, device=place, check=check)

@@ -14,7 +14,7 @@ from lipscope.attention.masks import as_mask
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import current_tiling, using_tiling
 from lipscope.measure.memory import MemoryPlan, Shape, Strategy, first_fitting, read_bytes, solve_plan, strategies
-from lipscope.models.affine import core_call
+from lipscope.models.anatomy import Layer
 from lipscope.models.model import Model
 
 # Tensors of the size of the tokens, per attention layer; fitted to measured peaks.
@@ -46,12 +46,10 @@ def plan_layers(
         expected peak 11.8 MiB above the weights: n×n matrices 2.8 MiB, tokens 6 MiB, Krylov bases 3 MiB
     """
     limit = None if memory is None else read_bytes(memory)
-    kinds = {_kind(handle, i): i for i in layers}.values()
-    shapes = [_shape(handle, scope, i) for i in kinds]
-    recorded = [
-        _through_autograd(handle, "attention", i)
-        for i in {_kind(handle, layer.index): layer.index for layer in handle.layers}.values()
-    ]
+    kinds = {_kind(handle, where): where for where in map(handle.layer, layers)}.values()
+    shapes = [_shape(handle, scope, where) for where in kinds]
+    every = {_kind(handle, where): where for where in handle.layers}.values()
+    recorded = [_through_autograd(handle, "attention", where) for where in every]
     plans = []
     for strategy in strategies(inputs) if limit is not None else [Strategy(inputs, current_tiling())]:
         with using_tiling(strategy.tiling):
@@ -66,24 +64,23 @@ def plan_layers(
                 bases=max(plan.bases for plan in each),
             )
         )
-    vector = n * max(token_width(handle, i) for i in kinds) * handle.dtype.itemsize
+    vector = n * max(shape.width for shape in shapes) * handle.dtype.itemsize
     return plans[0] if limit is None else first_fitting(plans, n, vector, limit)
 
 
-def _shape(handle: Model, scope: str, layer: int) -> Shape:
+def _shape(handle: Model, scope: str, where: Layer) -> Shape:
     """A layer in closed form where its scope and mask allow it, else through autograd."""
-    where = handle.layer(layer)
-    attention = handle.probe_recording[layer].attention if scope in ("attention", "head") else None
+    attention = handle.probe_recording[where.index].attention if scope in ("attention", "head") else None
     if attention is None or not _named(where.mask):
-        return _through_autograd(handle, scope, layer)
+        return _through_autograd(handle, scope, where)
     return Shape.of(attention.with_mask(where.mask), handle.dtype)
 
 
-def _through_autograd(handle: Model, scope: str, layer: int) -> Shape:
-    where, width = handle.layer(layer), token_width(handle, layer)
-    layers = len(handle.layers) if scope == "model" else 1
+def _through_autograd(handle: Model, scope: str, where: Layer) -> Shape:
+    width, layers = token_width(handle, where), len(handle.layers) if scope == "model" else 1
     each = BLOCK_ACTIVATIONS if scope in ("block", "model") else ATTENTION_ACTIVATIONS
-    rule = ScoreRule(mask=as_mask(where.mask if _named(where.mask) else None), softcap=_softcap(handle, layer))
+    softcap = handle.probe_recording[where.index].core().rule.softcap if where.through_seam else None
+    rule = ScoreRule(mask=as_mask(where.mask if _named(where.mask) else None), softcap=softcap)
     return Shape(
         width=width,
         output_width=width,
@@ -100,10 +97,13 @@ def _through_autograd(handle: Model, scope: str, layer: int) -> Shape:
     )
 
 
-def _kind(handle: Model, layer: int) -> tuple[object, ...]:
+def _kind(handle: Model, where: Layer) -> tuple[object, ...]:
     """What the cost of a layer depends on."""
-    where = handle.layer(layer)
-    return where.mask, where.heads, where.kv_heads, where.through_seam, token_width(handle, layer)
+    return where.mask, where.heads, where.kv_heads, where.through_seam, token_width(handle, where)
+
+
+def _named(mask: str) -> bool:
+    return mask in ("full", "causal") or mask.startswith("window")
 
 
 def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False) -> int:
@@ -113,22 +113,10 @@ def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False
 
 def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:
     """Bytes of a recorded pass of so many inputs of n tokens."""
-    width = max(token_width(handle, layer.index) for layer in handle.layers)
+    width = max(token_width(handle, layer) for layer in handle.layers)
     return RECORDED * len(handle.layers) * inputs * n * width * handle.dtype.itemsize
 
 
-def token_width(handle: Model, layer: int) -> int:
+def token_width(handle: Model, layer: Layer) -> int:
     """Width d of the tokens that a layer's attention sees."""
-    return int(handle.probe_recording.hosts[handle.layer(layer).index].tokens.shape[-1])
-
-
-def _softcap(handle: Model, layer: int) -> float | None:
-    where = handle.layer(layer)
-    if not where.through_seam:
-        return None
-    host = handle.probe_recording.hosts[where.index]
-    return core_call(handle.model, host, host.tokens).rule.softcap
-
-
-def _named(mask: str) -> bool:
-    return mask in ("full", "causal") or mask.startswith("window")
+    return int(handle.probe_recording.hosts[layer.index].tokens.shape[-1])

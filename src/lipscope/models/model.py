@@ -12,7 +12,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
 from lipscope.models.anatomy import Layer, find_layers
-from lipscope.models.capture import model_device, model_dtype, record, record_found, replaying
+from lipscope.models.capture import double_throughout, model_device, model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.inputs import (
     TokenArguments,
@@ -23,9 +23,10 @@ from lipscope.models.inputs import (
     runner,
     token_inputs,
 )
-from lipscope.models.isolation import leaks_the_future
+from lipscope.models.isolation import claims_causality, own_pass
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
+from lipscope.models.seam import plain_experts
 from lipscope.models.selftest import run_self_tests
 from lipscope.models.streaming import Stream, streamed_recording
 from lipscope.rounding import Shown, counted
@@ -67,6 +68,8 @@ class Model(Shown):
         check: bool = True,
         stream: Stream | None = None,
     ) -> None:
+        if isinstance(tokenizer, type):
+            raise TypeError(f"tokenizer must be a tokenizer, got the class {tokenizer.__name__}")
         model = backbone(model, part)
         self.stream = stream
         if stream is None:
@@ -89,15 +92,18 @@ class Model(Shown):
                 # Layers are found by comparing tensors, and NaN compares with nothing.
                 refuse_nan_activations(self.model, run)
                 raise
-            if (claim := leaks_the_future(self.model, inputs, output)) is not None:
-                self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
         self.layers = [seen.layer for seen in found]
         # A pass on the fixed inputs of the self-tests
         self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
         if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
             self.notes += ("eager attention: this model does not use the transformers attention interface",)
-        if check:
-            run_self_tests(self.probe_recording)
+        if check or claims_causality(self.model) is not None:
+            with torch.no_grad(), plain_experts(self.model), double_throughout(self.dtype):
+                own, claim = own_pass(self.model, inputs)
+            if claim is not None:
+                self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
+            if check:
+                run_self_tests(self.probe_recording, own)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,19 +135,18 @@ class Model(Shown):
         """
         if isinstance(inputs, str):
             raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
-        inputs = token_inputs(self, tokens) if inputs is None else inputs
+        inputs = self.token_inputs(**tokens) if inputs is None else inputs
         if documents is not None and not all(layer.through_seam for layer in self.layers):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
-        padding = inputs.get("attention_mask")
-        tokens_given = inputs.get("input_ids", inputs.get("inputs_embeds"))
-        if not isinstance(padding, Tensor) or tokens_given is None or padding.shape != tokens_given.shape[:2]:
-            padding = None
+        padding, given, real = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds")), None
+        if isinstance(padding, Tensor) and given is not None and padding.shape == given.shape[:2] and not padding.all():
+            real = padding.bool()
         lengths = None if documents is None else tuple(documents)
         run = runner(self.model, inputs)
         if self.stream is not None:
-            recording = streamed_recording(self, inputs, run, padding, lengths)
+            recording = streamed_recording(self, inputs, run, real, lengths)
         else:
-            recording = record(self.model, self.layers, run, padding, lengths)
+            recording = record(self.model, self.layers, run, real, lengths)
         return Recorded(**vars(recording), model=self, fresh=fresh)
 
     def layer(self, index: int) -> Layer:
@@ -195,16 +200,8 @@ class Model(Shown):
                 raise ValueError(f"head must lie between 0 and {count - 1} in layer {layer}, got {h}")
         return chosen
 
-    def token_inputs(self, **tokens: Unpack[TokenArguments]) -> dict[str, Any]:
-        """The model's keyword arguments for exactly these tokens; see ``TokenArguments``."""
-        return token_inputs(self, tokens)
-
-    def packed_inputs(self, documents: Sequence[Sequence[int]]) -> tuple[dict[str, Any], list[int]]:
-        """Several documents (lists of token ids) in one sequence: the inputs, and the lengths for ``record``.
-
-        Positions start again in every document, so each is measured as if it stood alone.
-        """
-        return packed_inputs(self, documents)
+    token_inputs = token_inputs
+    packed_inputs = packed_inputs
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """Refuse text of lengths that the model has no positions for, and all text when it has no tokenizer."""

@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -35,9 +35,9 @@ from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording
-from lipscope.models.scopes import HeadsOperator, scope_map, scope_operator, scope_tokens
+from lipscope.models.scopes import HeadsOperator, scope_map, scope_tokens
 from lipscope.models.seam import CoreCall
-from lipscope.spectral.autodiff import TensorMap
+from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
@@ -174,27 +174,12 @@ class RecordedLayer:
     def statistics(self) -> dict[str, Tensor]:
         """Per input and head: mean row entropy (nats), largest logit, mean attention to the first token and to sinks.
 
-        Empty when the model does not hand over its queries and keys.
+        Empty when the model does not hand over its queries and keys. Rows need ``attention`` too: it is found from the same
+        replay, whose queries, keys and values are large, and not kept.
         """
-        return self._look(self.core() if self.layer.through_seam else None)
-
-    def observe(self) -> None:
-        """Find ``attention`` and ``statistics`` from one replay: its queries, keys and values are large, and not kept."""
-        if "statistics" not in vars(self):
-            core = self.core() if self.layer.through_seam else None
-            if "attention" not in vars(self):
-                self.attention = self._describe(core)
-            self.statistics = self._look(core)
-
-    def _describe(self, core: CoreCall | None = None) -> Attention | None:
-        known = None if self.recorded.fresh else self.model.projections(self.layer)
-        found = plain_attention(self.model.model, self.layer, self.recorded, known, core)
-        if found is None or self.recorded.fresh:
-            return found
-        return self.model.remembered(self.index, self._with_named_mask(found))
-
-    def _look(self, core: CoreCall | None) -> dict[str, Tensor]:
-        real = self.recorded.real
+        real, core = self.recorded.real, self.core() if self.layer.through_seam else None
+        if "attention" not in vars(self) and not self.recorded.fresh:
+            self.attention = self._describe(core)
         if core is not None:
             q, k, v, rule = core.q, core.k, core.v, core.rule
         elif isinstance(self.layer.out, nn.MultiheadAttention):
@@ -213,13 +198,21 @@ class RecordedLayer:
             "sink_mass": ((found.on_token + found.on_sink) * weight).sum(-1),
         }
 
+    def _describe(self, core: CoreCall | None = None) -> Attention | None:
+        known = None if self.recorded.fresh else self.model.projections(self.layer)
+        found = plain_attention(self.model.model, self.layer, self.recorded, known, core)
+        if found is None or self.recorded.fresh:
+            return found
+        return self.model.remembered(self.index, self._with_named_mask(found))
+
     def operator(self, scope: str = "attention", *, analytic: bool = True) -> Operator:
         """The Jacobian of a scope, one item per input (and head); if ``analytic``, in closed form where one is known."""
         check_scope(scope)
         hidden_heads = scope == "head" and isinstance(self.layer.out, nn.MultiheadAttention)
         if scope in ("attention", "head") and (analytic or hidden_heads) and self.attention is not None:
             return self.attention.operator(self.tokens(scope).contiguous(), scope)
-        return scope_operator(self.model.model, self.layer, self.recorded, scope, self.model.layers)
+        start = self.recorded[self.model.layers[0].index] if scope == "model" else self
+        return AutodiffOperator(start.map(scope), start.tokens(scope).contiguous())
 
     def sigma(
         self,
@@ -275,17 +268,16 @@ class RecordedLayer:
         ``first_input`` is the index of the recording's first input among those of its length; the rest as for ``sigma``.
         """
         model, real = self.model, self.recorded.real
-        looked_at = scope in LAYER_SCOPES
-        if looked_at:
+        shape: dict[str, Tensor] = {}
+        if scope in LAYER_SCOPES:
             if model.stream is not None:  # what comes after attention is not called again
                 model.stream.release(but=self.layer.host)
-            self.observe()
+            shape = self.statistics
         start = time.perf_counter()
         measured = self.sigma(scope, heads=heads, solver=solver, certificate=certificate, memory=memory).to_rows()
         seconds = (time.perf_counter() - start) / len(measured)
         chosen = model.check_heads(self.index, heads) if scope == "head" else None
         radius_max, radius_rms, lengths = _token_norms(self.tokens(scope), real)
-        shape = self.statistics if looked_at else {}
         anywhere, bounds = None, [dict[str, float | None]()] * len(measured)
         if scope in ("head", "attention"):
             anywhere = norm_radius(self.norm)
@@ -326,13 +318,10 @@ class RecordedLayer:
 SOURCES = ("refined", "castin2024")
 
 
+@lru_cache(maxsize=256)
 def norm_radius(norm: Normalisation | None) -> float | None:
     """The largest norm a normalised token can have, None without normalisation."""
-    if norm is None:
-        return None
-    if norm not in _RADII:
-        _RADII[norm] = norm.image_radius()
-    return _RADII[norm]
+    return None if norm is None else norm.image_radius()
 
 
 def _bounds(
@@ -350,22 +339,17 @@ def _bounds(
     """
     singles = [attention] if heads is None else [_heads(attention)[h] for h in heads]
     rows = []
-    known: dict[tuple[str, int, int], float | None] = {}
-    for b, (n, radius) in enumerate(zip(lengths, radii, strict=True)):
+    known: dict[tuple[int, int], dict[str, float | None]] = {}
+    for b, (length, radius) in enumerate(zip(lengths, radii, strict=True)):
         for which, layer in enumerate(singles):
             one = layer if real is None else layer.for_input(b)
-            if real is not None and one.rotary is not None:
-                # Real tokens may stand at any position, so that all offsets of the padded sequence count.
-                n = real.shape[1]
-            columns: dict[str, float | None] = {}
-            for source in SOURCES:
-                columns[source] = least(source, one, radius, n)
-                # Without padding all inputs of a recording have the same length and mask.
-                key = (source, which, 0 if real is None else b)
-                if anywhere is not None and key not in known:
-                    known[key] = least(source, one, anywhere, n)
-                columns[f"{source}_global"] = known.get(key)
-            rows.append(columns)
+            # Padded, real tokens may stand at any position, so that all offsets of the sequence count.
+            n = length if real is None or one.rotary is None else real.shape[1]
+            # Without padding all inputs of a recording have the same length and mask.
+            key = (which, 0 if real is None else b)
+            if anywhere is not None and key not in known:
+                known[key] = {f"{source}_global": least(source, one, anywhere, n) for source in SOURCES}
+            rows.append({source: least(source, one, radius, n) for source in SOURCES} | known.get(key, {}))
     return rows
 
 
@@ -376,16 +360,11 @@ def _heads(attention: Attention) -> list[Attention]:
     return _HEADS[attention]
 
 
-_RADII: WeakKeyDictionary[Normalisation, float] = WeakKeyDictionary()
 _HEADS: WeakKeyDictionary[Attention, list[Attention]] = WeakKeyDictionary()
 
 
 def _token_norms(tokens: Tensor, real: Tensor | None) -> tuple[list[float], list[float], list[int]]:
     norms = tokens.norm(dim=-1)
-    largest, rms, lengths = [], [], []
-    for b in range(norms.shape[0]):
-        seen = norms[b] if real is None else norms[b][real[b]]
-        largest.append(float(seen.max()))
-        rms.append(float(seen.square().mean().sqrt()))
-        lengths.append(int(seen.numel()))
-    return largest, rms, lengths
+    seen = [row if real is None else row[real[b]] for b, row in enumerate(norms)]
+    rms = [float(row.square().mean().sqrt()) for row in seen]
+    return [float(row.max()) for row in seen], rms, [row.numel() for row in seen]

@@ -6,13 +6,12 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import first_tensor
+from lipscope.models.anatomy import watching
 from lipscope.models.capture import last_hidden_state, model_dtype
 from lipscope.rounding import counted
 from lipscope.spectral.autodiff import refuse_training_dropout
@@ -40,20 +39,14 @@ def refuse_unmeasurable(model: nn.Module) -> None:
 def refuse_nan_activations(model: nn.Module, run: Callable[[], Any]) -> None:
     """Name the first module whose output is NaN or infinite when ``run()`` runs the model."""
     names = {module: name for name, module in model.named_modules()}
-    found: list[str] = []
-
-    def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        tensor = first_tensor(output)
-        if not found and tensor is not None and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            found.append(f"{names[module] or 'the model'} ({type(module).__name__})")
-
-    with ExitStack() as hooks, torch.no_grad():
-        for part in model.modules():
-            hooks.enter_context(part.register_forward_hook(leaving))
+    with watching(model.modules()) as calls, torch.no_grad():
         run()
-    if found:
+    damaged = [call for call in calls if call.output is not None and not bool(torch.isfinite(call.output).all())]
+    if damaged:
+        first = min(damaged, key=lambda call: call.exit).module
         raise FloatingPointError(
-            f"{found[0]} produces NaN or infinite values. The weights may be damaged or the dtype too narrow: try float64"
+            f"{names[first] or 'the model'} ({type(first).__name__}) produces NaN or infinite values. The weights may be "
+            "damaged or the dtype too narrow: try float64"
         )
 
 

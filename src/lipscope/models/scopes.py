@@ -15,6 +15,7 @@ Outputs at padding tokens are set to zero, so σ is that of the unpadded sequenc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.measure.scopes import check_scope
-from lipscope.models.anatomy import Cut, Layer, first_tensor
+from lipscope.models.anatomy import Cut, Layer
 from lipscope.models.capture import Call, Recording, last_hidden_state, replay_until, replaying
-from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
+from lipscope.spectral.autodiff import TensorMap
 from lipscope.spectral.operator import Operator
 
 
@@ -40,25 +41,26 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
     Scope ``head`` gives all heads, (B, n, H·dv); see ``HeadsOperator``. Scope ``model`` starts at the first layer.
     """
     host, block = recording.hosts[layer.index], recording.blocks[layer.index]
+    inner: TensorMap
     match scope:
         case "attention":
-            inner = _cut_map(host, Cut(layer.out, "output"))
+            inner = partial(replay_until, host, cut=Cut(layer.out, "output"))
         case "head":
             if isinstance(layer.out, nn.MultiheadAttention):
                 raise ValueError("nn.MultiheadAttention does not show its heads; they are measured from its weights")
-            inner = _cut_map(host, Cut(layer.out, "input"))
+            inner = partial(replay_until, host, cut=Cut(layer.out, "input"))
         case "norm+attention":
             if not layer.normed:
                 raise ValueError(
                     f"layer {layer.index} ({layer.name}) has no normalisation before attention, so scope norm+attention "
                     "does not exist for it; use attention, attention+residual or block"
                 )
-            inner = _cut_map(block, Cut(layer.out, "output"))
+            inner = partial(replay_until, block, cut=Cut(layer.out, "output"))
         case "attention+residual":
-            branch = _cut_map(block, layer.stream)
+            branch = partial(replay_until, block, cut=layer.stream)
             inner = (lambda x: x + branch(x).reshape(x.shape)) if layer.stream_adds_input else branch
         case "block":
-            inner = _whole(block)
+            inner = partial(replay_until, block, cut=Cut(layer.block, "output"))
         case "model":
             inner = _model_map(model, layers[0], recording)
         case _:
@@ -71,14 +73,6 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
         return y if recording.real is None else y * recording.real[..., None].to(y)
 
     return function
-
-
-def scope_operator(model: nn.Module, layer: Layer, recording: Recording, scope: str, layers: list[Layer]) -> Operator:
-    """The Jacobian of a scope's map at the recorded tokens, one item per input."""
-    where = layers[0] if scope == "model" else layer
-    return AutodiffOperator(
-        scope_map(model, where, recording, scope, layers), scope_tokens(where, recording, scope).contiguous()
-    )
 
 
 class HeadsOperator(Operator):
@@ -119,20 +113,6 @@ class HeadsOperator(Operator):
     def select(self, items: Tensor) -> HeadsOperator:
         """Keep the listed items."""
         return HeadsOperator(self.parent.select(items), self.head[items], self.heads)
-
-
-def _cut_map(call: Call, cut: Cut) -> TensorMap:
-    return lambda x: replay_until(call, x, cut)
-
-
-def _whole(call: Call) -> TensorMap:
-    def function(x: Tensor) -> Tensor:
-        y = first_tensor(call(x))
-        if y is None:
-            raise ValueError(f"{type(call.module).__name__} returned no tensor")
-        return y
-
-    return function
 
 
 def _model_map(model: nn.Module, first: Layer, recording: Recording) -> TensorMap:

@@ -26,13 +26,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
@@ -128,29 +130,24 @@ def packed(lengths: Sequence[int] | None) -> Iterator[None]:
         _documents.pop()
 
 
-def uses_interface(model: nn.Module) -> bool:
-    """Whether the model's attention goes through the ``transformers`` attention interface."""
-    return any(
+@contextmanager
+def using_seam(model: nn.Module) -> Iterator[None]:
+    """Run ``model`` on our attention core, or on its own eager one where it does not use the attention interface.
+
+    On exit the model's attention implementation and the registries of ``transformers`` are as they were.
+    """
+    through_seam = any(
         hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS") and hasattr(part, "config")
         for part in model.modules()
         if "Attention" in type(part).__name__
     )
-
-
-@contextmanager
-def using_seam(model: nn.Module) -> Iterator[bool]:
-    """Run ``model`` on our attention core; yields False when the model keeps its own eager attention.
-
-    On exit the model's attention implementation and the registries of ``transformers`` are as they were.
-    """
-    through_seam = uses_interface(model)
     with (
         _registered(AttentionInterface, seam_attention),
         _registered(AttentionMaskInterface, seam_mask),
         _configured(model, "_attn_implementation_internal", NAME if through_seam else "eager"),
         plain_experts(model),
     ):
-        yield through_seam
+        yield
 
 
 def plain_experts(model: nn.Module) -> AbstractContextManager[None]:
@@ -165,14 +162,11 @@ def _configured(model: nn.Module, setting: str, value: str) -> Iterator[None]:
     Not its property: that would overwrite the settings of sub-configs, which are consulted by parts of their own.
     """
     configs = {id(found): found for part in model.modules() if hasattr(found := getattr(part, "config", None), setting)}
-    before = {key: getattr(config, setting) for key, config in configs.items()}
-    try:
+    with ExitStack() as restored:
         for config in configs.values():
+            restored.callback(setattr, config, setting, getattr(config, setting))
             setattr(config, setting, value)
         yield
-    finally:
-        for key, config in configs.items():
-            setattr(config, setting, before[key])
 
 
 def seam_attention(
@@ -205,7 +199,10 @@ def seam_attention(
     working = dtype if dtype == torch.float64 else torch.float32
     tau = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", False))
-    seen = _seen_without_mask(query, key, causal, sliding_window) if attention_mask is None else None
+    seen: Mask | None = None
+    if attention_mask is None and query.shape[2] == key.shape[2] and (causal or sliding_window):
+        # What fused kernels do when they get no mask.
+        seen = Window(sliding_window, causal) if sliding_window else Causal()
     if isinstance(attention_mask, SymbolicMask) and attention_mask.shape[-1] == key.shape[2]:
         seen, attention_mask = attention_mask.rule, None
     rule = score_rule(attention_mask, position_bias, softcap, s_aux, working, key.shape[2])
@@ -221,17 +218,23 @@ def seam_attention(
 def seam_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask function registered with ``transformers``: always an explicit boolean mask, True where visible.
 
-    Long sequences get a ``SymbolicMask``, which is one without its n×n matrix.
+    Long sequences get a ``SymbolicMask``, which is one without its n×n matrix; its rule is called by name where it is the
+    full, causal or windowed one.
     """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given = inspect.signature(sdpa_mask).bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
-    n = asked["kv_length"]
+    inputs, n, device, window = (asked[name] for name in ("batch_size", "kv_length", "device", "local_size"))
     plain = asked["q_length"] == n and not asked["q_offset"] and not asked["kv_offset"] and not asked["use_vmap"]
     if plain and n >= LONG:
+        rule: Mask = MaskFunction(asked["mask_function"], inputs, n, device)
+        candidates = [Causal(), Full(), *((Window(window), Window(window, causal=False)) if window else ())]
+        rule = next((named for named in candidates if same_mask(named, rule, n)), rule)
         padding = prepare_padding_mask(asked["attention_mask"], n, 0)
-        return symbolic_mask(asked["batch_size"], n, asked["mask_function"], padding, asked["local_size"], asked["device"])
+        if padding is not None and not bool(padding.all()):
+            rule = rule & RealTokens(padding.bool().cpu(), keys_only=True)
+        return SymbolicMask.of(rule, inputs, n, device)
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
 
@@ -263,13 +266,6 @@ def score_rule(
     )
 
 
-def _seen_without_mask(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Mask | None:
-    """What fused kernels do when they get no mask: follow ``is_causal`` and the window."""
-    if query.shape[2] != key.shape[2] or (not causal and not window):
-        return None
-    return Window(window, causal) if window else Causal()
-
-
 def _also(rule: ScoreRule, mask: Mask, n: int, device: torch.device) -> ScoreRule:
     """The rule with one more mask: a rule for long sequences, a matrix for short ones."""
     if n >= LONG:
@@ -284,15 +280,13 @@ def _also(rule: ScoreRule, mask: Mask, n: int, device: torch.device) -> ScoreRul
 @contextmanager
 def _registered(interface: Any, function: Callable[..., Any]) -> Iterator[None]:
     """Register under our name with every instance of the interface, and take it back."""
-    before = interface._global_mapping.get(NAME)
+    known = interface._global_mapping
+    undo = partial(interface.register, NAME, known[NAME]) if NAME in known else partial(known.pop, NAME)
     interface.register(NAME, function)
     try:
         yield
     finally:
-        if before is None:
-            interface._global_mapping.pop(NAME, None)
-        else:
-            interface.register(NAME, before)
+        undo()
 
 
 # Tokens from which masks stay rules.
@@ -351,28 +345,19 @@ class SymbolicMask(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Pass on what leaves the mask as it is; for everything else but changes there is the matrix."""
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        for argument in func._schema.arguments:
-            value = given.get(argument.name)
-            written = value if isinstance(value, (tuple, list)) else [value]
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and any(isinstance(entry, SymbolicMask) for entry in written):
-                raise NotImplementedError(_changed(str(func)))
+        asked = func._schema.arguments
+        given = dict(zip((argument.name for argument in asked), args, strict=False)) | (kwargs or {})
+        written = [given.get(a.name) for a in asked if a.alias_info is not None and a.alias_info.is_write]
+        if any(isinstance(entry, SymbolicMask) for entry in tree_leaves(written)):
+            raise NotImplementedError(_changed(str(func)))
         first = args[0] if args else None
         if isinstance(first, SymbolicMask) and _leaves_as_is(func, first, args[1:]):
             B, _, n, _ = first.shape
             return SymbolicMask.of(first.rule, B, n, first.device)
-
-        def unwrap(value: Any) -> Any:
-            if isinstance(value, SymbolicMask):
-                return value.dense()
-            if isinstance(value, (tuple, list)):
-                return type(value)(unwrap(entry) for entry in value)
-            return value
-
+        args, kwargs = tree_map_only(SymbolicMask, SymbolicMask.dense, (args, kwargs or {}))
         # Tensors of inference mode have no count of writes to share.
         with torch.inference_mode(False):
-            return func(*unwrap(args), **{name: unwrap(value) for name, value in (kwargs or {}).items()})
+            return func(*args, **kwargs)
 
 
 def _changed(how: str) -> str:
@@ -391,20 +376,3 @@ def _leaves_as_is(func: Any, mask: SymbolicMask, rest: tuple[Any, ...]) -> bool:
     given: list[Any] = [*rest, *(0, None, None, 1)[len(rest) :]]
     dim, start, end, step = given
     return not start and (end is None or end >= mask.shape[dim]) and step == 1
-
-
-def symbolic_mask(
-    inputs: int, n: int, function: Callable[..., Tensor], padding: Tensor | None, window: int | None, device: torch.device
-) -> SymbolicMask:
-    """The mask of ``inputs`` sequences as a rule, called by name where it is the full, causal or windowed one.
-
-    ``padding`` is True at real tokens (B, n); ``window`` is the width of a sliding window, if the layer has one.
-    """
-    rule: Mask = MaskFunction(function, inputs, n, device)
-    candidates: list[Mask] = [Causal(), Full()]
-    if window:
-        candidates += [Window(window), Window(window, causal=False)]
-    rule = next((named for named in candidates if same_mask(named, rule, n)), rule)
-    if padding is not None and not bool(padding.all()):
-        rule = rule & RealTokens(padding.bool().cpu(), keys_only=True)
-    return SymbolicMask.of(rule, inputs, n, device)

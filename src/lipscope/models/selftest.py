@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer, tokens_of
-from lipscope.models.capture import Recording, double_throughout, last_hidden_state, model_dtype, replaying
+from lipscope.models.capture import Recording, replaying
 from lipscope.models.scopes import real_rows
-from lipscope.models.seam import plain_experts
 
 if TYPE_CHECKING:
     from lipscope.models.recorded import Recorded, RecordedLayer
@@ -29,8 +28,11 @@ class SelfTestError(RuntimeError):
     """A model does not behave as the measurement assumes."""
 
 
-def run_self_tests(recorded: Recorded) -> None:
-    """Run the four self-tests on every layer, at the recorded tokens; a ``SelfTestError`` names the layer and the test."""
+def run_self_tests(recorded: Recorded, own: Tensor) -> None:
+    """Run the four self-tests on every layer, at the recorded tokens; a ``SelfTestError`` names the layer and the test.
+
+    ``own`` is the last hidden state at the same tokens with the model's own attention.
+    """
     model = recorded.model.model
     with replaying(model, recorded.documents):
         for layer in recorded:
@@ -38,32 +40,22 @@ def run_self_tests(recorded: Recorded) -> None:
             with layer.layer.out.register_forward_pre_hook(
                 lambda _, args, kwargs, heads=heads: heads.append(tokens_of(args, kwargs)), with_kwargs=True
             ):
-                y, point = check_determinism(layer.map("attention"), layer.tokens(), layer.layer)
-            check_replay(y.detach(), recorded, layer.layer)
-            if layer.layer.causal:
-                check_no_leak(y, point, layer.layer)
-            check_head_sum(layer, y.detach(), heads[-1])
-    check_own_attention(model, recorded)
+                y = check_map(layer.map("attention"), layer.tokens(), layer.layer)
+            check_replay(y, recorded, layer.layer)
+            check_head_sum(layer, y, heads[-1])
+    check_own_attention(recorded, own)
 
 
-def check_no_leak(y: Tensor, x: Tensor, layer: Layer) -> None:
-    """Jᵀ of a cotangent on token i must vanish, exactly, on every later token; ``y`` holds its graph down to ``x``."""
-    n = x.shape[1]
-    for i in sorted({0, n // 2, n - 2} - {-1}):
-        g = torch.zeros_like(y)
-        g[:, i] = torch.linspace(-1, 2, y.shape[-1], dtype=y.dtype, device=y.device)
-        (gradient,) = torch.autograd.grad(y, x, g, retain_graph=True)
-        leak = gradient[:, i + 1 :].abs()
-        if leak.numel() and float(leak.max()) != 0:
-            raise SelfTestError(
-                f"{_name(layer)} claims to be causal, but output token {i} depends on later tokens (leak "
-                f"{float(leak.max()):.3g}). The causal mask is lost on the way to the attention core; σ would be that of "
-                "another map."
-            )
+def check_map(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> Tensor:
+    """The map and Jᵀg, twice, must agree to the last bit, and a causal one must not leak; returns the map's value.
 
-
-def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-    """The map and Jᵀg, twice, must agree to the last bit; returns outputs with their graph, and the tokens it ends at."""
+    In a layer that claims to be causal, cotangents stand on single tokens, and Jᵀg must vanish, exactly, on every later one:
+    on the first, the middle and the last but one, another one for every input of the batch.
+    """
+    (batch, n), tokens = x.shape[:2], []
+    if layer.causal and n > 1:
+        tokens = list(dict.fromkeys([n - 2, min(n // 2, n - 2), 0]))
+        tokens += tokens[: -len(tokens) % batch]
     results = []
     for _ in range(2):
         point = x.detach().clone().requires_grad_(True)
@@ -74,8 +66,7 @@ def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: La
                 f"{_name(layer)} has no derivative in its tokens: the model hands them over on a way that lipscope cannot "
                 "follow (the disentangled attention of DeBERTa does), so it cannot be measured"
             )
-        (gradient,) = torch.autograd.grad(y, point, torch.ones_like(y), retain_graph=True)
-        results.append((y, gradient))
+        results.append((y, _pullback(y, point, tokens[:batch], layer)))
     (first, gradient), (second, again) = results
     if not torch.equal(first, second) or not torch.equal(gradient, again):
         difference = float((first - second).detach().abs().max())
@@ -83,7 +74,27 @@ def check_determinism(function: Callable[[Tensor], Tensor], x: Tensor, layer: La
             f"{_name(layer)} gives another answer when repeated (difference {difference:.3g}): "
             "dropout or another random operation is on. Call .eval() on the model."
         )
-    return second, point
+    for k in range(batch, len(tokens), batch):
+        _pullback(y, point, tokens[k : k + batch], layer)
+    return second.detach()
+
+
+def _pullback(y: Tensor, x: Tensor, tokens: list[int], layer: Layer) -> Tensor:
+    """Jᵀg of a cotangent on one token of every input, where there are ``tokens``; refuses what reaches later tokens."""
+    g = torch.ones_like(y)
+    if tokens:
+        g.zero_()
+        for b, i in enumerate(tokens):
+            g[b, i] = torch.linspace(-1, 2, y.shape[-1], dtype=y.dtype, device=y.device)
+    (gradient,) = torch.autograd.grad(y, x, g, retain_graph=True)
+    for b, i in enumerate(tokens):
+        leak = float(gradient[b, i + 1 :].abs().max())
+        if leak:
+            raise SelfTestError(
+                f"{_name(layer)} claims to be causal, but output token {i} depends on later tokens (leak {leak:.3g}). The "
+                "causal mask is lost on the way to the attention core; σ would be that of another map."
+            )
+    return gradient
 
 
 def check_replay(y: Tensor, recording: Recording, layer: Layer) -> None:
@@ -96,15 +107,13 @@ def check_replay(y: Tensor, recording: Recording, layer: Layer) -> None:
     )  # fmt: skip
 
 
-def check_own_attention(model: nn.Module, recording: Recording) -> None:
-    """The model on our core must agree with the model on its own attention."""
-    with torch.no_grad(), plain_experts(model), double_throughout(model_dtype(model)):
-        own = last_hidden_state(recording.run())
+def check_own_attention(recording: Recorded, own: Tensor) -> None:
+    """The model on our core must agree with the model on its own attention, whose last hidden state is ``own``."""
     real = recording.real if recording.real is not None and recording.real.shape == own.shape[:2] else None
     _require_close(
         real_rows(recording.last_hidden, real), real_rows(own, real), 1e-4 if own.dtype == torch.float32 else 1e-9,
-        f"{type(model).__name__} on the lipscope attention core differs from the model with its own attention "
-        "(difference {:.3g}): its attention has an ingredient that the attention interface does not hand over.",
+        f"{type(recording.model.model).__name__} on the lipscope attention core differs from the model with its own "
+        "attention (difference {:.3g}): its attention has an ingredient that the attention interface does not hand over.",
     )  # fmt: skip
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.doors import read_json
+from lipscope.models.checkpoints import parts_of, refuse_damaged
 
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WHOLE = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         indices = sorted(directory.glob("*.safetensors.index.json"))
-        if indices:
-            parts = read_json(indices[0], dict)["weight_map"]
-            files = [directory / name for name in sorted(set(parts.values()))]
-        else:
-            files = sorted(directory.glob("*.safetensors"))
+        files = map(directory.joinpath, sorted(parts_of(indices[0]))) if indices else sorted(directory.glob("*.safetensors"))
         self.directory = directory
         self.tensors: dict[str, Stored] = {}
         self._seen: dict[Path, tuple[int, int]] = {}
@@ -73,14 +71,11 @@ class Checkpoint:
         data = torch.empty(where.size + 64, dtype=torch.uint8)
         shift = (where.start - data.data_ptr()) % 64
         data = data[shift if shift % where.dtype.itemsize == 0 else 0 :][: where.size]
-        with where.file.open("rb", buffering=0) as file:
+        with where.file.open("rb") as file:
             file.seek(where.start)
             view: Any = data.numpy()
-            got = 0
-            while got < where.size and (more := file.readinto(view[got:])):
-                got += more
-        if got < where.size:
-            raise ValueError(f"{where.file} ends inside {name}: it was cut short")
+            if file.readinto(view) < where.size:
+                raise ValueError(f"{where.file} ends inside {name}: it was cut short")
         return data.view(where.dtype).reshape(where.shape)
 
 
@@ -93,26 +88,17 @@ def _state(file: Path) -> tuple[int, int]:
 
 
 def _header(file: Path) -> dict[str, Stored]:
+    refuse_damaged(file)
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        size = file.stat().st_size
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            raise ValueError(f"{file} is damaged: it is cut short, or no safetensors file")
-        try:
-            entries = json.loads(opened.read(length))
-        except ValueError:
-            raise ValueError(f"{file} is damaged: its header is not JSON") from None
+        entries = json.loads(opened.read(length))
+    entries.pop("__metadata__", None)
     found = {}
     for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        if end > size:
-            raise ValueError(f"{file} is damaged: {name} ends at byte {end} of {size}, so the file was cut short")
-        dtype = (FLOATING | _WHOLE).get(entry["dtype"])
-        if dtype is None:
-            raise ValueError(f"{file}: {name} is stored as {entry['dtype']}; streaming takes {', '.join(FLOATING)}")
-        found[name] = Stored(file, dtype, tuple(entry["shape"]), start, end - start)
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{file}: {name} is stored as {entry['dtype']}; streaming takes {', '.join(_DTYPES)}")
+        start, end = entry["data_offsets"]
+        found[name] = Stored(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start, end - start)
     return found
 
 

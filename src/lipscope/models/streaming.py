@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lipscope.models.anatomy import Layer, Sighting, watching
 from lipscope.models.capture import ReachedError, Recording, model_dtype, record_found, replaying
 from lipscope.models.refusals import in_dtype
-from lipscope.models.stored import FLOATING, Checkpoint
+from lipscope.models.stored import Checkpoint
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -69,13 +71,12 @@ class Stream:
         self.held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
         self.blocks = blocks_of(model)
-        self._home: dict[nn.Module, nn.Module] = {}
-        for block in self.blocks:
-            self._home |= dict.fromkeys(block.modules(), block)
+        self._home = {part: block for block in self.blocks for part in block.modules()}
         self.names = {module: name for name, module in model.named_modules()}
-        for buffer_name, buffer in model.named_buffers():
-            owner, _, name = buffer_name.rpartition(".")
-            model.get_submodule(owner)._buffers[name] = buffer.to(device)
+        for full, buffer in model.named_buffers():
+            owner, _, name = full.rpartition(".")
+            value = checkpoint.read(self._stored[full]).to(buffer.dtype) if full in self._stored else buffer
+            model.get_submodule(owner)._buffers[name] = value.to(device)
         stream = self
 
         class Hold(ModelHook):  # type: ignore[misc]
@@ -84,7 +85,7 @@ class Stream:
                 return args, kwargs
 
         for module in model.modules():
-            if any(True for _ in _own(module)):
+            if any(p is not None for p in module._parameters.values()):
                 self._home.setdefault(module, module)
                 add_hook_to_module(module, Hold())
         model.stream_device = device  # type: ignore[assignment]
@@ -111,14 +112,14 @@ class Stream:
 
     def hold(self, module: nn.Module) -> None:
         """Bring in the unit of a module that is about to be called, in place of the one that is here."""
-        if all(t.device.type != "meta" for _, t in _own(module)):
+        if not any(p.is_meta for p in module.parameters(recurse=False)):
             return
         unit = self._home[module]
         self.release()
         for part in unit.modules():
-            for name, tensor in list(_own(part)):
-                if tensor.device.type == "meta":
-                    self.bring(part, name, tensor)
+            for name, empty in list(part.named_parameters(recurse=False)):
+                if empty.is_meta:
+                    self.bring(part, name, empty)
         self.held = unit
 
     def release(self, but: nn.Module | None = None) -> None:
@@ -128,33 +129,23 @@ class Stream:
         """
         kept = set() if but is None else set(but.modules())
         for part in () if self.held is None else set(self.held.modules()) - kept:
-            for name, tensor in list(_own(part)):
-                if tensor.ndim > 1 and name in part._parameters:
+            for name, tensor in list(part.named_parameters(recurse=False)):
+                if tensor.ndim > 1:
                     part._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
         self.held = None if but is None else self.held
 
     def bring(self, part: nn.Module, name: str, empty: Tensor) -> None:
-        """Read one tensor from its file into its module."""
+        """Read one parameter from its file into its module."""
         full = f"{self.names[part]}.{name}".removeprefix(".")
-        if full not in self._stored:
-            # Heads may be missing, as nothing measured has them; should something have it, NaN is seen at once.
-            value = torch.full(empty.shape, float("nan"), dtype=empty.dtype, device=self.device)
-        else:
-            stored = self.checkpoint.read(self._stored[full])
-            value = stored.to(self.device, empty.dtype if stored.is_floating_point() else None)
-            if stored.is_floating_point() and not bool(torch.isfinite(value.sum())) and not bool(value.isfinite().all()):
+        if full in self._stored:
+            value = self.checkpoint.read(self._stored[full]).to(self.device, empty.dtype)
+            if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
                 file = self.checkpoint.tensors[self._stored[full]].file
                 raise ValueError(f"{file}: {full} holds NaN or infinite values: the weights are damaged")
-        if name in part._parameters:
-            part._parameters[name] = nn.Parameter(value, requires_grad=False)
         else:
-            part._buffers[name] = value
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of the module itself."""
-    both = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-    return ((name, tensor) for name, tensor in both if name in module._parameters or tensor.device.type == "meta")
+            # Heads may be missing, as nothing measured has them; should something have it, NaN is seen at once.
+            value = torch.full(empty.shape, float("nan"), dtype=empty.dtype, device=self.device)
+        part._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
 def _names(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
@@ -179,7 +170,7 @@ def _names(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[s
             raise ValueError(
                 f"{where.file}: {stored} has the shape {where.shape}, but config.json asks for {tuple(tensor.shape)}"
             )
-        if tensor.is_floating_point() and where.dtype not in FLOATING.values():
+        if tensor.is_floating_point() and not where.dtype.is_floating_point:
             raise ValueError(f"{where.file}: {stored} is stored as {where.dtype}, not as floating-point numbers")
         found[name] = stored
     inside = [name for name in missing if any(part.isdigit() for part in name.split("."))]
@@ -213,11 +204,6 @@ class StreamedPass:
         self.hosts, self.blocks, self.outputs = (Passing(self.go_to) for _ in range(3))
         self.answers: list[tuple[bool, Any]] = self._kept()  # whether a block gave it, and what it was
 
-    def recording(self, real: Tensor | None) -> Recording:
-        """The pass as a recording of all layers, one of them at a time."""
-        nothing = torch.empty(0)
-        return Recording(self.hosts, self.blocks, self.outputs, nothing, real, self.run, self.documents)
-
     def go_to(self, index: int) -> None:
         """Record a layer; the pass starts again when it is further already."""
         layer = self.handle.layer(index)
@@ -235,15 +221,15 @@ class StreamedPass:
     def _advance(self, layer: Layer) -> Sighting | None:
         """Go on until the layer's block has returned; None when that call is behind us."""
         home, calls = self.stream.unit(layer.block), Counter[nn.Module]()
-        position = iter(range(1 << 30))
+        position = count()
 
-        def called(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def called(unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             here, wanted = next(position), unit is home and calls[unit] == layer.occurrence
             calls[unit] += 1
             if here < len(self.answers):
                 if wanted:
                     raise ReachedError(None)
-                return _mapped(self.answers[here][1], lambda t: t.clone() if t.device.type != "meta" else t)
+                return tree_map_only(Tensor, lambda t: t if t.is_meta else t.clone(), self.answers[here][1])
             if wanted:
                 self._keep()
             output = forward(*args, **kwargs)
@@ -253,7 +239,10 @@ class StreamedPass:
             return output
 
         parts = (layer.host, layer.block, layer.out)
-        with replaying(self.handle.model, self.documents), watching(parts) as events, self._intercepted(called):
+        with replaying(self.handle.model, self.documents), watching(parts) as events, ExitStack() as intercepted:
+            for unit in self.stream.units:
+                intercepted.callback(setattr, unit, "forward", unit.forward)
+                unit.forward = partial(called, unit, unit.forward)
             try:
                 with torch.no_grad():
                     self.run()
@@ -268,23 +257,8 @@ class StreamedPass:
         of_block = unit in self.stream.blocks
         for k, (block, answer) in enumerate(self.answers if of_block else ()):
             if block:
-                self.answers[k] = (True, _mapped(answer, lambda t: torch.empty_like(t, device="meta")))
-        self.answers.append((of_block, _mapped(output, Tensor.detach)))
-
-    @contextmanager
-    def _intercepted(self, called: Callable[..., Any]) -> Iterator[None]:
-        """Inside, every call of a unit goes through ``called``."""
-        with ExitStack() as stack:
-            for unit in self.stream.units:
-                own = unit.forward
-                before = vars(unit).get("forward")
-
-                def forward(*args: Any, unit: nn.Module = unit, own: Any = own, **kwargs: Any) -> Any:
-                    return called(unit, own, args, kwargs)
-
-                unit.forward = forward
-                stack.callback(_restore, unit, before)
-            yield
+                self.answers[k] = (True, tree_map_only(Tensor, partial(torch.empty_like, device="meta"), answer))
+        self.answers.append((of_block, tree_map_only(Tensor, Tensor.detach, output)))
 
     def _keep(self) -> None:
         """Write down where the pass stands, for another process."""
@@ -308,32 +282,12 @@ class StreamedPass:
 
 
 def streamed_recording(
-    handle: Model,
-    inputs: dict[str, Any],
-    run: Callable[[], Any],
-    padding: Tensor | None,
-    documents: tuple[int, ...] | None,
+    handle: Model, inputs: dict[str, Any], run: Callable[[], Any], real: Tensor | None, documents: tuple[int, ...] | None
 ) -> Recording:
     """A forward pass of a streamed model on these inputs, recorded layer by layer as they are asked for."""
     assert handle.stream is not None
     key = hashlib.blake2b(repr((handle.stream.fingerprint, documents)).encode())
     for name, value in sorted(inputs.items()):
         key.update(f"{name} {value.tolist() if isinstance(value, Tensor) else value!r}".encode())
-    real = None if padding is None or bool(padding.bool().all()) else padding.bool()
-    return StreamedPass(handle, run, documents, key.hexdigest()).recording(real)
-
-
-def _restore(unit: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del unit.forward
-    else:
-        unit.forward = forward
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(entry, change) for entry in value)
-    return value
+    going = StreamedPass(handle, run, documents, key.hexdigest())
+    return Recording(going.hosts, going.blocks, going.outputs, torch.empty(0), real, run, documents)

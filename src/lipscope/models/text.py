@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -107,19 +107,6 @@ def _ends_tokens_with_words(backend: Any, text: str) -> bool:
     return bool(by_words and plain and not across)
 
 
-def input_batches(chunks: dict[int, list[list[int]]], batch_tokens: int) -> Iterator[tuple[int, int, list[list[int]]]]:
-    """The inputs of one forward pass each: (n, number of the first input, token ids), at most ``batch_tokens`` tokens.
-
-    Example:
-        >>> [(n, first, len(ids)) for n, first, ids in input_batches({4: [[0] * 4] * 3}, batch_tokens=8)]
-        [(4, 0, 2), (4, 2, 1)]
-    """
-    for n, inputs in chunks.items():
-        size = max(1, batch_tokens // n)
-        for first in range(0, len(inputs), size):
-            yield n, first, inputs[first : first + size]
-
-
 def packed_chunks(
     documents: Sequence[str], tokenizer: Any, lengths: Sequence[int], inputs: int, seed: int = 0
 ) -> dict[int, list[list[list[int]]]]:
@@ -150,7 +137,7 @@ def packed_chunks(
                         f"of each length {', '.join(map(str, lengths))}"
                     )
                 document = queue.pop()
-                take = room if len(document) >= room else len(document)
+                take = min(room, len(document))
                 if 0 < room - take < least:
                     # What is left would not hold another document: leave more of it.
                     take = room - least
@@ -165,12 +152,7 @@ def packed_chunks(
     return result
 
 
-def chunk_of(handle: Model, documents: Sequence[str], n: int, seed: int = 0) -> Tensor:
-    """Token ids (n,) of one chunk of a text, as the model's tokenizer writes them."""
-    return chunks_of(handle, documents, n, 1, seed)[0]
-
-
-def chunks_of(handle: Model, documents: Sequence[str], n: int, inputs: int, seed: int = 0) -> Tensor:
+def chunks_of(handle: Model, documents: Sequence[str], n: int, inputs: int = 1, seed: int = 0) -> Tensor:
     """Token ids (inputs, n) of disjoint chunks of a text, as the model's tokenizer writes them."""
     check_length(handle, n)
     if inputs < 1:

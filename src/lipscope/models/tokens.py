@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lipscope.measure.influence import influence
 from lipscope.models.inputs import TokenArguments
@@ -35,11 +36,9 @@ class TokenView:
     head: int | None = None  # index of the head for scope ``head``, else None
     input: int | None = None  # index of the input in a scan, None for a text of its own
 
-    def strongest_pairs(self, count: int = 10, *, apart: bool = True) -> list[tuple[int, int, float]]:
-        """The pairs (output i, input j) with the largest influence; ``apart`` leaves out a token on itself."""
-        values = self.influence.clone()
-        if apart:
-            values.fill_diagonal_(0)
+    def strongest_pairs(self, count: int = 10) -> list[tuple[int, int, float]]:
+        """The pairs (output i, input j) of two tokens with the largest influence."""
+        values = self.influence.clone().fill_diagonal_(0)
         top = values.flatten().topk(min(count, values.numel()))
         n = values.shape[1]
         return [(int(k) // n, int(k) % n, float(v)) for v, k in zip(top.values, top.indices, strict=True) if float(v) > 0]
@@ -91,21 +90,27 @@ def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """
     names = tokenizer.convert_ids_to_tokens(list(ids))
     special = {*getattr(tokenizer, "all_special_tokens", ())}
-    alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else {}
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    # Byte-level vocabularies, such as GPT-2's, write bytes as letters: they have the ones for a space and a line break.
+    alphabet: dict[int, str] = bytes_to_unicode() if "Ġ" in known and "Ċ" in known else {}  # type: ignore[no-untyped-call]
+    letters = {letter: byte for byte, letter in alphabet.items()}
     shown = [""] * len(names)
     spelled = bytearray()
     owners: list[int] = []  # the token that each byte belongs to
 
     def say() -> None:
-        for character, places in _characters(bytes(spelled)):
-            first, last = owners[places.start], owners[places.stop - 1]
-            for token in range(first, last + 1):
-                shown[token] += ("…" if token > first else "") + character + ("…" if token < last else "")
+        places = iter(owners)
+        for character in spelled.decode(errors="surrogateescape"):
+            tokens = [next(places) for _ in character.encode(errors="surrogateescape")]
+            escaped = ord(character) - 0xDC00  # what is no UTF-8 comes byte by byte
+            word = f"⟨{escaped:02X}⟩" if 0x80 <= escaped <= 0xFF else character.replace("\n", "\\n")
+            for token in range(tokens[0], tokens[-1] + 1):
+                shown[token] += ("…" if token > tokens[0] else "") + word + ("…" if token < tokens[-1] else "")
         spelled.clear()
         owners.clear()
 
     for i, name in enumerate(names):
-        found = None if name is None or name in special else _bytes_of(name, alphabet)
+        found = None if name is None or name in special else _bytes_of(name, letters)
         if found is None:
             say()
             shown[i] = str(name)
@@ -116,40 +121,13 @@ def readable_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return shown
 
 
-def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether a tokenizer writes bytes as letters, as GPT-2's does: then it has the ones for a space and a line break."""
-    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return "Ġ" in known and "Ċ" in known
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The letter of every byte in byte-level vocabularies: printable ones stand for themselves, the others follow U+0100."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _bytes_of(name: str, alphabet: dict[str, int]) -> bytes | None:
+def _bytes_of(name: str, letters: dict[str, int]) -> bytes | None:
     """The bytes that a token stands for; None when it is not made of any."""
-    if alphabet:
-        return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else None
+    if letters:
+        return bytes(map(letters.__getitem__, name)) if letters.keys() >= set(name) else None
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):  # SentencePiece's way to write a byte
         return bytes.fromhex(name[3:5])
     return name.replace("▁", " ").encode("utf-8", "surrogatepass")
-
-
-def _characters(spelled: bytes) -> Iterator[tuple[str, range]]:
-    """The characters of bytes, with where each stands; what is no UTF-8 comes byte by byte, as numbers."""
-    start = 0
-    while start < len(spelled):
-        for width in range(1, 5):
-            with suppress(UnicodeDecodeError):
-                yield spelled[start : start + width].decode().replace("\n", "\\n"), range(start, start + width)
-                break
-        else:
-            width = 1
-            yield f"⟨{spelled[start]:02X}⟩", range(start, start + 1)
-        start += width
 
 
 def _influence_by_columns(operator: Operator) -> Tensor:
@@ -159,13 +137,11 @@ def _influence_by_columns(operator: Operator) -> Tensor:
     result = torch.zeros(n_out, n, dtype=operator.dtype, device=operator.device)
     for j in range(n):
         columns = []
-        for start in range(0, d, operator.batch):
+        for directions in torch.eye(d).split(operator.batch):
             u = torch.zeros(operator.batch, n, d, dtype=operator.dtype, device=operator.device)
-            count = min(operator.batch, d - start)
-            u[torch.arange(count), j, start + torch.arange(count)] = 1
-            columns.append(operator.matvec(u.flatten(1))[:count])
-        blocks = torch.cat(columns).reshape(d, n_out, d_out).transpose(0, 1)
-        result[:, j] = _spectral_norms(blocks)
+            u[: len(directions), j] = directions.to(u)
+            columns.append(operator.matvec(u.flatten(1))[: len(directions)])
+        result[:, j] = _spectral_norms(torch.cat(columns).reshape(d, n_out, d_out).transpose(0, 1))
     return result
 
 
@@ -173,10 +149,10 @@ def _spectral_norms(blocks: Tensor) -> Tensor:
     """Largest singular values of a stack of matrices, by power iteration from a fixed random start."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(blocks.shape[0], blocks.shape[2], 1, generator=generator, dtype=torch.float64).to(blocks)
-    tiny = torch.finfo(blocks.dtype).tiny
+    x = normalize(x, dim=1, eps=torch.finfo(x.dtype).tiny)
     for _ in range(_POWER_STEPS):
-        x = blocks.mT @ (blocks @ (x / x.norm(dim=1, keepdim=True).clamp_min(tiny)))
-    norms: Tensor = (blocks @ (x / x.norm(dim=1, keepdim=True).clamp_min(tiny))).norm(dim=1)
+        x = normalize(blocks.mT @ (blocks @ x), dim=1, eps=torch.finfo(x.dtype).tiny)
+    norms: Tensor = (blocks @ x).norm(dim=1)
     return norms[:, 0]
 
 

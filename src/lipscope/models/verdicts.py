@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lipscope.rounding import Shown
@@ -47,6 +47,11 @@ class Verdict:
         """Whether the claim was seen to hold; None where it could not be tested."""
         return None if self.skipped else self.leak is None
 
+    @property
+    def word(self) -> str:
+        """That in words."""
+        return {True: "held", False: "BROKEN", None: "not tested"}[self.held]
+
 
 @dataclass(frozen=True, repr=False)
 class Isolation(Shown):
@@ -74,36 +79,23 @@ class Isolation(Shown):
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One flat dictionary per claim."""
-        rows = []
-        for verdict in self.verdicts:
-            leak = {
-                "instrument": None,
-                "size": None,
-                "output": None,
-                "token": None,
-                "module": None,
-                "layer": None,
-                "picture": None,
-            }
-            leak |= {} if verdict.leak is None else {name: getattr(verdict.leak, name) for name in leak}
-            about = {"claim": verdict.claim, "why": verdict.why, "held": verdict.held, "boundaries": verdict.boundaries}
-            rows.append(
-                {
-                    "model": self.name,
-                    "n": self.n,
-                    **about,
-                    **leak,
-                    "remark": verdict.remark or None,
-                    "skipped": verdict.skipped or None,
-                }
-            )
-        return rows
+        blank = dict.fromkeys(part.name for part in fields(Leak))
+        return [
+            {"model": self.name, "n": self.n, "claim": v.claim, "why": v.why, "held": v.held, "boundaries": v.boundaries}
+            | (blank if v.leak is None else vars(v.leak))
+            | {"remark": v.remark or None, "skipped": v.skipped or None}
+            for v in self.verdicts
+        ]
+
+    @property
+    def title(self) -> str:
+        """What was checked, and what it took."""
+        return f"{self.name}, n = {self.n}: {self.forward_passes} forward and {self.backward_passes} backward passes"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}, n = {self.n}: {self.forward_passes} forward and {self.backward_passes} backward passes"]
+        lines = [self.title]
         for verdict in self.verdicts:
-            word = {True: "held", False: "BROKEN", None: "not tested"}[verdict.held]
-            lines.append(f"  {verdict.claim}: {word} ({verdict.why})")
+            lines.append(f"  {verdict.claim}: {verdict.word} ({verdict.why})")
             if verdict.skipped or verdict.remark:
                 lines.append(f"    {verdict.skipped or verdict.remark}")
             if (leak := verdict.leak) is not None:
