@@ -42,6 +42,6 @@ def assert_drawn_alike(chart: Chart) -> None:
                 for line in lines
                 if list(line.get_ydata()) == list(series.y) and list(line.get_xdata()) == list(series.x)
             ]
-            look = looks.all[trace["look"]]
+            look = looks[trace["look"]]
             colour = look.get("line", look.get("marker"))["color"]
             assert palette("light")[colour.removeprefix("@")] in {line.get_color() for line in same}, series.name

@@ -1,6 +1,8 @@
 """``lipscope bounds`` prints a table, or rows as JSON, and one clear line when something is wrong."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -78,3 +80,19 @@ def test_the_map_of_a_head_is_drawn(files, tmp_path):
     assert (tmp_path / "map" / "regimes.png").stat().st_size > 200
     refused = CliRunner().invoke(app, ["bounds", files[0], "--radius", "2", "--n", "5", "--out", str(tmp_path / "no")])
     assert "--out belongs to --regimes" in refused.output
+
+
+def test_borders_of_a_model_are_rounded_to_the_safe_side_at_a_length_it_has():
+    """Growth is claimed up to no more, a level bound from no less than what was computed; gpt2-mini has 512 positions."""
+    asked = ["bounds", "gpt2-mini", "--layer", "0", "--regimes"]
+    rows = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)
+    shown = re.findall(r"10\^([\d.]+) +10\^([\d.]+)", CliRunner().invoke(app, asked).output)
+    assert {row["n"] for row in rows} == {512}
+    for row, (growth, level) in zip(rows, shown, strict=True):
+        assert float(growth) <= row["log_growth"] / math.log(10)
+        assert float(level) >= row["log_plateau"] / math.log(10)
+
+
+def test_a_supremum_over_n_is_said_to_be_one(files):
+    shown = CliRunner().invoke(app, ["bounds", files[0], "--radius", "1", "--n", "4"]).output
+    assert "sup n: the supremum over all numbers of tokens" in shown

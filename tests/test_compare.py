@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import lipscope
-from lipscope.attention.family import VARIANTS, variant
+from lipscope.attention.variants import VARIANTS, variant
 from lipscope.cli.main import app
 from lipscope.runs.fit import fit_growth
 from lipscope.studies.variants import compare, extras, growth, random_layer, sphere_tokens

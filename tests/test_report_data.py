@@ -97,10 +97,10 @@ def test_a_point_encloses_all_its_inputs() -> None:
             assert point.lower == min(r["lower"] for r in at)
             assert point.upper == max(r["upper"] for r in at)
             assert point.median == sorted(r["estimate"] for r in at)[1]
-            assert point.refined == max(r["refined"] for r in at)
+            assert point.bounds["refined"] == max(r["refined"] for r in at)
     # A bound of some inputs is no bound of all.
-    assert setting.cells[0].points[0].certified is None
-    assert setting.cells[0].points[1].certified is not None
+    assert setting.cells[0].points[0].bounds.get("certified") is None
+    assert setting.cells[0].points[1].bounds.get("certified") is not None
 
 
 def test_the_worst_cell_is_the_largest_median_at_the_longest_length() -> None:
@@ -247,10 +247,10 @@ def test_every_printed_end_is_rounded_outwards() -> None:
 
 def test_heat_maps_of_heads_of_layers_and_with_holes() -> None:
     heads = heat_map(data_of(make_rows()).settings[0])
-    assert (heads.columns, len(heads.row_names), len(heads.column_names)) == ("head", 3, 4)
+    assert (heads.x, len(heads.row_names), len(heads.column_names)) == ("head", 3, 4)
     assert max(cell.value for line in heads.cells for cell in line if cell) == heads.high
     layers = heat_map(data_of(make_rows(heads=None)).settings[0])
-    assert (layers.columns, list(layers.column_names)) == ("n", ["8", "16", "32", "64"])
+    assert (layers.x, list(layers.column_names)) == ("tokens n", ["8", "16", "32", "64"])
     holes = heat_map(data_of([r for r in make_rows() if (r["layer"], r["head"]) != (1, 2)]).settings[0])
     assert holes.cells[1][2] is None
     shades = [cell.shade for line in heads.cells for cell in line if cell]
@@ -268,8 +268,8 @@ def test_charts_hold_the_points_the_guides_and_the_bounds() -> None:
     assert root.y[-1] / root.y[0] == pytest.approx((64 / 8) ** 0.5)
     quarter = series["guide n^¼"]
     assert quarter.y[-1] / quarter.y[0] == pytest.approx((64 / 8) ** 0.25)
-    assert list(series["refined bound"].y) == [p.refined for p in cell.points]
-    assert list(series["paper's bound"].y) == [p.castin2024 for p in cell.points]
+    assert list(series["refined bound"].y) == [p.bounds["refined"] for p in cell.points]
+    assert list(series["paper's bound"].y) == [p.bounds["castin2024"] for p in cell.points]
     fit = cell.fit
     assert fit is not None
     assert series[f"fit n^{fit.alpha:.2f}"].y[-1] == pytest.approx(fit.c * 64**fit.alpha)

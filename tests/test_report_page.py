@@ -205,7 +205,7 @@ def test_colours_of_every_role_on_both_papers() -> None:
     data = report_data([load_run_of(make_rows())])
     looks = Looks()
     page_chart(growth_chart(data.settings[0], data.settings[0].worst), looks)
-    used = set(re.findall(r"@([a-z0-9.]+)", json.dumps(looks.all)))
+    used = set(re.findall(r"@([a-z0-9.]+)", json.dumps(looks)))
     assert len(used) >= 7
     for theme in ("light", "dark"):
         assert used <= set(palette(theme))

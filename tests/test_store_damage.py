@@ -183,7 +183,7 @@ def test_a_store_whose_maker_was_killed_is_not_damaged(tmp_path: Path) -> None:
     path = tmp_path / "run.db"
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-        assert damage(db) is None
+    assert damage(path) is None
     with Store(path) as store:
         assert store.rows() == []
         assert store.recovery is None

@@ -21,7 +21,7 @@ import pytest
 
 from lipscope.runs import Store, expand, run_plan
 from lipscope.runs.recovery import damage
-from lipscope.runs.rows import table_digest
+from lipscope.runs.schema import table_digest
 from sweep_cases import plan_of, save_models
 from test_sweep_store import WHERE, made_up_outcome, made_up_task
 
@@ -62,8 +62,8 @@ def _done(path: Path) -> set[str]:
     """Finished tasks of a store that must be sound."""
     if not path.exists():
         return set()
+    assert damage(path) is None
     with closing(sqlite3.connect(path)) as db:
-        assert damage(db) is None
         if db.execute("PRAGMA user_version").fetchone()[0] == 0:
             return set()
         return {key for (key,) in db.execute("SELECT key FROM tasks WHERE status = 'done'")}

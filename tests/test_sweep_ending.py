@@ -18,7 +18,7 @@ import pytest
 import command
 from lipscope.cli import sweep as cli_sweep
 from lipscope.runs import Store, kinds
-from lipscope.runs.rows import table_digest
+from lipscope.runs.schema import table_digest
 from test_cli_sweep import FLAGS, tiny  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -17,7 +17,7 @@ from lipscope.cli.main import app
 from lipscope.models.memory import batch_size, plan_layers
 from lipscope.runs import Plan, expand, run_plan
 from lipscope.runs.plan import Block, ModelChoice
-from lipscope.runs.registry import QUANTITIES, Trust, quantity_path, register_quantity
+from lipscope.runs.registry import QUANTITIES, Trust, quantity_path
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import dry_run
 from lipscope.runs.work import model_fingerprint, run_job
@@ -310,7 +310,7 @@ def test_packed_documents_and_quantities(place: Path, tmp_path: Path) -> None:
             (together,) = (r["estimate"] for r in chunk if r["document"] is None)
             assert len(alone) >= 2
             assert together == pytest.approx(max(alone), rel=1e-3)
-    register_quantity("largest", "sweep_cases:largest_token")
+    QUANTITIES["largest"] = "sweep_cases:largest_token"
     try:
         summary = run_plan(plan_of(place, quantities=["largest"], lengths=[6]), tmp_path / "quantity.db")
     finally:

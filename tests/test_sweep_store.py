@@ -23,13 +23,15 @@ import pytest
 
 from lipscope.runs import Plan, Store, StoreError, expand, export, run_plan
 from lipscope.runs.estimate import Work
-from lipscope.runs.rows import IDENTITY_COLUMNS, digest, table_digest
 from lipscope.runs.schema import (
+    IDENTITY_COLUMNS,
     VERSION,
     ForeignFileError,
     LockedStoreError,
     StoreFullError,
     StoreVersionError,
+    digest,
+    table_digest,
 )
 from lipscope.runs.sweep import kept_notices
 from lipscope.runs.tasks import Task

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
-from lipscope.cli.source import DEFAULT_TEXT, find, read_ids, refuse
-from lipscope.cli.terminal import echo, notice, print_table, progress_bar
+from lipscope.cli.source import find, keep, read_ids, refuse
+from lipscope.cli.terminal import echo, notice, print_table, progress_bar, show
 from lipscope.rounding import interval, round_down, round_up
-from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
     from lipscope.bounds.registry import BoundTable
     from lipscope.cli.source import Found
-    from lipscope.models.layer_bounds import LayerBounds
     from lipscope.studies.worst_case.growth_in_n import Growth
     from lipscope.studies.worst_case.tokens import TokenAttack
 
@@ -35,7 +32,11 @@ def bounds(
     seed: opt.Seed = 0,
     tokens: opt.Tokens = None,
     by_regime: Annotated[
-        bool, option("Instead, the lengths at which the worst σ of every head stops growing as √n.", "--regimes")
+        bool,
+        option(
+            "Instead, up to which length the worst σ of every head grows as √n, and from which on its bound is level.",
+            "--regimes",
+        ),
     ] = False,
     target: Target = Target(),
     out: Annotated[
@@ -46,7 +47,7 @@ def bounds(
     """List how large σ could be: for all tokens of norm at most R, and provably at given ones."""
     found = find(source, target, seed=seed, text=text, say=say)
     if by_regime:
-        _print_regimes(found, radius, n or 1024, head, out, as_json)
+        _print_regimes(found, radius, n, head, out, as_json)
         return
     refuse(["--out"] if out is not None else [], "--regimes", "these are bounds")
     if found.model is None:
@@ -58,7 +59,7 @@ def bounds(
         title = f"Bounds for {found.title(head)}, tokens of norm ≤ {listed.radius:.6g}, n = {listed.n}"
         if listed.sigma is not None:
             title += f"\nmeasured σ ∈ {interval(listed.sigma.lower, listed.sigma.upper, 6)}"
-        _print_bounds(listed, listed, title, as_json)
+        show(listed.to_rows(), as_json, lambda: _print_bounds(listed, title))
         return
     refuse(["--tokens"] if tokens is not None else [], "a weights file", f"{source} is a model")
     from lipscope.models.layer_bounds import layer_bounds
@@ -69,10 +70,10 @@ def bounds(
     else:
         ids = read_ids(found.model, text, say, n, seed)
         of_model = layer_bounds(found.model, found.layer, head=head, input_ids=ids, radius=radius)
-        title = of_model.title() + ("" if say is not None else f", from {text or DEFAULT_TEXT}")
+        title = of_model.title() + ("" if say is not None else f", from {found.text}")
     if found.model.notes:
         title += f"\n{'; '.join(found.model.notes)}"
-    _print_bounds(of_model, of_model.table, title, as_json)
+    show(of_model.to_rows(), as_json, lambda: _print_bounds(of_model.table, title))
 
 
 Method = StrEnum("Method", ["construct", "ascend", "tokens"])
@@ -104,7 +105,6 @@ def attack(
 ) -> None:
     """Look for the input at which a layer is least smooth, and follow its σ over the number of tokens."""
     found = find(source, target, seed=seed, text=text, say=say, n=n)
-    title = found.title(head)
     if method is Method.tokens:
         from lipscope.studies.worst_case.tokens import attack_tokens
 
@@ -124,7 +124,7 @@ def attack(
                 beam=beam,
                 progress=progress,
             )
-        _report_tokens(worst, title, found.identity(head), out, as_json)
+        _report_tokens(worst, found, head, out, as_json)
         return
     of_tokens = [f"--{name}" for name, value in (("say", say), ("n", n)) if value is not None]
     refuse(of_tokens, "method tokens", f"this is {method.value}")
@@ -135,7 +135,7 @@ def attack(
             found.model or found.part(None),
             layer=found.layer,
             head=head,
-            text=text or DEFAULT_TEXT,
+            text=found.text,
             lengths=lengths,
             radius=radius,
             method="ascend" if method is Method.ascend else "construct",
@@ -145,13 +145,11 @@ def attack(
             progress=progress,
             notice=notice,
         )
-    _report_growth(study, title, found.identity(head, text or DEFAULT_TEXT), out, as_json)
+    _report_growth(study, found, head, out, as_json)
 
 
-def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    from lipscope.studies.rows import identified, write_study
-
-    rows = identified(study.to_rows(), **who)
+def _report_growth(study: Growth, found: Found, head: int | None, out: Path | None, as_json: bool) -> None:
+    rows, title = found.identified(study.to_rows(), head), found.title(head)
     if out is not None:
         from safetensors.torch import save
 
@@ -160,13 +158,13 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
         charts, last = [growth_chart(study, f"Worst inputs of {title}\n{study.domain}")], study.worst[-1]
         if last.ascent is not None:
             charts.append(history_chart(last.ascent, f"Ascent on σ of {title}, n = {last.n}"))
-        write_study(out, rows, *charts)
-        write_file(out / "worst.safetensors", save({f"n{w.n}": w.tokens.contiguous() for w in study.worst}))
-        notice(f"rows, worst inputs and figures are in {out}")
-    if as_json:
-        fits = {name: vars(fit) for name, fit in study.fits.items()}
-        echo(json.dumps({"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}, indent=2), data=True)
-        return
+        keep(out, rows, *charts, worst=save({f"n{w.n}": w.tokens.contiguous() for w in study.worst}))
+    fits = {name: vars(fit) for name, fit in study.fits.items()}
+    content = {"set": study.domain, "radius": study.radius, "rows": rows, "fits": fits}
+    show(content, as_json, lambda: _print_growth(study, title))
+
+
+def _print_growth(study: Growth, title: str) -> None:
     names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
     cells = []
     for w in study.worst:
@@ -187,22 +185,18 @@ def _report_growth(study: Growth, title: str, who: dict[str, Any], out: Path | N
             echo(f"{name}: {study.fits[name]}")
 
 
-def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Path | None, as_json: bool) -> None:
-    before, after = found.before.to_rows()[0], found.after.to_rows()[0]
-    content = {
-        "before_text": found.before_text, "after_text": found.after_text, "retokenises": found.retokenises,
-        "before": before, "after": after, "substitutions": found.steps(),
-    }  # fmt: skip
+def _report_tokens(worst: TokenAttack, found: Found, head: int | None, out: Path | None, as_json: bool) -> None:
+    content = {name: getattr(worst, name) for name in ("before_text", "after_text", "retokenises")}
+    content |= {"before": worst.before.to_rows()[0], "after": worst.after.to_rows()[0], "substitutions": worst.steps()}
     if out is not None:
         from lipscope.studies.charts import tokens_chart
-        from lipscope.studies.rows import identified, write_study
 
-        write_study(out, identified(found.to_rows(), **who), tokens_chart(found, f"Substitutions in {title}"))
-        write_file(out / "substitutions.json", json.dumps(content, indent=2, ensure_ascii=False))
-        notice(f"the result and figures are in {out}")
-    if as_json:
-        echo(json.dumps(content, indent=2, ensure_ascii=False), data=True)
-        return
+        chart = tokens_chart(worst, f"Substitutions in {found.title(head)}")
+        keep(out, found.identified(worst.to_rows(), head, read=False), chart, substitutions=content)
+    show(content, as_json, lambda: _print_tokens(worst, found.title(head)))
+
+
+def _print_tokens(found: TokenAttack, title: str) -> None:
     rows = [
         [str(row["round"]), str(row["position"]), repr(row["before"]), repr(row["after"]), f"{row['predicted']:+.4g}",
          f"{row['sigma']:.5g}"]
@@ -211,8 +205,8 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
     print_table(
         ["round", "position", "token", "replaced by", "first-order change", "σ"], rows, text=["token", "replaced by"],
         title=f"Token substitutions in {title}",
-        caption=f"σ before ∈ {interval(before['lower'], before['upper'], 5)}, after ∈ "
-        f"{interval(after['lower'], after['upper'], 5)}; {len(found.tried)} candidates measured",
+        caption=f"σ before ∈ {interval(found.before.lower, found.before.upper, 5)}, after ∈ "
+        f"{interval(found.after.lower, found.after.upper, 5)}; {len(found.tried)} candidates measured",
     )  # fmt: skip
     if not rows:
         echo("No candidate raised σ.")
@@ -222,53 +216,50 @@ def _report_tokens(found: TokenAttack, title: str, who: dict[str, Any], out: Pat
         echo("Read anew, the text after gives other tokens: the attack acts on token ids.")
 
 
-def _print_regimes(found: Found, radius: float | None, n: int, head: int | None, out: Path | None, as_json: bool) -> None:
+def _print_regimes(
+    found: Found, radius: float | None, n: int | None, head: int | None, out: Path | None, as_json: bool
+) -> None:
     from lipscope.bounds.domain import domain_of
     from lipscope.bounds.exponent import regimes
 
-    norm, layer = None, None if found.model is not None else found.part(None)
+    norm, layer, most = None, None if found.model is not None else found.part(None), 1024
     if found.model is not None:
-        from lipscope.models.inputs import probe_inputs
+        from lipscope.models.inputs import position_limit, probe_inputs
 
+        most = position_limit(found.model.model) or most
         at = found.model.record(probe_inputs(found.model.model, 8))[found.layer]
         norm, layer = at.norm if radius is None else None, at.weights().for_input(0)
     assert layer is not None
-    domain = domain_of(radius, norm, layer.width)
+    domain, n = domain_of(radius, norm, layer.width), n or min(most, 1024)
     rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
     if out is not None:
         from lipscope.studies.charts import regime_chart
-        from lipscope.studies.rows import identified, write_study
         from lipscope.studies.worst_case.regimes import regime_map
 
         chosen = max(rows, key=lambda row: row["exponent"])["head"] if head is None else head
         with progress_bar() as progress:
             drawn = regime_map(layer.head(chosen), radius=radius, norm=norm, progress=progress)
         chart = regime_chart(drawn, f"Regimes of {found.title(chosen)}, mask {layer.mask}")
-        write_study(out, identified(drawn.found.to_rows(), **found.identity(chosen)), chart)
-        write_file(out / "regimes.json", json.dumps(drawn.to_dict(), indent=1))
-        notice(f"rows and figure of head {chosen} are in {out}")
-    if as_json:
-        echo(json.dumps(rows, indent=2))
-        return
+        keep(out, found.identified(drawn.found.to_rows(), chosen, read=False), chart, regimes=drawn.to_dict())
     cells = [
-        [str(row["head"]), f"{row['exponent']:.4g}", f"10^{row['log_growth'] / math.log(10):.3g}",
-         f"10^{row['log_plateau'] / math.log(10):.3g}", row["regime"]]
+        [str(row["head"]), f"{row['exponent']:.4g}", f"10^{round_down(row['log_growth'] / math.log(10), 3)}",
+         f"10^{round_up(row['log_plateau'] / math.log(10), 3)}", row["regime"]]
         for row in rows
     ]  # fmt: skip
     names = ["head", "E", "√n growth up to n =", "upper bound level from n =", f"n = {n}"]
-    print_table(names, cells, text=[names[-1]], title=f"Regimes of {found.title(None)}, {domain}")
+    title = f"Regimes of {found.title(None)}, {domain}"
+    show(rows, as_json, lambda: print_table(names, cells, text=[names[-1]], title=title))
 
 
-def _print_bounds(rows: BoundTable | LayerBounds, found: BoundTable, title: str, as_json: bool) -> None:
-    if as_json:
-        echo(json.dumps(rows.to_rows(), indent=2), data=True)
-        return
+def _print_bounds(found: BoundTable, title: str) -> None:
     cells = []
     for bound in found.bounds:
         ratio = found.ratio(bound)
         shown = "" if ratio is None else f"{ratio:.4g}"
         cells.append([bound.name, bound.kind, bound.sign, bound.shown(), shown, bound.norm])
     caption = "set: for all tokens of that norm · local: at these tokens · limit: as token norms grow without bound\n"
+    if any(bound.kind == "sup n" for bound in found.bounds):
+        caption += "sup n: the supremum over all numbers of tokens, which this number need not reach\n"
     caption += "≥: tokens of that norm reach it" + ("" if found.sigma is None else " · × σ: bound over measured σ")
     names = ["bound", "kind", "", "value", "× σ", "norm"]
     print_table(names, cells, text=["bound", "kind", "norm"], title=title, caption=caption)

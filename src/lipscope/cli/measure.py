@@ -14,7 +14,7 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, look_first, read_ids
-from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, waiting
+from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
 from lipscope.runs.writing import write_file
 
@@ -201,10 +201,7 @@ def measure(
             result = local_lipschitz(layer, X, **asked, progress=lambda done: progress(done, 1.0, "verifying σ"))
     else:
         result = local_lipschitz(layer, X, **asked)
-    if as_json:
-        echo(json.dumps(result.to_rows(), indent=2), data=True)
-    else:
-        _print_result(result)
+    show(result.to_rows(), as_json, lambda: _print_result(result))
 
 
 def tokens(

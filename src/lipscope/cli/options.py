@@ -176,12 +176,15 @@ class Target(Loading, Weights, _Place):
 
 def indices(name: str, text: str | None) -> list[int] | None:
     """``"0,6,-1"`` as numbers; ``"all"`` and None as None."""
-    if text in (None, "all"):
-        return None
+    return None if text in (None, "all") else numbers(name, text, "'all' or indices such as 0,6")
+
+
+def numbers(name: str, text: str, such: str) -> list[int]:
+    """``"5,9,4"`` as numbers."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} must be 'all' or indices such as 0,6, got {text!r}") from None
+        raise ValueError(f"--{name} must be {such}, got {text!r}") from None
 
 
 def as_dtype(precision: StrEnum | None) -> Any:

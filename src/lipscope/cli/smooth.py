@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
 from lipscope.cli.source import look_first
-from lipscope.cli.terminal import echo, notice, print_table
-from lipscope.rounding import interval
+from lipscope.cli.terminal import echo, notice, print_table, show
 
 if TYPE_CHECKING:
     from lipscope.training.rescale.report import HeadChange, Smoothing
@@ -56,10 +54,7 @@ def smooth(
         layers=chosen,
         heads=indices("head", head),
     )
-    if as_json:
-        echo(json.dumps(report.to_dict(), indent=1), data=True)
-    else:
-        _print(report, top)
+    show(report.to_dict(), as_json, lambda: _print(report, top))
     if out is not None:
         notice(f"saved in {report.save(out)}")
 
@@ -86,6 +81,6 @@ def _row(change: HeadChange) -> list[str]:
         "" if change.factor is None else f"{change.factor:.4f}",
         f"{change.logit_before:.4g}",
         f"{change.logit_after:.4g}",
-        interval(change.sigma_before.lower, change.sigma_before.upper),
-        interval(change.sigma_after.lower, change.sigma_after.upper),
+        str(change.sigma_before),
+        str(change.sigma_after),
     ]

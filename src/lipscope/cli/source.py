@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.cli.options import Loading, Target, Weights, as_dtype
+from lipscope.cli.terminal import as_text, notice
 from lipscope.doors import read_json
+from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lipscope.attention.layer import Attention
     from lipscope.models.model import Model
+    from lipscope.report.charts import Chart
+    from lipscope.studies.rows import Row
 
 DEFAULT_TEXT, DEFAULT_N = "python-docs", 32
 
@@ -34,12 +38,15 @@ class Found:
     attention: Attention | None = None  # the layer of a weights file, or with random weights
     model: Model | None = None  # the model
     layer: int = 0  # index of the layer in it
+    text: str = DEFAULT_TEXT  # what a model reads
 
-    def identity(self, head: int | None = None, text: str | None = None) -> dict[str, Any]:
-        """Who it is in rows."""
+    def identified(self, rows: list[Row], head: int | None = None, *, read: bool = True) -> list[Row]:
+        """The rows of a study with whose they are; ``read`` when a model read the text."""
+        from lipscope.studies.rows import identified
+
         if self.model is None:
-            return {"model": self.name, "head": head}
-        return {"model": self.model.name, "layer": self.layer, "head": head, "text": text}
+            return identified(rows, model=self.name, head=head)
+        return identified(rows, model=self.model.name, layer=self.layer, head=head, text=self.text if read else None)
 
     def part(self, head: int | None) -> Attention:
         """The layer that is no model's, or one of its heads."""
@@ -77,7 +84,18 @@ def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, 
     look_first(source, model.get("text"), None if target.layer is None else [target.layer])
     handle = load_model(source, target)
     index = handle.layer(target.layer or 0).index
-    return Found(f"{handle.name}, layer {index}", model=handle, layer=index)
+    return Found(f"{handle.name}, layer {index}", model=handle, layer=index, text=model.get("text") or DEFAULT_TEXT)
+
+
+def keep(out: Path, rows: list[Row], *charts: Chart, endings: Sequence[str] = ("png", "html"), **files: Any) -> None:
+    """Write the rows of a study, its figures, and further files, as bytes or as JSON, into a directory."""
+    from lipscope.studies.rows import write_study
+
+    write_study(out, rows, *charts, endings=endings)
+    for name, content in files.items():
+        kept = isinstance(content, bytes)
+        write_file(out / f"{name}.{'safetensors' if kept else 'json'}", content if kept else as_text(content))
+    notice(f"rows and figures are in {out}")
 
 
 def refuse(given: list[str], owner: str, reason: str) -> None:
@@ -120,6 +138,6 @@ def read_ids(model: Model, text: str | None, say: str | None, n: int | None, see
         ids: Tensor = model.token_inputs(text=say)["input_ids"][0]
         return ids
     from lipscope.models.corpora import read_text
-    from lipscope.models.text import chunk_of
+    from lipscope.models.text import chunks_of
 
-    return chunk_of(model, read_text(text or DEFAULT_TEXT), DEFAULT_N if n is None else n, seed)
+    return chunks_of(model, read_text(text or DEFAULT_TEXT), DEFAULT_N if n is None else n, seed=seed)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +12,11 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
-from lipscope.cli.source import DEFAULT_TEXT, find
+from lipscope.cli.source import find, keep
 from lipscope.cli.sweep import gentle_end, kept_in, task_bar
-from lipscope.cli.terminal import echo, notice, print_table, progress_bar
+from lipscope.cli.terminal import echo, notice, print_table, progress_bar, show
 from lipscope.rounding import duration, interval, round_down, round_up
-from lipscope.runs.writing import csv_text, write_file
+from lipscope.runs.writing import csv_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +57,13 @@ def compare_attention(
 
     All have the same weights and see the same tokens. For a model, --mask replaces its own.
     """
-    from lipscope.attention.family import VARIANTS
+    from lipscope.attention.variants import VARIANTS
     from lipscope.models.text import parse_lengths
     from lipscope.studies.variants import compare
 
     chosen = parse_lengths(lengths)
     found = find(source, target, seed=seed, any_mask=True, text=text)
-    attention, tokens = _on_text(found, text or DEFAULT_TEXT, max([n, *chosen]), inputs, seed)
+    attention, tokens = _on_text(found, max([n, *chosen]), inputs, seed)
     if target.mask is not None:
         attention = attention.with_mask(target.mask)
     options: dict[str, dict[str, Any]] = {
@@ -87,24 +86,19 @@ def compare_attention(
             seed=seed,
             progress=progress,
         )
-    content = json.dumps({"weights": found.name} | study.to_dict(), indent=2)
+    content = {"weights": found.name} | study.to_dict()
     if out is not None:
         from lipscope.studies.charts import comparison_chart
-        from lipscope.studies.rows import identified, write_study
 
-        rows = identified(study.to_rows(), **found.identity(text=text or DEFAULT_TEXT))
-        write_study(out, rows, comparison_chart(study, f"{found.name}, mask {study.mask}"), endings=["png"])
-        write_file(out / "comparison.json", content)
-        notice(f"rows and figure are in {out}")
-    if as_json:
-        echo(content, data=True)
-    elif as_csv:
+        chart = comparison_chart(study, f"{found.name}, mask {study.mask}")
+        keep(out, found.identified(study.to_rows()), chart, endings=["png"], comparison=content)
+    if as_csv and not as_json:
         echo(csv_text(study.summary()), data=True)
     else:
-        _print_comparison(study, found.name)
+        show(content, as_json, lambda: _print_comparison(study, found.name))
 
 
-def _on_text(found: Found, text: str, n: int, inputs: int, seed: int) -> tuple[Attention, Tensor | None]:
+def _on_text(found: Found, n: int, inputs: int, seed: int) -> tuple[Attention, Tensor | None]:
     """The layer; of a model, also the tokens (inputs, n, d) that reach it on a text."""
     if found.model is None:
         return found.part(None), None
@@ -114,7 +108,7 @@ def _on_text(found: Found, text: str, n: int, inputs: int, seed: int) -> tuple[A
     from lipscope.models.text import Chunker
 
     found.model.check_lengths([n])
-    pieces = Chunker(read_text(text), found.model.tokenizer).chunks([n], inputs, seed)[n]
+    pieces = Chunker(read_text(found.text), found.model.tokenizer).chunks([n], inputs, seed)[n]
     at = found.model.record(input_ids=torch.tensor(pieces))[found.layer]
     return at.weights().for_input(0).to(torch.float64), at.tokens().double()
 
@@ -156,7 +150,7 @@ def meanfield(
     else:
         from lipscope.studies.mean_field.attention import model_layer
 
-        whole, tokens = model_layer(found.model, found.layer, text or DEFAULT_TEXT, n=64 if n is None else n, seed=seed)
+        whole, tokens = model_layer(found.model, found.layer, found.text, n=64 if n is None else n, seed=seed)
     attention = MeanFieldAttention(whole, sink_length)
     if head is not None:
         attention = attention.head(head)
@@ -172,19 +166,13 @@ def meanfield(
             progress=progress,
         )
     name = found.title(head)
-    content = json.dumps({"layer": name} | study.to_dict(), indent=2)
+    content = {"layer": name} | study.to_dict()
     if out is not None:
         from lipscope.studies.charts import plateau_chart
-        from lipscope.studies.rows import identified, write_study
 
-        rows = identified(study.to_rows(), **found.identity(head, text or DEFAULT_TEXT))
-        write_study(out, rows, plateau_chart(study, f"{name}: tokens from {study.law}, mask {study.mask}"))
-        write_file(out / "study.json", content)
-        notice(f"rows and figures are in {out}")
-    if as_json:
-        echo(content, data=True)
-    else:
-        _print_meanfield(study, name)
+        chart = plateau_chart(study, f"{name}: tokens from {study.law}, mask {study.mask}")
+        keep(out, found.identified(study.to_rows(), head), chart, study=content)
+    show(content, as_json, lambda: _print_meanfield(study, name))
 
 
 def paper(

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipscope.cli import options as opt
-from lipscope.cli.options import indices, option
+from lipscope.cli.options import Group, indices, option
 from lipscope.cli.source import look_first
 from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
@@ -29,34 +30,44 @@ if TYPE_CHECKING:
 Format = StrEnum("Format", ["parquet", "csv", "json"])
 
 
+@dataclass(frozen=True)
+class Asked(Group):
+    """A plan as options."""
+
+    model: Annotated[list[str] | None, option("A model; may be repeated.")] = None
+    text: Annotated[list[str] | None, option(f"{opt.CORPUS} May be repeated.")] = None
+    layers: Annotated[str | None, option("'all' (the default), or indices such as 0,6,-1.")] = None
+    per_head: opt.PerHead = False
+    head: opt.HeadChoice = None
+    scope: Annotated[list[str] | None, option("A scope as for scan, attention by default; may be repeated.")] = None
+    lengths: Annotated[str | None, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8; 16,32,64,128 by default.")] = (
+        None
+    )
+    inputs: Annotated[int | None, option("Inputs per length, 4 by default, disjoint in the text.")] = None
+    pack: opt.Pack = False
+    rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None
+    seed: Annotated[int | None, option("Seed of everything drawn, 0 by default.")] = None
+    certificate: opt.Certificate = None
+    dtype: opt.Dtype = None
+    memory: opt.Memory = None
+    views: Annotated[int | None, option(f"{opt.VIEWS}; 3 by default, where that is quick.")] = None
+    threads: opt.Threads = None
+    tokenizer: opt.Tokenizer = None
+
+
+NOTHING = Asked()
+
+
 def sweep(
     plan: Annotated[
         Path | None,
         typer.Argument(help="A plan in TOML; without it, the options are the plan.", show_default=False),
     ] = None,
     store: Annotated[Path | None, option("Where rows are kept; PLAN.db or sweep.db by default.")] = None,
-    model: Annotated[list[str] | None, option("A model; may be repeated.")] = None,
-    text: Annotated[list[str] | None, option(f"{opt.CORPUS} May be repeated.")] = None,
-    layers: Annotated[str | None, option("'all' (the default), or indices such as 0,6,-1.")] = None,
-    per_head: opt.PerHead = False,
-    head: opt.HeadChoice = None,
-    scope: Annotated[list[str] | None, option("A scope as for scan, attention by default; may be repeated.")] = None,
-    lengths: Annotated[
-        str | None, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8; 16,32,64,128 by default.")
-    ] = None,
-    inputs: Annotated[int | None, option("Inputs per length, 4 by default, disjoint in the text.")] = None,
-    pack: opt.Pack = False,
-    rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None,
-    seed: Annotated[int | None, option("Seed of everything drawn, 0 by default.")] = None,
-    certificate: opt.Certificate = None,
-    dtype: opt.Dtype = None,
-    memory: opt.Memory = None,
-    views: Annotated[int | None, option(f"{opt.VIEWS}; 3 by default, where that is quick.")] = None,
-    threads: opt.Threads = None,
+    asked: Asked = NOTHING,
     workers: opt.Workers = None,
     scheduler: opt.Scheduler = None,
     retry_failed: opt.RetryFailed = False,
-    tokenizer: opt.Tokenizer = None,
     allow_pickle: opt.AllowPickle = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     trust_module: Annotated[
@@ -65,30 +76,10 @@ def sweep(
     dry_run: Annotated[bool, option("Print counts, time and memory, and stop.", "--dry-run")] = False,
 ) -> None:
     """Measure many models, texts, layers and lengths, and never lose a row. Run it again to go on where it stopped."""
-    flags = {
-        "models": model,
-        "texts": text,
-        "layers": layers,
-        "per_head": per_head or None,
-        "heads": head,
-        "scopes": scope,
-        "lengths": lengths,
-        "inputs": inputs,
-        "kind": "packed" if pack else None,
-        "rtol": rtol,
-        "seed": seed,
-        "dtype": None if dtype is None else dtype.value,
-        "tokenizer": tokenizer,
-        "threads": threads,
-        "certificate": certificate,
-        "memory": memory,
-        "views": views,
-    }
-    for one in model or ():
+    for one in asked.model or ():
         look_first(one)
     with gentle_end():
-        granted = (tuple(trust_module or ()), allow_pickle, trust_remote_code)
-        chosen = _plan(plan, {name: value for name, value in flags.items() if value is not None}, granted)
+        chosen = _plan(plan, asked, (tuple(trust_module or ()), allow_pickle, trust_remote_code))
         ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
         if dry_run:
             from lipscope.runs.sweep import dry_run as preview
@@ -131,34 +122,30 @@ def export(
         notice(f"{count} rows are in {out}")
 
 
-def _plan(file: Path | None, flags: dict[str, Any], granted: tuple[tuple[str, ...], bool, bool]) -> Plan:
+def _plan(file: Path | None, asked: Asked, granted: tuple[tuple[str, ...], bool, bool]) -> Plan:
     from lipscope.runs.plan import ModelChoice, Plan
     from lipscope.runs.registry import Trust
 
     if file is not None:
-        if flags:
-            raise ValueError(f"a plan file says what to measure: leave out {', '.join(_flag(name) for name in flags)}")
+        if asked.given():
+            raise ValueError(f"a plan file says what to measure: leave out {', '.join(asked.given())}")
         return Plan.read(file, trust=Trust(*granted))
-    if not {"models", "texts"} <= flags.keys():
+    if not asked.model or not asked.text:
         raise ValueError("give a plan file, or at least one --model and one --text")
     _, pickles, code = granted
-    loading = {"allow_pickle": pickles, "trust_remote_code": code, "tokenizer": flags.pop("tokenizer", None)}
-    flags["models"] = [ModelChoice(name, **loading) for name in flags["models"]]
-    for name in ("layers", "heads"):
-        if name in flags:
-            flags[name] = indices(_flag(name)[2:], flags[name]) or "all"
-    if flags.pop("per_head", False) or "heads" in flags:
-        flags["scopes"] = list(dict.fromkeys([*flags.get("scopes", []), "head"]))
-    if flags.get("kind") != "packed" and set(flags.get("scopes", ())) <= {"head", "attention"}:
+    loading: dict[str, Any] = {"allow_pickle": pickles, "trust_remote_code": code, "tokenizer": asked.tokenizer}
+    scopes = list(dict.fromkeys([*(asked.scope or ()), *(["head"] if asked.per_head or asked.head is not None else [])]))
+    same = ("lengths", "inputs", "rtol", "seed", "certificate", "memory", "views", "threads")
+    flags = {name: getattr(asked, name) for name in same} | {"texts": asked.text, "scopes": scopes or None}
+    flags["models"] = [ModelChoice(name, **loading) for name in asked.model]
+    flags["kind"] = "packed" if asked.pack else None
+    flags["dtype"] = asked.dtype and asked.dtype.value
+    flags["layers"] = asked.layers and (indices("layers", asked.layers) or "all")
+    flags["heads"] = asked.head and (indices("head", asked.head) or "all")
+    if asked.views is None and not asked.pack and set(scopes) <= {"head", "attention"}:
         # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
-        flags.setdefault("views", 3)
-    return Plan.of(**flags)
-
-
-def _flag(name: str) -> str:
-    """How a setting of a plan is spelled as an option."""
-    once = {"kind": "pack", "models": "model", "texts": "text", "scopes": "scope", "heads": "head", "per_head": "per-head"}
-    return f"--{once.get(name, name)}"
+        flags["views"] = 3
+    return Plan.of(**{name: value for name, value in flags.items() if value is not None})
 
 
 # Seconds that a task may still take after a request to end.

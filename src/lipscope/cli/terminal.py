@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -77,6 +78,19 @@ def echo(message: str, *, err: bool = False, data: bool = False) -> None:
     """Print a line with nothing in it that a terminal would obey; ``data`` stay as they are unless a terminal is there."""
     kept = data and not (sys.stderr if err else sys.stdout).isatty()
     typer.echo(message if kept else printable(message), nl=not message.endswith("\n"), err=err, color=kept or None)
+
+
+def show(content: Any, as_json: bool, table: Callable[[], None]) -> None:
+    """Print what a command found: as JSON, or as a table."""
+    if as_json:
+        echo(as_text(content), data=True)
+    else:
+        table()
+
+
+def as_text(content: Any) -> str:
+    """What was found, as JSON."""
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 _quiet = False

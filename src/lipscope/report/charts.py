@@ -143,7 +143,6 @@ class HeatCell:
 class HeatMap:
     """A panel of cells, their colours on a logarithmic scale from ``low`` to ``high``; None where nothing was measured."""
 
-    columns: str
     column_names: Sequence[str]
     row_names: Sequence[str]
     cells: Sequence[Sequence[HeatCell | None]]

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lipscope.report.charts import Chart, Panel, Series
-from lipscope.report.settings import Cell, Point, ReportData, Setting
+from lipscope.report.run_charts import layers_panel, point_series
+from lipscope.report.settings import Cell, ReportData, Setting
 from lipscope.report.summary import exponent, exponents, places
-from lipscope.rounding import enclosure, number
+from lipscope.rounding import number
 from lipscope.runs.fit import TOO_FEW
+from lipscope.runs.run import Point
 
 _SHOWN = 12
 # What makes two measurements the same but for the run, in the order in which a partner should share it.
@@ -102,20 +104,13 @@ def comparison_sentences(comparison: Comparison) -> list[str]:
         f"In {len(clear)} of them the change is clear: the ranges of σ do not overlap.",
     ]
     top = comparison.largest()[0]
-    found.append(
-        f"The largest factor is {number(top.ratio)}, in {top.before.where}: from {number(top.a.median)} in "
-        f"{enclosure(top.a.lower, top.a.upper)} to {number(top.b.median)} in {enclosure(top.b.lower, top.b.upper)}."
-    )
-    ends = [
-        f"{name}: {number(s.worst.last.median)} in {s.worst.where} at n = {s.worst.last.n}"
-        for name, s in ((a, first), (b, second))
-    ]
+    found.append(f"The largest factor is {number(top.ratio)}, in {top.before.where}: from {top.a.sigma} to {top.b.sigma}.")
+    worst = {a: first.worst, b: second.worst}
+    ends = [f"{name}: {number(cell.last.median)} in {cell.where} at n = {cell.last.n}" for name, cell in worst.items()]
     found.append(f"The least smooth place: {'; '.join(ends)}.")
-    fits = [(name, s.worst.fit) for name, s in ((a, first), (b, second))]
-    if all(fit is not None for _, fit in fits):
-        said = [
-            f"{exponent(fit.alpha) if fit.is_decided else TOO_FEW} ({exponents(fit)}) in {name}" for name, fit in fits if fit
-        ]
+    fits = {name: cell.fit for name, cell in worst.items() if cell.fit is not None}
+    if len(fits) == 2:
+        said = [f"{exponent(f.alpha) if f.is_decided else TOO_FEW} ({exponents(f)}) in {name}" for name, f in fits.items()]
         found.append(f"Growth exponent there: {'; '.join(said)}.")
     different = [
         f"{name}: {_value(first, name)} and {_value(second, name)}"
@@ -142,16 +137,9 @@ def _layers_panel(comparison: Comparison) -> Panel:
     series = []
     for name, end, colour, shift in zip(comparison.names, ("a", "b"), ("blue", "orange"), (-0.12, 0.12), strict=True):
         points: list[Point] = [getattr(change, end) for change in comparison.changes]
-        series.append(
-            Series(
-                name, [layer + shift for layer in layers], [p.median for p in points], "points", colour,
-                low=[p.lower for p in points], high=[p.upper for p in points],
-                hover=[f"{name}, layer {layer}: {number(p.median)} in {enclosure(p.lower, p.upper)}"
-                       for layer, p in zip(layers, points, strict=True)],
-            )
-        )  # fmt: skip
-    label = f"σ, scope {comparison.first.scope}"
-    return Panel(series, "layer", label, y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers])
+        words = [f"{name}, layer {layer}: {p.sigma}" for layer, p in zip(layers, points, strict=True)]
+        series.append(point_series(name, [layer + shift for layer in layers], points, "points", colour, words))
+    return layers_panel(series, layers, f"σ, scope {comparison.first.scope}")
 
 
 def _heads_panel(comparison: Comparison) -> Panel:

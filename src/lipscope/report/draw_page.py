@@ -14,20 +14,8 @@ _DASHES = {"line": "solid", "dashes": "dash", "dots": "dot"}
 _SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x")
 
 
-class Looks:
-    """The looks of traces, each kept once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-        self.all: list[dict[str, Any]] = []
-
-    def number(self, look: dict[str, Any]) -> int:
-        """Where a look is in the list."""
-        key = repr(look)
-        if key not in self._known:
-            self._known[key] = len(self.all)
-            self.all.append(look)
-        return self._known[key]
+# The looks of traces, each kept once.
+Looks = list[dict[str, Any]]
 
 
 def page_chart(chart: Chart, looks: Looks, caption: str = "") -> dict[str, Any]:
@@ -72,8 +60,8 @@ def _traces(series: Series, looks: Looks, symbol: str) -> list[dict[str, Any]]:
         edge = common | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         filled = edge | {"fill": "tonexty", "fillcolor": f"{colour}/0.18", "showlegend": series.listed}
         return [
-            {"look": looks.number(edge), "name": series.name, **_numbers(series.x, series.low)},
-            {"look": looks.number(filled), "name": series.name, **_numbers(series.x, series.high)},
+            {"look": _place(looks, edge), "name": series.name, **_numbers(series.x, series.low)},
+            {"look": _place(looks, filled), "name": series.name, **_numbers(series.x, series.high)},
         ]
     look: dict[str, Any] = common | {"showlegend": series.listed}
     if series.look in ("points", "marks"):
@@ -92,7 +80,13 @@ def _traces(series: Series, looks: Looks, symbol: str) -> list[dict[str, Any]]:
         look["error_y"] = {"type": "data", "symmetric": False, "thickness": 1.5, "width": 3, "color": colour}
         trace["high"] = _digits([high - y for y, high in zip(series.y, series.high, strict=True)])
         trace["low"] = _digits([y - low for y, low in zip(series.y, series.low, strict=True)])
-    return [{"look": looks.number(look), **trace}]
+    return [{"look": _place(looks, look), **trace}]
+
+
+def _place(looks: Looks, look: dict[str, Any]) -> int:
+    if look not in looks:
+        looks.append(look)
+    return looks.index(look)
 
 
 def _numbers(x: Sequence[float], y: Sequence[float]) -> dict[str, Sequence[float | None]]:

@@ -159,15 +159,15 @@ def _legends(figure: Any, drawn: list[tuple[list[Any], list[str]]], several: boo
             continue
         told.append(names)
         found = [pair for ax in axes for pair in zip(*ax.get_legend_handles_labels(), strict=True)]
+        if not found:
+            continue
         # In the order in which they were drawn; matplotlib lists lines first.
-        order = {label: place for place, label in enumerate(names)}
-        found.sort(key=lambda pair: order.get(pair[1], len(order)))
-        handles, labels = [handle for handle, _ in found], [label for _, label in found]
-        if handles and not several:
+        handles, labels = zip(*sorted(found, key=lambda pair: names.index(pair[1])), strict=True)
+        if not several:
             figure.legend(handles, labels, loc="outside right center", frameon=False, ncols=1 + (len(handles) > 16))
-        elif handles and alike:
+        elif alike:
             figure.legend(handles, labels, loc="outside lower center", fontsize=7, frameon=False, ncols=min(6, len(handles)))
-        elif handles:
+        else:
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
             axes[-1].legend(handles, labels, **below, fontsize=7, frameon=False, ncols=2 if len(handles) > 2 else 1)
 
@@ -215,12 +215,10 @@ def _draw_series(ax: Any, series: Series, colour: str, mark: str) -> None:
 
 
 def _scale(ax: Any, panel: Panel) -> None:
-    if panel.x_log:
-        ax.set_xscale("log")
-        _plain_numbers(ax.xaxis, ax.get_xlim())
-    if panel.y_log:
-        ax.set_yscale("log")
-        _plain_numbers(ax.yaxis, ax.get_ylim())
+    for name, axis, is_log in (("x", ax.xaxis, panel.x_log), ("y", ax.yaxis, panel.y_log)):
+        if is_log:
+            ax.set(**{f"{name}scale": "log"})
+            _plain_numbers(axis, getattr(ax, f"get_{name}lim")())
     if ticks := panel.ticks:
         aslant = {"rotation": 30, "ha": "right"} if _aslant(panel) else {}
         ax.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks], **aslant)

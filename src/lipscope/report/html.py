@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +22,10 @@ from lipscope.report.draw_page import Looks, page_chart
 from lipscope.report.page import Page
 from lipscope.report.palette import palette
 from lipscope.report.settings import read_data
+from lipscope.report.summary import listed
+from lipscope.rounding import number
 from lipscope.runs.run import Row, Run, Source
-from lipscope.runs.writing import write_file
+from lipscope.runs.writing import finite_json, write_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("plotly", "charts.js")
@@ -58,14 +58,14 @@ def write_report(
     for run in data.runs:
         if not run.rows:
             raise ValueError(f"the run {run.name} has no rows yet: `lipscope view` shows a sweep while it runs")
-    return write_file(out, render_page(Page(data), data.runs))
+    return write_file(out, render_page(Page(data)))
 
 
-def render_page(page: Page, runs: Sequence[Run], *, live: bool = False) -> str:
+def render_page(page: Page, *, live: bool = False) -> str:
     """The page of a report; ``live`` for one that looks for new rows at the server it came from."""
     scripts = [*_SCRIPTS, "page.js", *(["live.js"] if live else [])]
     more = {"page": page.words, "charts": page.charts, "live": live}
-    return _render("report.html.j2", page.words["title"], scripts, page.script, rows=compact_rows(runs), **more)
+    return _render("report.html.j2", page.words["title"], scripts, page.script, rows=compact_rows(page.runs), **more)
 
 
 def render_content(page: Page) -> str:
@@ -75,9 +75,9 @@ def render_content(page: Page) -> str:
 
 def render_chart(chart: Chart) -> str:
     """A chart as an interactive page of its own."""
-    looks = Looks()
+    looks: Looks = []
     charts = {chart.name: page_chart(chart, looks)}
-    data = {"palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": looks.all, "charts": charts}
+    data = {"palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": looks, "charts": charts}
     return _render("chart.html.j2", chart.title, [*_SCRIPTS, "chart.js"], data, name=chart.name, charts=charts)
 
 
@@ -166,7 +166,7 @@ def inert_json(value: Any) -> str:
         >>> inert_json({"token": "</script>"})
         '{"token":"\\u003c/script\\u003e"}'
     """
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = finite_json(value, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     # Half a surrogate pair cannot be written as UTF-8.
@@ -191,17 +191,6 @@ def compact_rows(runs: Sequence[Run]) -> dict[str, Any]:
     return {"count": len(rows), "columns": columns}
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become null, as in an export."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _finite(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
-    return value
-
-
 @cache
 def read_template(name: str) -> str:
     """One of the page's own files, or the Plotly library, to carry it along."""
@@ -214,7 +203,7 @@ def read_template(name: str) -> str:
 def _environment() -> Any:
     jinja = needed("jinja2")
     made = jinja.Environment(loader=jinja.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja.StrictUndefined)
-    made.filters["marked"] = _marked
+    made.filters |= {"marked": _marked, "number": number, "listed": listed, "shown": "{:g}".format}
     return made
 
 

@@ -12,9 +12,9 @@ from lipscope.report.compare import Comparison, comparison_chart, comparison_sen
 from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
 from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart
-from lipscope.report.settings import ABOUT, BOUNDS, Cell, Point, ReportData, Setting
-from lipscope.report.summary import answer, cards, exponent, exponents, listed, sentences, tells
-from lipscope.rounding import above, below, enclosure, number
+from lipscope.report.settings import ABOUT, BOUNDS, Cell, ReportData, Setting
+from lipscope.report.summary import answer, cards, exponent, exponents, sentences, tells
+from lipscope.rounding import above, below, counted, enclosure, number
 from lipscope.runs.fit import TOO_FEW
 from lipscope.runs.run import LIVE_DOCUMENTS, LONGEST_VIEW, Row, Run
 
@@ -22,8 +22,6 @@ _RANKED = 20
 # Strongest pairs of tokens that a token view lists.
 _PAIRS = 8
 _LONGEST_LABEL = 14
-# Shares of the worst direction from here on are printed beside their token.
-_STRONG = 0.05
 
 
 class Page:
@@ -33,21 +31,23 @@ class Page:
     """
 
     def __init__(self, data: ReportData, version: str = "") -> None:
+        self.version, self.runs = version, data.runs
         self._data = data
-        self._looks = Looks()
+        self._looks: Looks = []
         self.charts: dict[str, dict[str, Any]] = {}
         matched = comparisons(data)
         settings = [self._setting(index, setting) for index, setting in enumerate(data.settings)]
         self.words: dict[str, Any] = {
             "title": _title(data, matched), "settings": [words for words, _ in settings],
-            "comparisons": [self._comparison(index, one) for index, one in enumerate(matched)],
+            "comparisons": [(one, comparison_sentences(one), self._add(f"compare-{index}", comparison_chart(one)))
+                            for index, one in enumerate(matched)],
             "answers": [(setting.name if len(data.settings) > 1 else "", answer(setting)) for setting in data.settings],
             "unmatched": len(data.runs) > 1 and not matched,
-            "runs": [_run_words(run, number, data) for number, run in enumerate(data.runs)],
+            "runs": [(_run_name(run, which, data), run) for which, run in enumerate(data.runs)],
             "count": sum(len(run.rows) for run in data.runs), "columns": list(COLUMNS.items()),
         }  # fmt: skip
         self.script: dict[str, Any] = {
-            "version": version, "palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": self._looks.all,
+            "version": version, "palettes": {theme: palette(theme) for theme in ("light", "dark")}, "looks": self._looks,
             "charts": self.charts, "settings": [script for _, script in settings],
         }  # fmt: skip
 
@@ -61,11 +61,10 @@ class Page:
         run, views = self._data.runs[setting.run], self._data.views(setting)
         numbers = {(cell.layer, cell.head): k for k, cell in enumerate(setting.cells)}
         shown = {(view["layer"], view["head"]): k for k, view in reversed(list(enumerate(views)))}
-        heat = heat_map(setting)
         words = {
-            "label": self._data.label(setting), "cards": cards(setting), "sentences": sentences(setting, run), "heat": heat,
-            "heat_low": number(heat.low), "heat_high": number(heat.high),
-            "ranking": [{"cell": numbers[cell.layer, cell.head], "words": f"{cell.where}: {_interval(cell.last)}"}
+            "label": self._data.label(setting), "cards": cards(setting), "sentences": sentences(setting, run),
+            "heat": heat_map(setting),
+            "ranking": [{"cell": numbers[cell.layer, cell.head], "words": f"{cell.where}: {cell.last.sigma}"}
                         for cell in setting.ranked()[:_RANKED]],
             "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)), "scopes": self._scopes(setting)},
             "why": [self._add(f"{index}-{chart.name}", chart) for chart in scatter_charts(setting)],
@@ -101,17 +100,6 @@ class Page:
             "measure": None if view is not None else tokens_command(setting, cell),
         }  # fmt: skip
 
-    def _comparison(self, index: int, comparison: Comparison) -> dict[str, Any]:
-        return {
-            "sentences": comparison_sentences(comparison), "n": comparison.n, "names": comparison.names,
-            "chart": self._add(f"compare-{index}", comparison_chart(comparison)),
-            "changes": [
-                {"where": c.before.where, "a": _interval(c.a), "b": _interval(c.b), "ratio": number(c.ratio),
-                 "clear": c.clear}
-                for c in comparison.largest()
-            ],
-        }  # fmt: skip
-
 
 _NAMED = 3
 
@@ -131,42 +119,15 @@ def _and(names: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
-def _run_words(run: Run, number: int, data: ReportData) -> dict[str, Any]:
-    names = list(dict.fromkeys(setting.name for setting in data.settings if setting.run == number))
-    story = run.provenance
-    facts = [("rows", str(len(run.rows))), ("lengths n", listed(sorted({row["n"] for row in run.rows})))]
-    named = (
-        ("models", "model"), ("texts", "text"), ("scopes", "scope"), ("masks", "mask"), ("floating type", "dtype"),
-        ("upper ends", "upper_kind"), ("solver", "solver"),
-    )  # fmt: skip
-    for label, column in named:
-        values = sorted({str(row[column]) for row in run.rows if row.get(column)})
-        more = f" and {len(values) - 6} more" if len(values) > 6 else ""
-        facts.append((label, ", ".join(values[:6]) + more or "not recorded"))
-    settings = {"failure probability δ": story.delta, "relative tolerance": story.rtol, "seeds": story.seeds}
-    for label, numbers in settings.items():
-        facts.append((label, ", ".join(f"{value:g}" for value in numbers) or "not recorded"))
-    for environment in story.environments[:3]:
-        versions = environment.get("versions", {})
-        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-        cores, threads = environment.get("cores"), environment.get("threads")
-        facts.append(
-            ("machine", f"{environment.get('processor') or environment.get('machine')}, {cores} cores, {threads} threads")
-        )
-    if not story.environments:
-        facts.append(("versions", "not recorded"))
-    if story.created:
-        facts.append(("measured", story.created.replace("T", " ").replace("+00:00", " UTC")))
-    if run.tasks is not None:
-        facts.append(("tasks asked for, done, failed", ", ".join(map(str, run.tasks))))
-    name = _and(names) if 0 < len(names) <= _NAMED else run.name
-    return {"name": name, "facts": facts, "command": story.command, "plan": story.plan, "failures": run.failures[:50]}
+def _run_name(run: Run, which: int, data: ReportData) -> str:
+    names = list(dict.fromkeys(setting.name for setting in data.settings if setting.run == which))
+    return _and(names) if 0 < len(names) <= _NAMED else run.name
 
 
 def cell_facts(cell: Cell) -> list[list[str]]:
     """Names and values that stand beside the growth of a cell."""
     point, fit = cell.last, cell.fit
-    inputs = f"{point.inputs} input{'' if point.inputs == 1 else 's'}"
+    inputs = counted(point.inputs, "input")
     facts = [["σ of all inputs", f"in {enclosure(point.lower, point.upper)}, n = {point.n}, {inputs}"]]
     if fit is not None:
         growth = f"n^{exponent(fit.alpha)}" if fit.is_decided else TOO_FEW
@@ -176,10 +137,10 @@ def cell_facts(cell: Cell) -> list[list[str]]:
     median = "" if point.inputs == 1 else " (median)"
     for bound, (_, _, label) in BOUNDS.items():
         if (ratio := cell.over_sigma(bound)) is not None:
-            facts.append([label, f"≤ {above(getattr(point, bound))}, {number(ratio)} × σ{median}"])
-        elif shorter := [p for p in cell.points if getattr(p, bound) is not None]:
+            facts.append([label, f"≤ {above(point.bounds[bound])}, {number(ratio)} × σ{median}"])
+        elif shorter := [p for p in cell.points if bound in p.bounds]:
             why = "beyond, it would cost more than σ" if bound == "certified" else "not for all longer inputs"
-            facts.append([label, f"≤ {above(getattr(shorter[-1], bound))} at n = {shorter[-1].n}; {why}"])
+            facts.append([label, f"≤ {above(shorter[-1].bounds[bound])} at n = {shorter[-1].n}; {why}"])
     return facts
 
 
@@ -188,13 +149,9 @@ def cell_table(cell: Cell) -> list[list[str]]:
     names = ["n", "inputs", "lower", "median", "upper", "certificate", "refined", "paper"]
     return [names] + [
         [str(p.n), str(p.inputs), below(p.lower), number(p.median), above(p.upper)]
-        + ["–" if value is None else above(value) for value in (p.certified, p.refined, p.castin2024)]
+        + [above(p.bounds[bound]) if bound in p.bounds else "–" for bound in ("certified", "refined", "castin2024")]
         for p in cell.points
     ]
-
-
-def _interval(point: Point) -> str:
-    return f"{number(point.median)} in {enclosure(point.lower, point.upper)}"
 
 
 def tokens_command(setting: Setting, cell: Cell) -> str | None:
@@ -225,31 +182,19 @@ def scopes_command(setting: Setting) -> str:
 def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stored view (``TokenView.to_dict``) as words for the template and as a chart for the script."""
     tokens, energy = list(view["tokens"]), [float(share) for share in view["energy"]]
-    most = max(energy, default=0.0) or 1.0
     entries = [(v, i, j) for i, line in enumerate(view["influence"]) for j, v in enumerate(line) if i != j and v > 0]
     head = "" if view.get("head") is None else f", head {view['head']}"
     title = f"Layer {view['layer']}{head}, n = {view['n']}"
     words: dict[str, Any] = {
         "title": title,
         "sigma": f"{number(view['estimate'])} in {enclosure(view['lower'], view['upper'])}",
-        "words": "Share of each token in the worst direction: the stronger the colour, the more of it lies on the token. "
-        f"{len(tokens)} tokens"
-        + (f", input {view['input']} of this length, counted from 0." if view.get("input") is not None else "."),
-        "tokens": [
-            {
-                "text": token, "share": f"{share:.1%}", "shade": f"{85 * share / most:.1f}", "strong": share >= _STRONG,
-                "label": f"{share:.0%}" if share >= _STRONG else "",
-            }
-            for token, share in zip(tokens, energy, strict=True)
-        ],
+        "input": view.get("input"), "most": max(energy, default=0.0) or 1.0,
+        "tokens": list(zip(tokens, energy, strict=True)),
         "pairs": [
             {"i": i, "j": j, "moving": tokens[j], "moved": tokens[i], "value": number(value)}
             for value, i, j in sorted(entries, reverse=True)[:_PAIRS]
         ],
-        "singular": [
-            {"text": number(value), "width": f"{100 * value / max(view['singular_values']):.1f}"}
-            for value in view["singular_values"] if value > 0
-        ],
+        "singular": [value for value in view["singular_values"] if value > 0],
     }  # fmt: skip
     names = [_short(token) for token in tokens]
     chart = {

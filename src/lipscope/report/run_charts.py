@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from scipy.stats import spearmanr
 
-from lipscope.report.charts import Chart, HeatCell, HeatMap, Panel, Series, log_grid, shade
+from lipscope.report.charts import Chart, HeatCell, HeatMap, Look, Panel, Series, log_grid, shade
 from lipscope.report.palette import CYCLE, DEPTHS
-from lipscope.report.settings import BOUNDS, Cell, Point, ReportData, Setting, report_data
+from lipscope.report.settings import BOUNDS, Cell, ReportData, Setting, report_data
 from lipscope.report.summary import exponent, places
-from lipscope.rounding import enclosure, number
-from lipscope.runs.run import Source, load_run
+from lipscope.rounding import counted, enclosure, number
+from lipscope.runs.run import Point, Source, load_run
 
 # A legend of more layers lists the first and the last, whose colours span the others.
 _MOST_NAMES = 12
@@ -60,9 +60,7 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
     """σ of one cell against n: intervals, both fits, the guides √n and n^¼, and the bounds."""
     points = cell.points
     series = [*_measured(cell, "σ of all inputs", "median σ"), *_fits(cell), *_guides(cell), *_bounds(cell)]
-    words = f"σ of {cell.where} against the number of tokens: " + "; ".join(
-        f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}" for p in points
-    )
+    words = f"σ of {cell.where} against the number of tokens: " + "; ".join(f"n = {p.n}: {p.sigma}" for p in points)
     name = f"growth-layer{cell.layer}" + ("" if cell.head is None else f"-head{cell.head}")
     panel = _over_n(setting, series, ticks=[p.n for p in points])
     return Chart(name, f"Growth of σ with the length: {cell.where}", [panel], words)
@@ -70,13 +68,9 @@ def growth_chart(setting: Setting, cell: Cell) -> Chart:
 
 def _measured(cell: Cell, band: str, line: str, colour: str = "blue", where: str = "") -> list[Series]:
     """A band that holds all inputs, and a line through the medians."""
-    points = cell.points
-    n, hover = [p.n for p in points], [f"{where}{_point_words(p)}" for p in points]
-    low, high = [p.lower for p in points], [p.upper for p in points]
-    return [
-        Series(band, n, [], "band", colour, low=low, high=high),
-        Series(line, n, [p.median for p in points], colour=colour, hover=hover),
-    ]
+    words = [f"{where}{_point_words(p)}" for p in cell.points]
+    both = point_series(line, [p.n for p in cell.points], cell.points, "line", colour, words)
+    return [replace(both, name=band, y=[], look="band", hover=()), replace(both, low=(), high=())]
 
 
 def _fits(cell: Cell) -> list[Series]:
@@ -104,9 +98,8 @@ def _guides(cell: Cell) -> list[Series]:
 
 def _bounds(cell: Cell) -> Iterable[Series]:
     for field, (label, colour, _) in BOUNDS.items():
-        values = [(p.n, getattr(p, field)) for p in cell.points if getattr(p, field) is not None]
-        if values:
-            n, y = [v[0] for v in values], [v[1] for v in values]
+        n, y = [p.n for p in cell.points if field in p.bounds], [p.bounds[field] for p in cell.points if field in p.bounds]
+        if n:
             label += "" if n[-1] == cell.last.n else f", to n = {n[-1]}"
             yield Series(label, n, y, "dashes" if field.endswith("global") else "line", colour, group="bound")
 
@@ -117,18 +110,13 @@ def layers_chart(setting: Setting) -> Chart:
     for cell in setting.cells:
         best = layers.setdefault(cell.layer, {})
         for point in cell.points:
-            if point.n not in best or point.median > best[point.n].median:
-                best[point.n] = point
+            best[point.n] = max(best.get(point.n, point), point, key=lambda p: p.median)
     series = []
     for layer, best in layers.items():
-        points = [best[n] for n in sorted(best)]
-        series.append(
-            Series(
-                f"layer {layer}", [p.n for p in points], [p.median for p in points], "line", _depth(layer, max(layers)),
-                low=[p.lower for p in points], high=[p.upper for p in points],
-                hover=[f"layer {layer}, {_point_words(p)}" for p in points], listed=_listed(layer, list(layers)),
-            )
-        )  # fmt: skip
+        points, name = [best[n] for n in sorted(best)], f"layer {layer}"
+        hover = [f"{name}, {_point_words(p)}" for p in points]
+        line = point_series(name, sorted(best), points, "line", _depth(layer, max(layers)), hover)
+        series.append(replace(line, listed=_listed(layer, list(layers))))
     which = "the worst head of every layer" if setting.by_head else "every layer"
     at = setting.lengths[-1]
     words = f"Median σ of {which} against n. At n = {at}: " + ", ".join(
@@ -145,31 +133,26 @@ def heat_chart(setting: Setting) -> Chart:
 
 def heat_map(setting: Setting) -> HeatMap:
     """Median σ, layer × head at the longest length where heads were measured, layer × length otherwise."""
-    longest = setting.lengths[-1]
-    found = {}
-    for index, cell in enumerate(setting.cells):
-        for p in cell.points:
-            column = cell.head if setting.by_head else p.n
-            if column is not None and (p.n == longest or not setting.by_head):
-                found[cell.layer, column] = (index, cell.where, p)
-    values = [p.median for _, _, p in found.values() if p.median > 0]
+    by_head, longest = setting.by_head, setting.lengths[-1]
+    shown = [
+        (index, cell, p)
+        for index, cell in enumerate(setting.cells) if by_head == (cell.head is not None)
+        for p in cell.points if p.n == longest or not by_head
+    ]  # fmt: skip
+    values = [p.median for _, _, p in shown if p.median > 0]
     low, high = min(values, default=0.0), max(values, default=0.0)
-
-    def cell_at(layer: int, column: int) -> HeatCell | None:
-        if (layer, column) not in found:
-            return None
-        index, where, p = found[layer, column]
-        words = f"{where}, n = {p.n}: σ ≈ {number(p.median)}, in {enclosure(p.lower, p.upper)}"
-        return HeatCell(p.median, number(p.median), words, shade(p.median, low, high), index)
-
+    found = {}
+    for index, cell, p in shown:
+        words = f"{cell.where}, n = {p.n}: σ ≈ {number(p.median)}, in {enclosure(p.lower, p.upper)}"
+        heat = HeatCell(p.median, number(p.median), words, shade(p.median, low, high), index)
+        found[cell.layer, cell.head if by_head else p.n] = heat
     layers = sorted({cell.layer for cell in setting.cells})
-    heads = sorted({cell.head for cell in setting.cells if cell.head is not None})
-    columns = heads if setting.by_head else setting.lengths
-    title = f"Median σ of {f'every head at n = {longest}' if setting.by_head else 'every layer and length'}"
+    columns = sorted({cell.head for cell in setting.cells if cell.head is not None}) if by_head else setting.lengths
+    title = f"Median σ of {f'every head at n = {longest}' if by_head else 'every layer and length'}"
     return HeatMap(
-        "head" if setting.by_head else "n", [str(column) for column in columns], [str(layer) for layer in layers],
-        [[cell_at(layer, column) for column in columns] for layer in layers], low, high, title,
-        f"{title}. From {number(low)} to {number(high)}.", "head" if setting.by_head else "tokens n",
+        list(map(str, columns)), list(map(str, layers)),
+        [[found.get((layer, column)) for column in columns] for layer in layers], low, high, title,
+        f"{title}. From {number(low)} to {number(high)}.", "head" if by_head else "tokens n",
     )  # fmt: skip
 
 
@@ -221,22 +204,31 @@ def scopes_chart(settings: Sequence[Setting]) -> Chart | None:
         return None
     n = max(shared)
     series = [_scope_series(setting, n, CYCLE[k % len(CYCLE)]) for k, setting in enumerate(chosen.values())]
-    layers = sorted({layer for one in series for layer in one.x})
     words = f"σ of every layer at n = {n}: " + "; ".join(
         f"{one.name}: " + ", ".join(number(value) for value in one.y) for one in series
     )
-    panel = Panel(series, "layer", "σ", y_log=True, x_ticks=layers, x_names=[str(layer) for layer in layers])
+    panel = layers_panel(series, {layer for one in series for layer in one.x}, "σ")
     return Chart("scopes", f"With and without normalisation and residual, n = {n}", [panel], words)
 
 
 def _scope_series(setting: Setting, n: int, colour: str) -> Series:
-    at = [(cell.layer, point) for cell in setting.cells if (point := cell.at(n)) is not None]
-    points = [p for _, p in at]
-    return Series(
-        str(setting.scope), [layer for layer, _ in at], [p.median for p in points], "points", colour,
-        low=[p.lower for p in points], high=[p.upper for p in points],
-        hover=[f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at],
-    )  # fmt: skip
+    at = {cell.layer: point for cell in setting.cells if (point := cell.at(n)) is not None}
+    words = [f"{setting.scope}, layer {layer}, {_point_words(p)}" for layer, p in at.items()]
+    return point_series(str(setting.scope), list(at), list(at.values()), "points", colour, words)
+
+
+def point_series(
+    name: str, x: Sequence[float], points: Sequence[Point], look: Look, colour: str, words: Sequence[str]
+) -> Series:
+    """Medians with the ends of all inputs."""
+    y, low, high = ([getattr(p, what) for p in points] for what in ("median", "lower", "upper"))
+    return Series(name, x, y, look, colour, low, high, hover=words)
+
+
+def layers_panel(series: Sequence[Series], layers: Iterable[float], label: str) -> Panel:
+    """A panel over the layers, each named."""
+    ticks = sorted(layers)
+    return Panel(series, "layer", label, y_log=True, x_ticks=ticks, x_names=list(map(str, ticks)))
 
 
 def _over_n(setting: Setting, series: Sequence[Series], title: str = "", ticks: Sequence[int] | None = None) -> Panel:
@@ -249,7 +241,7 @@ def _grid(cell: Cell) -> list[float]:
 
 
 def _point_words(p: Point) -> str:
-    return f"n = {p.n}: {number(p.median)} in {enclosure(p.lower, p.upper)}, {p.inputs} input{'s' * (p.inputs != 1)}"
+    return f"n = {p.n}: {p.sigma}, {counted(p.inputs, 'input')}"
 
 
 def _listed(layer: int, layers: Sequence[int]) -> bool:

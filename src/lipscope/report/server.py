@@ -31,8 +31,8 @@ from lipscope.report.html import compact_rows, inert_json, render_content, rende
 from lipscope.report.page import Page
 from lipscope.report.settings import report_data
 from lipscope.rounding import duration
-from lipscope.runs.run import Run, is_store, load_run
-from lipscope.runs.store import Store
+from lipscope.runs.run import is_store, load_run
+from lipscope.runs.store import PROGRESS, Store
 
 # A driver on another machine cannot be asked whether it lives; one whose store has not changed for so long counts as gone.
 _SILENCE = 120.0
@@ -74,19 +74,14 @@ def read_progress(path: str | os.PathLike[str]) -> SweepProgress:
     try:
         with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True, timeout=10)) as db:
             db.execute("BEGIN")  # all answers from one moment
-            run = db.execute("SELECT plan, started, finished FROM runs ORDER BY id DESC LIMIT 1").fetchone()
-            if run is None:
-                return SweepProgress(0, 0, 0, 0, False, 0.0)
-            plan, started, finished = run
-            asked, done, failed, rows = db.execute(
-                "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0), "
-                "coalesce(sum(row_count), 0) FROM plan_tasks LEFT JOIN tasks ON key = plan_tasks.task WHERE plan = ?",
-                (plan,),
-            ).fetchone()  # fmt: skip
+            run = db.execute("SELECT started, finished FROM runs ORDER BY id DESC LIMIT 1").fetchone()
+            asked, done, failed, rows = db.execute(PROGRESS).fetchone()
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is not a lipscope store that can be read ({error})") from None
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds()
-    return SweepProgress(asked, done, failed, rows, finished is None and _driver_lives(store), seconds)
+    if run is None:
+        return SweepProgress(0, 0, 0, 0, False, 0.0)
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(run[0])).total_seconds()
+    return SweepProgress(asked, done, failed, rows, run[1] is None and _driver_lives(store), seconds)
 
 
 def _driver_lives(store: Path) -> bool:
@@ -128,7 +123,7 @@ class ReportServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._room = threading.Semaphore(MOST_CONNECTIONS)
         self._silent: dict[Any, None] = {}  # connections without a request to answer, the oldest first
-        self._made: tuple[str, Page, tuple[Run, ...]] | None = None
+        self._made: Page | None = None
         self._made_at = -LEAST_PAUSE
         self._is_store = is_store(self.path)
         if self._is_store:
@@ -186,34 +181,33 @@ class ReportServer(ThreadingHTTPServer):
         rows = len(load_run(self.path).rows)
         return SweepProgress(1, 1, 0, rows, False, 0.0)
 
-    def page(self) -> tuple[str, Page, tuple[Run, ...]]:
+    def page(self) -> Page:
         """The page of the rows so far, made anew when there are more and the last one is some seconds old."""
         with self._lock:
             version = self.progress().version
-            if self._made is None or (self._made[0] != version and not self._is_new):
-                data = report_data([load_run(self.path)])
-                self._made, self._made_at = (version, Page(data, version), data.runs), time.monotonic()
+            if self._made is None or (self._made.version != version and not self._is_new):
+                self._made, self._made_at = Page(report_data([load_run(self.path)]), version), time.monotonic()
             return self._made
 
     @property
     def _is_new(self) -> bool:
         return time.monotonic() - self._made_at < LEAST_PAUSE
 
-    def answer(self, name: str) -> tuple[str, bytes] | None:
-        """Content type and body of what lies under the secret path; None for nothing."""
+    def answer(self, name: str) -> tuple[str, str] | None:
+        """Content type and text of what lies under the secret path; None for nothing."""
         if name == "":
-            _, page, runs = self.page()
-            return "text/html; charset=utf-8", render_page(page, runs, live=True).encode("utf-8", "replace")
+            return "text/html; charset=utf-8", render_page(self.page(), live=True)
         if name == "progress.json":
             now = self.progress()
             # A page is told of new rows when it can have them.
-            shown = self._made[0] if self._made is not None and self._is_new else now.version
+            shown = self._made.version if self._made is not None and self._is_new else now.version
             found = {**vars(now), "words": now.words, "version": shown}
-            return "application/json", json.dumps(found).encode()
+            return "application/json", json.dumps(found)
         if name == "content.json":
-            version, page, runs = self.page()
-            found = {"version": version, "html": render_content(page), "data": page.script, "rows": compact_rows(runs)}
-            return "application/json", inert_json(found).encode("utf-8", "replace")
+            page = self.page()
+            rows = compact_rows(page.runs)
+            found = {"version": page.version, "html": render_content(page), "data": page.script, "rows": rows}
+            return "application/json", inert_json(found)
         return None
 
 
@@ -226,35 +220,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer with a body."""
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        """Answer without one."""
-        self._answer(body=False)
-
-    def _answer(self, *, body: bool) -> None:
+        """Answer; to HEAD without a body."""
         self.server.note(self.connection, silent=False)
-        if not self.server.knows(self.headers.get("Host", "")):
-            self._refuse(HTTPStatus.FORBIDDEN, "unknown host", body)
-            return
-        secret, _, name = self.path.split("?")[0].removeprefix("/").partition("/")
-        known = hmac.compare_digest(secret.encode("utf-8", "replace"), self.server.secret.encode())
-        try:
-            found = self.server.answer(name) if known else None
-        except Exception as error:
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}", body)
-            return
-        if found is None:
-            self._refuse(HTTPStatus.NOT_FOUND, "not found", body)
-        else:
-            self._send(HTTPStatus.OK, *found, body)
-
-    def _refuse(self, status: HTTPStatus, reason: str, body: bool) -> None:
-        line = f"{' '.join(reason.split())}\n"
-        self._send(status, "text/plain; charset=utf-8", line.encode("utf-8", "replace"), body)
-
-    def _send(self, status: HTTPStatus, kind: str, content: bytes, body: bool) -> None:
+        status, kind, text = self._answer()
+        content = text.encode("utf-8", "replace")
         self.send_response(status)
         for name, value in (
             ("Content-Type", kind), ("Content-Length", str(len(content))), ("Cache-Control", "no-store"),
@@ -263,9 +232,24 @@ class _Handler(BaseHTTPRequestHandler):
         ):  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if self.command != "HEAD":
             self.wfile.write(content)
         self.server.note(self.connection, silent=True)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _answer(self) -> tuple[HTTPStatus, str, str]:
+        secret, _, name = self.path.split("?")[0].removeprefix("/").partition("/")
+        known = hmac.compare_digest(secret.encode("utf-8", "replace"), self.server.secret.encode())
+        status, reason = HTTPStatus.NOT_FOUND, "not found"
+        try:
+            if not self.server.knows(self.headers.get("Host", "")):
+                status, reason = HTTPStatus.FORBIDDEN, "unknown host"
+            elif known and (found := self.server.answer(name)) is not None:
+                return HTTPStatus.OK, *found
+        except Exception as error:
+            status, reason = HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}"
+        return status, "text/plain; charset=utf-8", f"{' '.join(reason.split())}\n"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the secret is in every line."""

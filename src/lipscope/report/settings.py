@@ -7,20 +7,22 @@ upper end, so that σ of every one of these inputs lies between the two ends.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Row, Run, Source, by_place, load_run
+from lipscope.runs.run import Point, Row, Run, Source, at_longest, by_place, load_run, point_of
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
-# Columns of bounds on σ, and attributes of a point: the name in a legend, its colour, and the name in full.
+
+
+# Columns of bounds on σ: the name in a legend, its colour, and the name in full.
 BOUNDS = {
     "certified": ("certificate", "purple", "certificate at these inputs"),
     "refined": ("refined bound", "yellow", "refined bound, tokens of that norm"),
@@ -37,23 +39,6 @@ ABOUT = {
     "typical": "typical gain",
     "stable_rank": "stable rank",
 }
-
-
-@dataclass(frozen=True)
-class Point:
-    """One cell at one length, over its inputs."""
-
-    n: int
-    inputs: int  # how many
-    lower: float  # least lower end
-    median: float  # median estimate
-    upper: float  # largest upper end
-    certified: float | None  # largest certified upper bound, None unless every input has one
-    refined: float | None  # largest refined set bound at the inputs' own token norms, None likewise
-    castin2024: float | None  # the paper's, likewise
-    refined_global: float | None  # the refined set bound for every input of the model
-    castin2024_global: float | None  # the paper's
-    about: Mapping[str, float]  # what of ``ABOUT`` was recorded: the mean over the inputs, of the logit the largest
 
 
 @dataclass(frozen=True)
@@ -84,8 +69,8 @@ class Cell:
 
     def over_sigma(self, bound: str) -> float | None:
         """Median over the inputs of the longest length of a bound over σ of the same input; None unless all have one."""
-        rows = [row for row in self.rows if row["n"] == self.last.n]
-        if _all_max(rows, bound) is None or any(row["estimate"] <= 0 for row in rows):
+        rows = at_longest(self.rows)
+        if bound not in self.last.bounds or any(row["estimate"] <= 0 for row in rows):
             return None
         return float(statistics.median(row[bound] / row["estimate"] for row in rows))
 
@@ -122,11 +107,6 @@ class Setting:
     def lengths(self) -> list[int]:
         """Lengths of any cell."""
         return sorted({point.n for cell in self.cells for point in cell.points})
-
-    @property
-    def notes(self) -> list[str]:
-        """Remarks on the model."""
-        return sorted({str(row["notes"]) for row in self.rows if row["notes"]})
 
     @cached_property
     def worst(self) -> Cell:
@@ -183,7 +163,7 @@ def report_data(runs: Sequence[Run]) -> ReportData:
     if len(runs) == 2 and named[0] & named[1]:
         same = runs[0].name == runs[1].name
         tags = [" (first)", " (second)"] if same else [f" ({run.name})" for run in runs]
-    for number, run in enumerate(runs):
+    for which, run in enumerate(runs):
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in run.rows:
             # Rows of single documents of a packed input are told apart from the input itself.
@@ -191,7 +171,7 @@ def report_data(runs: Sequence[Run]) -> ReportData:
                 groups.setdefault(tuple(row[name] for name in _SETTING), []).append(row)
         for key, rows in sorted(groups.items(), key=lambda item: tuple(_order(part) for part in item[0])):
             settings.append(
-                Setting(number, _name(rows[0]) + tags[number], **dict(zip(_SETTING, key, strict=True)), cells=_cells(rows))
+                Setting(which, _name(rows[0]) + tags[which], **dict(zip(_SETTING, key, strict=True)), cells=_cells(rows))
             )
     return ReportData(tuple(runs), tuple(settings))
 
@@ -215,37 +195,11 @@ def _order(part: Any) -> tuple[int, str]:
 
 def _cells(rows: Sequence[Row]) -> tuple[Cell, ...]:
     cells = []
-    for (layer, head), members in sorted(
-        by_place(rows).items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
-    ):
-        lengths: dict[int, list[Row]] = {}
-        for row in sorted(members, key=lambda row: (row["n"], row["input"] or 0)):
-            lengths.setdefault(row["n"], []).append(row)
-        ordered = tuple(row for at in lengths.values() for row in at)
-        cells.append(Cell(layer, head, tuple(_point(n, at) for n, at in lengths.items()), ordered))
-    return tuple(cells)
-
-
-def _point(n: int, rows: Sequence[Row]) -> Point:
-    return Point(
-        n,
-        len(rows),
-        lower=min(row["lower"] for row in rows),
-        median=statistics.median(row["estimate"] for row in rows),
-        upper=max(row["upper"] for row in rows),
-        **{bound: _all_max(rows, bound) for bound in BOUNDS},
-        about={
-            name: float(max(values) if name == "max_logit" else statistics.fmean(values))
-            for name in ABOUT
-            if (values := [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])])
-        },
-    )
-
-
-def _all_max(rows: Sequence[Row], name: str) -> float | None:
-    """The largest value where every row has one: a bound of some inputs is not a bound of all."""
-    values = [row[name] for row in rows]
-    return max(values) if all(value is not None and math.isfinite(value) for value in values) else None
+    places = by_place(sorted(rows, key=lambda row: (row["n"], row["input"] or 0)))
+    for (layer, head), members in places.items():
+        points = tuple(point_of(list(at)) for _, at in groupby(members, key=lambda row: row["n"]))
+        cells.append(Cell(layer, head, points, tuple(members)))
+    return tuple(sorted(cells, key=lambda cell: (cell.layer, -1 if cell.head is None else cell.head)))
 
 
 # Called with tuples, which can be remembered.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
-from lipscope.rounding import enclosure, number, span
+from lipscope.rounding import counted, enclosure, number, span
 from lipscope.runs.fit import TOO_FEW, GrowthFit
-from lipscope.runs.run import Run
+from lipscope.runs.run import Run, at_longest
 
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
@@ -54,7 +54,7 @@ def listed(values: list[int]) -> str:
 def places(setting: Setting, count: int | None = None) -> str:
     """So many layers, or heads."""
     count = len(setting.cells) if count is None else count
-    return f"{count} {'head' if setting.by_head else 'layer'}{'' if count == 1 else 's'}"
+    return counted(count, "head" if setting.by_head else "layer")
 
 
 def answer(setting: Setting) -> str:
@@ -79,9 +79,7 @@ def sentences(setting: Setting, run: Run) -> list[str]:
     cell, point = setting.worst, setting.worst.last
     on = f" on {setting.text}" if setting.text else ""
     inputs = sorted({p.inputs for c in setting.cells for p in c.points})
-    each = (
-        f"{inputs[0]} input{'' if inputs[-1] == 1 else 's'}" if len(inputs) == 1 else f"{inputs[0]} to {inputs[-1]} inputs"
-    )
+    each = counted(inputs[0], "input") if len(inputs) == 1 else f"{inputs[0]} to {inputs[-1]} inputs"
     what = SCOPES.get(setting.scope or "", "")
     found = [
         f"σ of {places(setting)} of {setting.model or 'the model'}{on}"
@@ -194,7 +192,7 @@ def _ratios(cell: Cell) -> list[tuple[str, str]]:
 
 def warnings(setting: Setting, run: Run) -> list[str]:
     """What a reader must know before believing the rest."""
-    found = [f"Note on the model: {note}." for note in setting.notes]
+    found = [f"Note on the model: {note}." for note in sorted({str(row["notes"]) for row in setting.rows if row["notes"]})]
     wide = sum(row["converged"] is False for row in setting.rows)
     if wide:
         found.append(
@@ -234,7 +232,7 @@ def cards(setting: Setting) -> list[Card]:
 
 
 def _sure(cell: Cell) -> str:
-    rows = [row for row in cell.rows if row["n"] == cell.last.n]
+    rows = at_longest(cell.rows)
     chances = [row["delta"] for row in rows if row["upper_kind"] == "probabilistic" and row["delta"] is not None]
     if chances:
         return f"; an upper end fails with probability at most {max(chances):g}"

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -172,20 +172,20 @@ class Dask:
                 results.add(future)
             if not under_way:
                 return
-            yield from self._waiting(results)
+            yield from self._until(results.has_ready)
             future = next(results)
             yield from self._outcomes(future, under_way.pop(future))
 
-    def _waiting(self, results: Any) -> Iterator[None]:
-        """Until a job is finished; gives up when there has been no worker for a while."""
+    def _until(self, ready: Callable[[], object]) -> Iterator[None]:
+        """Wait; give up when there has been no worker for a while."""
         seen = time.monotonic()
-        while not results.has_ready():
+        while not ready():
             if self._client.status not in ("running", "connecting"):
                 raise EngineError(f"the connection to the scheduler is lost ({self._client.status}). {_RESUME}")
             if self.connected():
                 seen = time.monotonic()
             elif time.monotonic() - seen > self.patience:
-                raise EngineError(f"the cluster has had no worker for {self.patience:g} s. {_RESUME}")
+                raise EngineError(f"the cluster has had no worker for {self.patience:g} s: start some. {_RESUME}")
             time.sleep(0.02)
             yield None
 
@@ -222,11 +222,8 @@ class Dask:
 
     def _check_workers(self) -> None:
         """Wait for the first worker, and refuse workers that would measure something else."""
-        deadline = time.monotonic() + self.patience
-        while not self.connected():
-            if time.monotonic() > deadline:
-                raise EngineError(f"the scheduler at {self.scheduler} has had no worker for {self.patience:g} s: start some")
-            time.sleep(0.05)
+        for _ in self._until(self.connected):
+            pass
         try:
             there = self._client.run(introduce, on_error="return")
         except Exception as error:

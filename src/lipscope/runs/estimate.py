@@ -192,15 +192,10 @@ def calibrate(jobs: Sequence[Job], known: dict[Group, float]) -> dict[Group, flo
             if group_of(task) not in rates:
                 samples.setdefault(group_of(task), []).append((job, task))
     for group, choices in samples.items():
-        job, task = max(choices, key=lambda choice: _suits(choice[1].work.flops))
+        # The largest of at most two seconds at the nominal rate, else the smallest of all.
+        quick = [choice for choice in choices if choice[1].work.flops <= 2 * NOMINAL_RATE]
+        job, task = (max if quick else min)(quick or choices, key=lambda choice: choice[1].work.flops)
         start = time.perf_counter()
-        for _ in run_job(replace(job, tasks=(task,))):
-            pass
+        list(run_job(replace(job, tasks=(task,))))
         rates[group] = task.work.flops / max(time.perf_counter() - start, 1e-9)
     return rates
-
-
-def _suits(flops: float) -> tuple[bool, float]:
-    """Largest for the largest task of at most two seconds at the nominal rate, else for the smallest of all."""
-    quick = flops <= 2 * NOMINAL_RATE
-    return quick, flops if quick else -flops

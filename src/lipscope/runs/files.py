@@ -16,11 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from lipscope.runs.rows import IDENTITY_COLUMNS
 from lipscope.runs.run import Row, Run
-from lipscope.runs.schema import KEY_COLUMNS, StoreWarning
+from lipscope.runs.schema import IDENTITY_COLUMNS, KEY_COLUMNS, StoreWarning
 from lipscope.runs.store import Store
-from lipscope.runs.writing import csv_lines, csv_text, write_file
+from lipscope.runs.writing import csv_lines, csv_text, finite_json, write_file
 
 FORMATS = ("parquet", "csv", "json")
 RUN_FORMAT = 1
@@ -60,11 +59,10 @@ def export(
         assert out is not None
         write_file(out, lambda file: _write_parquet(rows, plan, environments, file))
         return None, len(rows)
-    text = csv_text(rows) if format == "csv" else _json(rows)
-    if out is None:
-        return text, len(rows)
-    write_file(out, text)
-    return None, len(rows)
+    text = csv_text(rows) if format == "csv" else finite_json(rows, indent=1) + "\n"
+    if out is not None:
+        write_file(out, text)
+    return text if out is None else None, len(rows)
 
 
 def write_run(run: Run, place: Path, *, command: str | None = None, environment: Mapping[str, Any] | None = None) -> None:
@@ -88,12 +86,6 @@ def write_run(run: Run, place: Path, *, command: str | None = None, environment:
         return
     found = ((*place, *(getattr(fit, name) for name in _FIT)) for place, fit in run.fit().items())
     write_file(fits, csv_lines([("layer", "head", *_FIT), *found]))
-
-
-def _json(rows: list[dict[str, Any]]) -> str:
-    """Numbers that are not finite, which JSON does not have, become null."""
-    finite = json.loads(json.dumps(rows), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=1) + "\n"
 
 
 def _write_parquet(rows: list[Row], plan: str | None, environments: list[dict[str, Any]], file: IO[bytes]) -> None:

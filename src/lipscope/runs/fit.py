@@ -157,8 +157,8 @@ def _saturating(n: Floats, log_y: Floats) -> tuple[float, float, float]:
     return log_m, *of(log_m)
 
 
-def _aic(rss: float, points: int) -> float:
-    return points * float(np.log(max(rss, np.finfo(np.float64).tiny) / points)) + 6
+def _aic(rss: float, points: int, coefficients: int = 2) -> float:
+    return points * float(np.log(max(rss, np.finfo(np.float64).tiny) / points)) + 2 * (coefficients + 1)
 
 
 # Slower than the first, no plateau can be told from steady growth; faster than the last, only the shortest length counts.
@@ -246,12 +246,17 @@ def fit_plateau(
     return PlateauFit(level, float(level_low), float(level_high), rate, float(rate_low), float(rate_high), c, confidence)
 
 
-def _plateau(x: Floats, y: Floats) -> tuple[float, float, float]:
+def _plateau(x: Floats, y: Floats, rates: Floats = RATES) -> tuple[float, float, float]:
     """(level, c, β) of least squares, over the grid of β and then between its neighbours."""
-    best = _on_grid(x, y, RATES)
-    at = int(np.searchsorted(RATES, best[2]))
-    fine = np.linspace(RATES[max(0, at - 1)], RATES[min(len(RATES) - 1, at + 1)], 41)
-    return _on_grid(x, y, fine)
+    basis = x[None, :] ** -rates[:, None]
+    centred = basis - basis.mean(1, keepdims=True)
+    c = (centred * (y - y.mean())).sum(1) / np.square(centred).sum(1)
+    level = y.mean() - c * basis.mean(1)
+    errors = np.square(y - level[:, None] - c[:, None] * basis).sum(1)
+    k = int(errors.argmin())
+    if rates is RATES:
+        return _plateau(x, y, np.linspace(RATES[max(0, k - 1)], RATES[min(len(RATES) - 1, k + 1)], 41))
+    return float(level[k]), float(c[k]), float(rates[k])
 
 
 def _constant(x: Floats, y: Floats) -> tuple[float, float, float]:
@@ -264,15 +269,5 @@ def _curve(fit: tuple[float, float, float], x: Floats) -> Floats:
 
 
 def _plateau_aic(y: Floats, fit: tuple[float, float, float], x: Floats) -> float:
-    rss = max(float(np.square(y - _curve(fit, x)).sum()), 1e-24 * float(np.square(y).sum()), np.finfo(np.float64).tiny)
-    return len(y) * math.log(rss / len(y)) + 2 * (2 if fit[1] == 0 else 4)
-
-
-def _on_grid(x: Floats, y: Floats, rates: Floats) -> tuple[float, float, float]:
-    basis = x[None, :] ** -rates[:, None]
-    centred = basis - basis.mean(1, keepdims=True)
-    c = (centred * (y - y.mean())).sum(1) / np.square(centred).sum(1)
-    level = y.mean() - c * basis.mean(1)
-    errors = np.square(y - level[:, None] - c[:, None] * basis).sum(1)
-    k = int(errors.argmin())
-    return float(level[k]), float(c[k]), float(rates[k])
+    rss = max(float(np.square(y - _curve(fit, x)).sum()), 1e-24 * float(np.square(y).sum()))
+    return _aic(rss, len(y), 1 if fit[1] == 0 else 3)

@@ -6,7 +6,7 @@ All that the driver asks of a model's layers stands here: recording a pass, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -19,12 +19,12 @@ from lipscope.models.corpora import read_text
 from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.models.recorded import Recorded
-from lipscope.models.text import Chunker, excerpt_for, input_batches, packed_chunks
+from lipscope.models.text import Chunker, excerpt_for, packed_chunks
 from lipscope.models.tokens import token_view
 from lipscope.runs.plan import Block
 from lipscope.runs.registry import Measured, Pass, Row, load_object
-from lipscope.runs.rows import SHORT_DIGEST, digest
 from lipscope.runs.run import LIVE_DOCUMENTS
+from lipscope.runs.schema import SHORT_DIGEST, digest
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
 
 COORDINATES = ("layer", "head", "scope", "mask", "n", "input", "document")
@@ -40,19 +40,7 @@ class Text:
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """One pass per batch of inputs; with limited memory one per batch and scope."""
-        groups = _groups(block, handle)
-        for name, documents, fingerprint in _texts(block, handle):
-            chunks = Chunker(documents, handle.tokenizer).chunks(block.sizes, block.inputs, block.seed)
-            for settings in groups:
-                for n, inputs in chunks.items():
-                    limit = _limit(block, handle, settings, n, batch_size(n, block.inputs, block.batch_tokens))
-                    together = n if limit and limit["alone"] else block.batch_tokens
-                    for _, first, ids in input_batches({n: inputs}, together):
-                        identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
-                        payload = {"ids": ids, "first": first}
-                        if limit:
-                            identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(ids))
-                        yield Pass(identity, payload, n, len(ids), name, settings)
+        return _passes(block, handle, packed=False)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
         """One forward pass."""
@@ -80,31 +68,20 @@ class Packed:
         """One pass per packed chunk; with limited memory one per chunk and scope."""
         if block.quantities:
             raise ValueError("kind 'packed' measures no further quantities")
-        groups = _groups(block, handle)
-        for name, documents, fingerprint in _texts(block, handle):
-            bundles = packed_chunks(documents, handle.tokenizer, block.sizes, block.inputs, block.seed)
-            for settings in groups:
-                for n, bundle in bundles.items():
-                    limit = _limit(block, handle, settings, n, 1)
-                    for which, chunk in enumerate(bundle):
-                        identity = {"text": fingerprint, "n": n, "first": which, "batch": digest(chunk)}
-                        payload = {"chunk": chunk, "first": which}
-                        if limit:
-                            identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(chunk) + 1)
-                        yield Pass(identity, payload, n, 1, name, settings)
+        return _passes(block, handle, packed=True)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> list[tuple[int | None, Recorded]]:
         """The chunk (None), and each document alone (0, 1, …)."""
         with _tiling(payload):
-            inputs, lengths = handle.packed_inputs(payload["chunk"])
+            inputs, lengths = handle.packed_inputs(payload["ids"])
             together = handle.record(inputs, documents=lengths)
-            alone = [handle.record(input_ids=torch.tensor(ids)) for ids in payload["chunk"]]
+            alone = [handle.record(input_ids=torch.tensor(ids)) for ids in payload["ids"]]
         return [(None, together), *enumerate(alone)]
 
     def measure(self, handle: Model, recorded: Any, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope."""
         return [
-            row | {"document": document, "input_digest": digest(payload["chunk"])[:SHORT_DIGEST]}
+            row | {"document": document, "input_digest": digest(payload["ids"])[:SHORT_DIGEST]}
             for document, recording in recorded
             for row in measured_rows(recording, payload, task, payload["first"])
         ]
@@ -128,6 +105,28 @@ class Tokens:
         head = None if task["heads"] is None else task["heads"][0]
         view = token_view(handle, payload["ids"], task["layer"], scope=task["scope"], head=head)
         return [view.to_dict() | {"input": payload["first"]}]
+
+
+def _passes(block: Block, handle: Model, *, packed: bool) -> Iterator[Pass]:
+    groups = _groups(block, handle)
+    pieces: Mapping[int, Sequence[Any]]
+    for name, documents, fingerprint in _texts(block, handle):
+        if packed:
+            pieces = packed_chunks(documents, handle.tokenizer, block.sizes, block.inputs, block.seed)
+        else:
+            pieces = Chunker(documents, handle.tokenizer).chunks(block.sizes, block.inputs, block.seed)
+        for settings in groups:
+            for n, inputs in pieces.items():
+                together = 1 if packed else batch_size(n, block.inputs, block.batch_tokens)
+                limit = _limit(block, handle, settings, n, together)
+                together = 1 if limit and limit["alone"] else together
+                for first in range(0, len(inputs), together):
+                    ids = inputs[first] if packed else inputs[first : first + together]
+                    identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
+                    payload: dict[str, Any] = {"ids": ids, "first": first}
+                    if limit:  # the documents of a chunk are recorded together, and each alone
+                        identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(ids) + packed)
+                    yield Pass(identity, payload, n, 1 if packed else len(ids), name, settings)
 
 
 def measured_rows(recording: Recorded, payload: dict[str, Any], task: dict[str, Any], first_input: int) -> list[Row]:
@@ -187,8 +186,7 @@ def _limit(block: Block, handle: Model, settings: Settings, n: int, inputs: int)
     layers, scope = [one["layer"] for one in settings], settings[0]["scope"]
     plan = plan_layers(handle, n, layers, inputs=inputs, scope=scope, memory=block.memory, triplets=triplets(solver))
     within(solver, plan.room)
-    tiling = asdict(plan.tiling) | {"tile": list(plan.tiling.tile)}
-    return {"limit": read_bytes(block.memory), "alone": plan.alone, "room": plan.room, "tiling": tiling}
+    return {"limit": read_bytes(block.memory), "alone": plan.alone, "room": plan.room, "tiling": asdict(plan.tiling)}
 
 
 def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[str, Any]:
@@ -198,10 +196,7 @@ def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[s
 
 def _tiling(payload: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside, products are computed as planned; without a limit, as usual."""
-    if "memory" not in payload:
-        return nullcontext()
-    planned = payload["memory"]["tiling"]
-    return using_tiling(Tiling(**planned | {"tile": tuple(planned["tile"])}))
+    return using_tiling(Tiling(**payload["memory"]["tiling"])) if "memory" in payload else nullcontext()
 
 
 def _texts(block: Block, handle: Model) -> Iterator[tuple[str, list[str], str]]:

@@ -11,70 +11,14 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from lipscope.doors import fits, reading
 from lipscope.measure.scopes import SCOPES, Certificate, check_certificate, check_scope
 from lipscope.runs.registry import Trust, kind_path, known_path, quantity_path
-
-
-def to_toml(document: Mapping[str, Any]) -> str:
-    """TOML of a dictionary; a list of dictionaries at the top level becomes an array of tables.
-
-    Example:
-        >>> print(to_toml({"threads": 1, "block": [{"models": ["a"], "rtol": 1e-3}]}), end="")
-        threads = 1
-        <BLANKLINE>
-        [[block]]
-        models = ["a"]
-        rtol = 0.001
-    """
-    lines, tables = [], []
-    for name, value in document.items():
-        if isinstance(value, (list, tuple)) and value and all(isinstance(v, Mapping) for v in value):
-            tables += [(name, table) for table in value]
-        else:
-            lines.append(f"{name} = {_value(value, name)}")
-    for name, table in tables:
-        lines += ["", f"[[{name}]]", *(f"{key} = {_value(entry, key)}" for key, entry in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _value(value: Any, where: str) -> str:
-    """A value in TOML; refuses what TOML, or the JSON of a row's identity, cannot hold."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case float() if not math.isfinite(value):
-            raise ValueError(f"{where} must be finite, got {value!r}")
-        case int() | float():
-            return repr(value)
-        case str():
-            # A JSON string is a basic TOML string but for the characters above the basic plane, which stay as they are.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list() | tuple():
-            return "[" + ", ".join(_value(entry, f"{where}[{number}]") for number, entry in enumerate(value)) + "]"
-        case Mapping():
-            pairs = (f"{_key(key, where)} = {_value(entry, f'{where}.{key}')}" for key, entry in value.items())
-            return f"{{{', '.join(pairs)}}}"
-        case _:
-            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")
-
-
-def _key(key: Any, where: str) -> str:
-    if not isinstance(key, str):
-        raise ValueError(f"names in {where} must be strings, got {key!r}")
-    return key if key and all(c.isascii() and (c.isalnum() or c in "_-") for c in key) else json.dumps(key)
-
-
-# Seeds are 64-bit numbers for torch and for TOML.
-_LARGEST = 2**63 - 1
-# Inputs, steps and views: more than anybody waits for.
-_MOST = 1_000_000
-# More than any machine has cores; torch would try to start them all.
-_MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -176,8 +120,9 @@ class Block:
     live: Live | None = None
 
     def __post_init__(self) -> None:
-        for name, coerce in _COERCIONS.items():
-            object.__setattr__(self, name, coerce(name, getattr(self, name)))
+        for name in (*_WORDS, *_RANGES):
+            if name != "threads":
+                object.__setattr__(self, name, _coerced(name, getattr(self, name)))
         if not self.models:
             raise ValueError("models must name at least one model")
         if not self.scopes:
@@ -203,7 +148,7 @@ class Block:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The lengths in ascending order."""
-        return _lengths("lengths", self.lengths)
+        return tuple(_coerced("lengths", self.lengths))
 
     @property
     def solver(self) -> dict[str, Any]:
@@ -237,16 +182,11 @@ class Plan:
     text: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threads", _whole(1, _MOST_THREADS)("threads", self.threads))
+        object.__setattr__(self, "threads", _coerced("threads", self.threads))
         if not self.blocks:
             raise ValueError("a plan needs at least one block")
         if not self.text and all(block.live is None or block.live.kept for block in self.blocks):
-            object.__setattr__(self, "text", to_toml(self._as_dictionary()))
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it holds objects of this process instead of names."""
-        return any(block.live is not None for block in self.blocks)
+            object.__setattr__(self, "text", self._written())
 
     @classmethod
     def of(cls, *, threads: int = 1, **settings: Any) -> Plan:
@@ -296,17 +236,26 @@ class Plan:
         file = Path(path)
         if not file.is_file():
             raise FileNotFoundError(f"there is no plan {str(path)!r}")
+        with reading(file):
+            data = file.read_bytes()
         try:
-            return cls.from_toml(file.read_text(encoding="utf-8"), trust=trust)
+            return cls.from_toml(data.decode("utf-8"), trust=trust)
         except UnicodeDecodeError:
             raise ValueError(f"the plan {path} is not UTF-8 text") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
-    def _as_dictionary(self) -> dict[str, Any]:
-        blocks = [vars(block) | {"models": list(map(_plain_model, block.models)), "live": None} for block in self.blocks]
-        tables = [{name: value for name, value in block.items() if value not in (None, {})} for block in blocks]
-        return {"threads": self.threads, "block": tables}
+    def _written(self) -> str:
+        lines = [f"threads = {self.threads}"]
+        for block in self.blocks:
+            settings = vars(block) | {"models": list(map(_plain_model, block.models)), "live": None}
+            lines += ["", "[[block]]", *(f"{name} = {_toml(v)}" for name, v in settings.items() if v not in (None, {}))]
+        return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON with another sign after a name is TOML, but for a character that must be escaped."""
+    return json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")
 
 
 def _model(given: Any) -> ModelChoice:
@@ -329,77 +278,77 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, (str, os.PathLike)) else value
-    if not isinstance(values, (list, tuple)) or not all(isinstance(v, (str, os.PathLike)) for v in values):
-        raise ValueError(f"{name} must be a list of names, got {value!r}")
-    return tuple(dict.fromkeys(os.fspath(v) for v in values))
-
-
-def _indices(name: str, value: Any) -> tuple[int, ...] | str:
-    if isinstance(value, str) and value == "all":
-        return "all"
-    if not isinstance(value, (list, tuple, range)) or not value or not all(type(v) is int for v in value):
-        raise ValueError(f"{name} must be 'all' or a list of indices, got {value!r}")
-    return tuple(dict.fromkeys(value))
-
-
-def _lengths(name: str, value: Any) -> tuple[int, ...]:
-    from lipscope.models.text import check_lengths, parse_lengths
-
-    if isinstance(value, str):
-        return tuple(parse_lengths(value))
-    if not isinstance(value, range) and not (isinstance(value, (list, tuple)) and all(type(v) is int for v in value)):
-        raise ValueError(f"{name} must be positive numbers of tokens, or a string such as '8:512:log', got {value!r}")
-    return tuple(check_lengths(value))
-
-
-def _whole(least: int, most: int = _LARGEST) -> Callable[[str, Any], int]:
-    def coerce(name: str, value: Any) -> int:
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if value > most:
-            raise ValueError(f"{name} must be at most {most}, got {value!r}")
-        return value
-
-    return coerce
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-    return float(value)
-
-
-def _memory(name: str, value: Any) -> int | str | None:
-    from lipscope.measure.memory import read_bytes
-
-    if not isinstance(value, int | float | str | None):
-        raise ValueError(f"{name} must be a number of bytes or a size such as '4GiB', got {value!r}")
-    if value is not None:
-        read_bytes(value)
-    return value if value is None or isinstance(value, str) else int(value)
-
-
-def _options(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a table, got {value!r}")
-    _value(value, name)
-    return value
-
-
-_COERCIONS: dict[str, Callable[[str, Any], Any]] = {
-    "models": lambda name, value: tuple(map(_model, _listed(value))),
-    **dict.fromkeys(("texts", "scopes", "quantities"), _strings),
-    **dict.fromkeys(("layers", "heads"), _indices),
-    "lengths": _lengths,
-    **dict.fromkeys(("inputs", "max_steps"), _whole(1, _MOST)),
-    "batch_tokens": _whole(1),
-    "seed": _whole(0),
-    "views": _whole(0, _MOST),
-    **dict.fromkeys(("rtol", "delta", "interval"), _number),
-    "memory": _memory,
-    "options": _options,
+# Seeds are 64-bit numbers for torch and for TOML. More inputs, steps and views than a million nobody waits for; more
+# threads than this no machine has, and torch would try to start them all.
+_RANGES = {
+    **dict.fromkeys(("inputs", "max_steps"), (1, 1_000_000)),
+    "views": (0, 1_000_000),
+    "batch_tokens": (1, 2**63 - 1),
+    "seed": (0, 2**63 - 1),
+    "threads": (1, 4096),
 }
+_WORDS = {
+    "models": "a list of models",
+    **dict.fromkeys(("texts", "scopes", "quantities"), "a list of names"),
+    **dict.fromkeys(("layers", "heads"), "'all' or a list of indices"),
+    "lengths": "positive numbers of tokens, or a string such as '8:512:log'",
+    **dict.fromkeys(("rtol", "delta", "interval"), "a number"),
+    "memory": "a number of bytes or a size such as '4GiB'",
+    "options": "a table",
+}
+
+
+def _coerced(name: str, value: Any) -> Any:
+    """A setting as a plan holds it; raises ValueError for what it cannot be."""
+    match name:
+        case "models":
+            return tuple(map(_model, _listed(value)))
+        case "texts" | "scopes" | "quantities" if fits(names := _listed(value), list[str | os.PathLike[str]]):
+            return tuple(dict.fromkeys(map(os.fspath, names)))
+        case "layers" | "heads" if isinstance(value, str) and value == "all":
+            return "all"
+        case "layers" | "heads" if fits(value, Sequence[int]) and len(value):
+            return tuple(dict.fromkeys(map(int, value)))
+        case "lengths" if fits(value, Sequence[int] | str):
+            from lipscope.models.text import check_lengths, parse_lengths
+
+            return tuple(map(int, parse_lengths(value) if isinstance(value, str) else check_lengths(value)))
+        case "rtol" | "delta" | "interval" if fits(value, float):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+            return float(value)
+        case "memory" if value is None:
+            return None
+        case "memory" if fits(value, float | str):
+            from lipscope.measure.memory import read_bytes
+
+            size = read_bytes(value)
+            return value if isinstance(value, str) else size
+        case "options" if isinstance(value, Mapping):
+            _refuse_objects(value, name)
+            return dict(value)
+    if name in _WORDS:
+        raise ValueError(f"{name} must be {_WORDS[name]}, got {value!r}")
+    least, most = _RANGES[name]
+    if not fits(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+    return int(value)
+
+
+def _refuse_objects(value: Any, where: str) -> None:
+    """Refuse what TOML, or the JSON of a row's identity, cannot hold."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise ValueError(f"{where} must be finite, got {value!r}")
+        case list() | tuple():
+            for number, entry in enumerate(value):
+                _refuse_objects(entry, f"{where}[{number}]")
+        case Mapping():
+            for key, entry in value.items():
+                if not isinstance(key, str):
+                    raise ValueError(f"names in {where} must be strings, got {key!r}")
+                _refuse_objects(entry, f"{where}.{key}")
+        case _ if not isinstance(value, (bool, int, float, str)):
+            raise ValueError(f"{where} must be a number, string, true/false, list or table, got {value!r}")

@@ -71,11 +71,6 @@ class TaskKind(Protocol):
         """The rows of one task, deterministic in its arguments; ``task`` is its whole identity."""
 
 
-def register_quantity(name: str, path: str) -> None:
-    """Give a quantity a short name."""
-    QUANTITIES[name] = _check_path(path)
-
-
 def kind_path(name: str) -> str:
     """The import path of a kind; refuses what cannot be imported."""
     path = known_path("kind", name)
@@ -106,7 +101,9 @@ def known_path(what: str, name: str) -> str:
     if not isinstance(name, str) or ":" not in name:
         choices = ", ".join(known) if known else "none by a short name"
         raise ValueError(f"unknown {what} {name!r}; known: {choices}; or give 'package.module:name'")
-    return _check_path(name)
+    if not all(name.partition(":")):
+        raise ValueError(f"path must look like 'package.module:object', got {name!r}")
+    return name
 
 
 def load_object(path: str) -> Any:
@@ -170,9 +167,3 @@ def _takes_one_argument(quantity: Any) -> bool:
     except TypeError:  # also of what cannot be called
         return False
     return True
-
-
-def _check_path(path: str) -> str:
-    if not all(path.partition(":")):
-        raise ValueError(f"path must look like 'package.module:object', got {path!r}")
-    return path

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope.doors import read_json, refuse_shape
-from lipscope.rounding import Shown, interval, printable
+from lipscope.doors import read_json, reading, refuse_shape
+from lipscope.measure.columns import COLUMNS
+from lipscope.rounding import Shown, enclosure, interval, number, printable
 from lipscope.runs.writing import csv_text, read_cell, write_file
 
 if TYPE_CHECKING:
@@ -38,13 +39,9 @@ _SQLITE = b"SQLite format 3\x00"
 _WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
 _NEEDED = ("layer", "n", "lower", "estimate", "upper")
 _WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
-_OPTIONAL = (
-    "head", "scope", "mask", "input", "document", "dtype", "upper_kind", "delta", "certified", "refined", "castin2024",
-    "refined_global", "castin2024_global", "radius_max", "radius_rms", "entropy", "sink_mass", "converged", "notes",
-)  # fmt: skip
 _ROW: dict[str, Any] = {
-    **dict.fromkeys((*_NEEDED, *_OPTIONAL), float | None),
-    **dict.fromkeys(_WHOLE_NUMBERS, int | None), **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
+    **dict.fromkeys(COLUMNS, float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
+    **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
 }  # fmt: skip
 _TABLE = dict[str, Any]
 _STORY: dict[str, Any] = {
@@ -52,12 +49,34 @@ _STORY: dict[str, Any] = {
     "environment": _TABLE | None,
     **dict.fromkeys(("command", "created"), str | None),
 }
-_ABOUT: dict[str, Any] = {"seed": int, "text": str | None, "solver": _TABLE | str | None}
+_ASKED: dict[str, Any] = {"seed": int, "text": str | None, "solver": _TABLE | str | None}
 _VIEW: dict[str, Any] = {
     **dict.fromkeys(("layer", "n", "input"), int), **dict.fromkeys(("lower", "estimate", "upper"), float), "scope": str,
     "head": int | None, "tokens": list[str], "energy": list[float], "singular_values": list[float],
     "influence": list[list[float]],
 }  # fmt: skip
+
+
+_BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
+_ABOUT = ("radius_rms", "max_logit", "entropy", "sink_mass", "typical", "stable_rank")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cell at one length, over its inputs."""
+
+    n: int
+    inputs: int  # how many
+    lower: float  # least lower end
+    median: float  # median estimate
+    upper: float  # largest upper end
+    bounds: Mapping[str, float]  # by column: those that every input has, the largest
+    about: Mapping[str, float]  # what was recorded beside σ: the mean over the inputs, of the logit the largest
+
+    @property
+    def sigma(self) -> str:
+        """The median and the interval that holds all inputs, in words."""
+        return f"{number(self.median)} in {enclosure(self.lower, self.upper)}"
 
 
 @dataclass(frozen=True)
@@ -179,23 +198,10 @@ class Run(Shown):
         """One summary per (layer, head), the largest median σ at the longest length first."""
         summaries = []
         for (layer, head), rows in by_place(self.rows).items():
-            longest = max(r["n"] for r in rows)
-            at = [r for r in rows if r["n"] == longest]
-            summaries.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "n": longest,
-                    "inputs": len(at),
-                    "median": statistics.median(r["estimate"] for r in at),
-                    "lower": min(r["lower"] for r in at),
-                    "upper": max(r["upper"] for r in at),
-                    "radius_rms": statistics.fmean(r["radius_rms"] for r in at),
-                    "entropy": mean(r["entropy"] for r in at),
-                    "sink_mass": mean(r["sink_mass"] for r in at),
-                    "max_logit": max((r["max_logit"] for r in at if r.get("max_logit") is not None), default=None),
-                }
-            )
+            point = point_of(at_longest(rows))
+            sigma = {name: getattr(point, name) for name in ("n", "inputs", "median", "lower", "upper")}
+            about = {name: point.about.get(name) for name in ("radius_rms", "entropy", "sink_mass", "max_logit")}
+            summaries.append({"layer": layer, "head": head} | sigma | about)
         return sorted(summaries, key=lambda s: -float(s["median"]))
 
     def __str__(self) -> str:
@@ -224,7 +230,7 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
         True
     """
     run = source if isinstance(source, Run) else Run.read(source, all_plans=all_plans)
-    common = dict.fromkeys(("model", "text", "kind", "options", *_OPTIONAL))
+    common = dict.fromkeys(name for name in (*COLUMNS, "text", "kind", "options") if name not in _NEEDED)
     rows = [common | dict(row) for row in run.rows]
     if rows:
         for column in _NEEDED:
@@ -240,7 +246,7 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
         refuse_shape(f"a row of {run.name}", {name: value}, _ROW)
     for row in rows:
         row["text"] = row["text"] if row["text"] is not None else run.about.get("text")
-    kept = [row for row in rows if all(_finite(row.get(column)) for column in _NEEDED)]
+    kept = [row for row in rows if all(_known([row], column) for column in _NEEDED)]
     return replace(run, rows=kept, left_out=run.left_out + len(rows) - len(kept))
 
 
@@ -248,7 +254,7 @@ def is_store(path: Path) -> bool:
     """Whether a file is an SQLite database; opening it as a store says whether it is ours."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         return file.read(len(_SQLITE)) == _SQLITE
 
 
@@ -259,6 +265,35 @@ def by_place(rows: Iterable[Row]) -> dict[tuple[int, int | None], list[Row]]:
         if row["document"] is None:
             places.setdefault((row["layer"], row["head"]), []).append(row)
     return places
+
+
+def point_of(rows: Sequence[Row]) -> Point:
+    """What rows of one place and length say together."""
+    return Point(
+        rows[0]["n"],
+        len(rows),
+        lower=min(row["lower"] for row in rows),
+        median=statistics.median(row["estimate"] for row in rows),
+        upper=max(row["upper"] for row in rows),
+        # A bound of some inputs is not a bound of all.
+        bounds={bound: max(values) for bound in _BOUNDS if len(values := _known(rows, bound)) == len(rows)},
+        about={
+            name: float(max(values) if name == "max_logit" else statistics.fmean(values))
+            for name in _ABOUT
+            if (values := _known(rows, name))
+        },
+    )
+
+
+def _known(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+
+
+def at_longest(rows: Iterable[Row]) -> list[Row]:
+    """The rows at the longest length."""
+    known = list(rows)
+    longest = max(row["n"] for row in known)
+    return [row for row in known if row["n"] == longest]
 
 
 def worst_inputs(rows: Iterable[Row], count: int) -> list[Row]:
@@ -272,16 +307,12 @@ def worst_inputs(rows: Iterable[Row], count: int) -> list[Row]:
         >>> [row["input"] for row in worst_inputs(rows, 1)]
         [1]
     """
-
-    def median(cell: list[Row]) -> float:
-        longest = max(row["n"] for row in cell)
-        return statistics.median(float(row["estimate"]) for row in cell if row["n"] == longest)
-
+    ranked = sorted(by_place(rows).values(), key=lambda cell: -statistics.median(r["estimate"] for r in at_longest(cell)))
     found = []
-    for cell in sorted(by_place(rows).values(), key=median, reverse=True)[:count]:
+    for cell in ranked[:count]:
         lengths = {row["n"] for row in cell}
         n = max((n for n in lengths if n <= LONGEST_VIEW), default=min(lengths))
-        found.append(max((row for row in cell if row["n"] == n), key=lambda row: float(row["estimate"])))
+        found.append(max((row for row in cell if row["n"] == n), key=lambda row: row["estimate"]))
     return found
 
 
@@ -309,8 +340,10 @@ def _from_store(path: Path, all_plans: bool) -> Run:
 
 
 def _from_files(path: Path, name: str) -> Run:
+    with reading(path):
+        data = path.read_bytes()
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = data.decode("utf-8")
         if path.suffix == ".csv":
             lines = csv.DictReader(io.StringIO(text, newline=""))
             rows = [{read_cell(name): _value(name, cell) for name, cell in line.items()} for line in lines]
@@ -324,7 +357,7 @@ def _from_files(path: Path, name: str) -> Run:
     told = read_json(file, dict) if file.is_file() else {}
     about, environment = told.get("about") or {}, told.get("environment") or {}
     solver = about.get("solver") if isinstance(about, dict) and isinstance(about.get("solver"), dict) else {}
-    for part, shape in ((told, _STORY), (about, _ABOUT), (solver, dict.fromkeys(("rtol", "delta"), float | None)),
+    for part, shape in ((told, _STORY), (about, _ASKED), (solver, dict.fromkeys(("rtol", "delta"), float | None)),
                         (environment, {"versions": _TABLE})):  # fmt: skip
         refuse_shape(str(file), part, shape)
     views = read_json(views_file, list) if views_file.is_file() else []
@@ -347,13 +380,3 @@ def _value(name: str, cell: str | None) -> Any:
 
 def _values(rows: Sequence[Row], name: str) -> tuple[Any, ...]:
     return tuple(sorted({row[name] for row in rows if row.get(name) is not None}))
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is known; None when nothing is."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None

@@ -13,37 +13,13 @@ import socket
 import sqlite3
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from lipscope.runs import schema
 from lipscope.runs.recovery import Recovery, damage, recover
-from lipscope.runs.rows import (
-    IDENTITY_COLUMNS,
-    VIEW_COLUMNS,
-    connect,
-    count_tasks,
-    digest,
-    from_record,
-    identity_columns,
-    seal,
-    to_record,
-)
-from lipscope.runs.schema import (
-    APPLICATION_ID,
-    RECORD,
-    UNREADABLE,
-    VERSION,
-    DamagedStoreWarning,
-    ForeignFileError,
-    LockedStoreError,
-    StoreVersionError,
-    create,
-    explained,
-    has_our_tables,
-    is_damage,
-)
 from lipscope.runs.writing import open_log, refuse_special
 
 if TYPE_CHECKING:
@@ -61,7 +37,7 @@ class StoreLock:
             file.seek(0)
             owner = _owner(file.read())
             file.close()
-            raise LockedStoreError(
+            raise schema.LockedStoreError(
                 f"{store} is being written by another process{owner}. Wait for it, stop it, or use another --store; "
                 "`lipscope export` may read the store meanwhile"
             )
@@ -107,9 +83,14 @@ def _owner(text: str) -> str:
 # The kind of tasks that look at tokens: what they measure is no row of the table.
 VIEWS = "tokens"
 _LAST_PLAN = "(SELECT plan FROM runs ORDER BY id DESC LIMIT 1)"
+# Tasks of the last plan: asked for, done, failed; and their rows.
+PROGRESS = (
+    "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0), coalesce(sum(row_count), 0) "
+    f"FROM plan_tasks LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = {_LAST_PLAN}"
+)
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """An open store.
 
     Args:
@@ -137,8 +118,8 @@ class Store:
         self._lock: StoreLock | None = None
         if path is None:
             self.path = Path("memory")
-            self.connection = connect(":memory:")
-            create(self.connection)
+            self.connection = schema.connect(":memory:")
+            schema.create(self.connection)
             return
         # One file has one lock, whatever links lead to it.
         self.path = refuse_special(Path(path).resolve())
@@ -156,26 +137,26 @@ class Store:
             raise
 
     def _open(self, write: bool, notice: Callable[[str], None] | None) -> None:
-        with explained(self.path):
-            if self.path.exists() and self.path.stat().st_size and (problem := self._damage()) is not None:
+        with schema.explained(self.path):
+            if self.path.exists() and self.path.stat().st_size and (problem := damage(self.path)) is not None:
                 with self._alone():
                     self.recovery = recover(self.path, problem)
                 if self.recovery is None:
-                    raise ForeignFileError(
+                    raise schema.ForeignFileError(
                         f"{self.path} is not a lipscope store, or nothing in it can be read ({problem}). It was left as it "
                         "is: name another --store"
                     )
                 if notice is not None:
                     notice(str(self.recovery))
                 else:
-                    warnings.warn(str(self.recovery), DamagedStoreWarning, stacklevel=4)
-            self.connection = connect(self.path)
+                    warnings.warn(str(self.recovery), schema.DamagedStoreWarning, stacklevel=4)
+            self.connection = schema.connect(self.path)
             if write:
                 self.connection.execute("PRAGMA journal_mode = WAL")
                 self.connection.execute("PRAGMA synchronous = FULL")
             if not self.connection.execute("PRAGMA user_version").fetchone()[0]:
                 with self._alone():
-                    create(self.connection)
+                    schema.create(self.connection)
             if not write:
                 self.connection.execute("PRAGMA query_only = ON")
 
@@ -189,37 +170,12 @@ class Store:
             if self._lock is None:
                 lock.release()
 
-    def _damage(self) -> str | None:
-        """What is wrong with the file; refuses files that are sound but not ours."""
-        with closing(connect(self.path)) as connection:
-            try:
-                asked = ("PRAGMA user_version", "PRAGMA application_id", "SELECT count(*) FROM sqlite_schema")
-                version, kind, tables = (connection.execute(query).fetchone()[0] for query in asked)
-                ours = has_our_tables(connection)
-            except UNREADABLE as error:
-                if is_damage(error):
-                    return str(error)
-                raise
-            if tables and not ours and kind != APPLICATION_ID:
-                raise ForeignFileError(f"{self.path} is a database, but not a lipscope store: name another --store")
-            if not ours and version not in (0, VERSION):
-                raise StoreVersionError(
-                    f"{self.path} was written by another version of lipscope (schema {version}; this one knows {VERSION}): "
-                    "read it with that version, or name another --store. It was not changed"
-                )
-            if tables and (not ours or (version, kind) != (VERSION, APPLICATION_ID)):
-                return f"its header says schema {version} of kind {kind:#x}, but its tables do not"
-            return damage(connection)
-
     def close(self) -> None:
         """Close the file and release the lock."""
         if hasattr(self, "connection"):
             self.connection.close()
         if self._lock is not None:
             self._lock.release()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -229,8 +185,9 @@ class Store:
     def begin_run(self, plan: str, tasks: Iterable[Task], engine: str, environment: dict[str, Any]) -> int:
         """Note the plan verbatim, what it asks for, and where it runs; returns the number of the run."""
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO plans (digest, text, created) VALUES (?, ?, ?)", (digest(plan), plan, _now()))
-            number: int = db.execute("SELECT id FROM plans WHERE digest = ?", (digest(plan),)).fetchone()[0]
+            known = schema.digest(plan)
+            db.execute("INSERT OR IGNORE INTO plans (digest, text, created) VALUES (?, ?, ?)", (known, plan, _now()))
+            number: int = db.execute("SELECT id FROM plans WHERE digest = ?", (known,)).fetchone()[0]
             db.execute("DELETE FROM plan_tasks WHERE plan = ?", (number,))
             self._ask(number, tasks)
             run = db.execute(
@@ -238,7 +195,7 @@ class Store:
                 (number, engine, self._environment(environment), _now()),
             ).lastrowid
             assert run is not None
-            seal(db, "runs", "id = ?", run)
+            schema.seal(db, "runs", "id = ?", run)
         return run
 
     def add_tasks(self, run: int, tasks: Iterable[Task]) -> None:
@@ -250,18 +207,18 @@ class Store:
     def _ask(self, plan: int, tasks: Iterable[Task]) -> None:
         ask = "INSERT OR IGNORE INTO plan_tasks VALUES (?1, ?2, seal(?1, ?2))"
         self.connection.executemany(ask, ((plan, task.key) for task in tasks))
-        count_tasks(self.connection, plan)
+        schema.count_tasks(self.connection, plan)
 
     def finish_run(self, run: int) -> None:
         """Note that a run came to its end."""
         with self._transaction() as db:
             db.execute("UPDATE runs SET finished = ? WHERE id = ?", (_now(), run))
-            seal(db, "runs", "id = ?", run)
+            schema.seal(db, "runs", "id = ?", run)
 
     def save(self, outcome: Outcome, run: int) -> None:
         """Keep a finished task and its rows, or its error: all of it or nothing."""
         task = outcome.task
-        records = [to_record(key, task, row) for key, row in outcome.rows]
+        records = [schema.to_record(key, task, row) for key, row in outcome.rows]
         with self._transaction() as db:
             db.execute(
                 "INSERT INTO tasks (key, status, identity, labels, row_count, error, trace, seconds, flops, run, "
@@ -275,16 +232,16 @@ class Store:
                     run, self._environment(outcome.environment), _now(),
                 ),
             )  # fmt: skip
-            seal(db, "tasks", "key = ?", task.key)
-            marks = ", ".join("?" * len(RECORD.split(",")))
-            db.executemany(f"INSERT INTO rows ({RECORD}) VALUES ({marks})", records)
+            schema.seal(db, "tasks", "key = ?", task.key)
+            marks = ", ".join("?" * len(schema.RECORD.split(",")))
+            db.executemany(f"INSERT INTO rows ({schema.RECORD}) VALUES ({marks})", records)
 
     def _environment(self, content: dict[str, Any]) -> int:
-        known = digest(content)
+        known = schema.digest(content)
         db = self.connection
         db.execute("INSERT OR IGNORE INTO environments (digest, content) VALUES (?, ?)", (known, json.dumps(content)))
         number: int = db.execute("SELECT id FROM environments WHERE digest = ?", (known,)).fetchone()[0]
-        seal(db, "environments", "id = ?", number)
+        schema.seal(db, "environments", "id = ?", number)
         return number
 
     # ── reading ──
@@ -330,11 +287,7 @@ class Store:
 
     def progress(self) -> tuple[int, int, int]:
         """Tasks of the last plan: asked for, done, failed."""
-        query = (
-            "SELECT count(*), coalesce(sum(status = 'done'), 0), coalesce(sum(status = 'failed'), 0) FROM plan_tasks "
-            f"LEFT JOIN tasks ON tasks.key = plan_tasks.task WHERE plan = {_LAST_PLAN}"
-        )
-        asked, done, failed = self.connection.execute(query).fetchone()
+        asked, done, failed, _ = self.connection.execute(PROGRESS).fetchone()
         return asked, done, failed
 
     def plan(self) -> str | None:
@@ -352,43 +305,37 @@ class Store:
         Each has what it is (model, layer, …), what was measured, and what it was measured with (seed, rtol, …).
         """
         order = "kind, model, text, dtype, scope, layer, head, n, input, document, key"
-        query = f"SELECT {RECORD} FROM rows WHERE kind IS NOT '{VIEWS}'{_planned(all_plans)} ORDER BY {order}"
+        query = f"SELECT {schema.RECORD} FROM rows WHERE kind IS NOT '{VIEWS}'{_planned(all_plans)} ORDER BY {order}"
         records = self.connection.execute(query).fetchall()
         identities = self.connection.execute("SELECT key, identity FROM tasks")
-        about = {key: identity_columns(json.loads(identity)) for key, identity in identities}
+        about = {key: schema.identity_columns(json.loads(identity)) for key, identity in identities}
         # A column that a kind or quantity measured under the same name is the kind's.
-        found = [{**about[record[1]], **from_record(record)} for record in records]
-        trailing = (*IDENTITY_COLUMNS, "key")
+        found = [{**about[record[1]], **schema.from_record(record)} for record in records]
+        trailing = (*schema.IDENTITY_COLUMNS, "key")
         columns = list(dict.fromkeys(name for row in found for name in row if name not in trailing))
         return [{name: row.get(name) for name in (*columns, *trailing)} for row in found]
 
     def rows_of(self, tasks: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """What was measured, by the key of its task, in the order in which it was measured."""
         found: dict[str, list[dict[str, Any]]] = {}
-        for record in self.connection.execute(f"SELECT {RECORD} FROM rows ORDER BY id"):
+        for record in self.connection.execute(f"SELECT {schema.RECORD} FROM rows ORDER BY id"):
             if record[1] in tasks:
-                found.setdefault(record[1], []).append(from_record(record))
+                found.setdefault(record[1], []).append(schema.from_record(record))
         return found
 
     def views(self, *, all_plans: bool = False) -> list[dict[str, Any]]:
         """The worst places of the last plan (or of all), token by token; see ``lipscope.models.tokens.TokenView``."""
-        query = f"SELECT {RECORD} FROM rows WHERE kind = '{VIEWS}'{_planned(all_plans)} ORDER BY id"
-        found = (from_record(record) for record in self.connection.execute(query))
-        return [{name: row.get(name) for name in VIEW_COLUMNS} for row in found]
+        query = f"SELECT {schema.RECORD} FROM rows WHERE kind = '{VIEWS}'{_planned(all_plans)} ORDER BY id"
+        found = (schema.from_record(record) for record in self.connection.execute(query))
+        return [{name: row.get(name) for name in schema.VIEW_COLUMNS} for row in found]
 
     # ── plumbing ──
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path):
+        with schema.explained(self.path), self.connection:  # which ends the transaction, one way or the other
             self.connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self.connection
-                self.connection.execute("COMMIT")
-            except BaseException:
-                if self.connection.in_transaction:
-                    self.connection.execute("ROLLBACK")
-                raise
+            yield self.connection
 
 
 def _planned(all_plans: bool) -> str:

@@ -18,8 +18,8 @@ from lipscope.runs.engines import Engine, InProcess, check_workers
 from lipscope.runs.estimate import Estimate, Work, calibrate, estimate
 from lipscope.runs.plan import Plan
 from lipscope.runs.recovery import Recovery
-from lipscope.runs.rows import digest, table_digest
 from lipscope.runs.run import worst_inputs
+from lipscope.runs.schema import digest, table_digest
 from lipscope.runs.store import VIEWS, Store
 from lipscope.runs.tasks import Expansion, Job, Task, expand
 from lipscope.runs.work import environment
@@ -216,20 +216,17 @@ _TOLD = ("lipscope", "torch", "transformers")
 def kept_notices(ledger: Store, tasks: Iterable[Task], here: dict[str, Any]) -> list[str]:
     """One sentence for every other name and every other version behind the tasks that are done already."""
     before = ledger.provenance()
-    renamed: Counter[str] = Counter()
-    versions: Counter[str] = Counter()
+    told: Counter[str] = Counter()
     for task in tasks:
-        if task.key not in before:
-            continue
-        labels, environment = before[task.key]
+        labels, environment = before.get(task.key, ({}, {}))
         for what in ("model", "text"):
             old, new = labels.get(what), task.labels.get(what)
-            if old is not None and new is not None and old != new:
+            if None not in (old, new) and old != new:
                 same = f"of {what} {new!r} were measured before as {old!r}, which has the same content"
-                renamed[f"{same}: their rows keep the name {old!r}"] += 1
+                told[f"{same}: their rows keep the name {old!r}"] += 1
         for package in _TOLD:
             old, new = environment.get("versions", {}).get(package), here["versions"].get(package)
-            if old is not None and new is not None and old != new:
+            if None not in (old, new) and old != new:
                 other = f"were measured before with {package} {old} (this run: {new}) and are kept"
-                versions[f"{other}; name another store to measure them again"] += 1
-    return [f"{count} tasks {words}" for words, count in (*renamed.items(), *versions.items())]
+                told[f"{other}; name another store to measure them again"] += 1
+    return [f"{count} tasks {words}" for words, count in told.items()]

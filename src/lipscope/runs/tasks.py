@@ -18,7 +18,7 @@ from lipscope.models.model import Model
 from lipscope.runs.estimate import Work, task_work
 from lipscope.runs.plan import Block, ModelChoice, Plan
 from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
-from lipscope.runs.rows import digest
+from lipscope.runs.schema import digest
 from lipscope.runs.work import forget_models, loaded_model, model_fingerprint
 from lipscope.spectral.result import dtype_name
 
@@ -82,7 +82,7 @@ def expand(plan: Plan) -> Expansion:
         ValueError: when a layer, head, scope or length does not exist in a model, or a text is too short.
         MemoryError: when a block's ``memory`` is too small for one of its lengths.
     """
-    if not plan.is_live:
+    if all(block.live is None for block in plan.blocks):
         forget_models()
     seen: set[str] = set()
     names: dict[str, str] = {}

@@ -32,7 +32,7 @@ from lipscope.models.model import Model
 from lipscope.runs.estimate import KEEP_BYTES
 from lipscope.runs.plan import ModelChoice
 from lipscope.runs.registry import Row, TaskKind, load_object
-from lipscope.runs.rows import DIGEST_SIZE, digest
+from lipscope.runs.schema import DIGEST_SIZE, digest
 
 if TYPE_CHECKING:
     from lipscope.runs.tasks import Job, Task

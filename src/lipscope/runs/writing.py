@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 import secrets
@@ -78,6 +79,11 @@ def safe_cell(value: Any) -> Any:
 def read_cell(cell: str) -> str:
     """The words behind a cell of ``safe_cell``."""
     return cell[1:] if cell.startswith("'") and cell[1:].startswith(_BEGINS) else cell
+
+
+def finite_json(value: Any, **style: Any) -> str:
+    """JSON; numbers that are not finite, which it does not have, become null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), **style)
 
 
 def csv_lines(rows: Iterable[Iterable[Any]]) -> str:
