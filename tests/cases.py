@@ -9,6 +9,7 @@ from torch import Tensor
 
 import lipscope
 import reference
+from lipscope.attention.core import Linearisation
 from lipscope.attention.operators import AttentionOperator, BlockOperator, HeadOperator
 
 N_TOKENS, WIDTH, BATCH = 5, 6, 3
@@ -163,7 +164,8 @@ def block_case(layer_: lipscope.Attention, mask_name: str, *, diagonal: bool) ->
     item = layer_.with_mask(mask).for_input(0)
     pairs = [(i, j) for i in range(N_TOKENS) for j in range(N_TOKENS) if (i == j) == diagonal]
     rows, columns = torch.tensor(pairs).T
-    operator = BlockOperator.at(item, item.linearise(X[:1]), rows, columns, diagonal=diagonal)
+    core = Linearisation.at(*item.project(X[:1]), item.score_rule(N_TOKENS, 1))
+    operator = BlockOperator.at(item, core, rows, columns, diagonal=diagonal)
     exact = layer_.to(torch.float64)
     J = reference.jacobian(lambda x: reference.attention(exact, x, visible[0], _item(additive, 0)), X[0].double())
     J = J.reshape(N_TOKENS, -1, N_TOKENS, layer_.width)

@@ -17,7 +17,7 @@ import lipscope
 import theory
 import transport
 from ledger import Ledger, Truth
-from lipscope.bounds import Bound
+from lipscope.bounds import Bound, constants, pairs, registry, variants
 from oracle import Problem, true_sigma
 
 FULL = np.ones((1, 5, 5), dtype=bool)
@@ -113,3 +113,24 @@ def test_the_exit_status_and_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path)
     monkeypatch.setitem(theory.CHECKS, "transport", lambda seed, number: wrong)
     assert theory.main() == 1
     assert "no bound at all" in page.read_text()
+
+
+def test_products_that_cancel_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that did not allow for the rounding of products would be found out, turned ones and those of variants too."""
+    ledger = Ledger()
+    for number in range(12):
+        ledger.add(hostile.check_cancelling(0, number))
+    assert not any(row.violations for row in ledger.values())
+    assert {"cancelling: lower.meanfield", "cancelling: ramapuram2024.local"} <= ledger.keys()
+    for module, number, name in ((constants, 25, "refined.unmasked"), (variants, 5, "bounded_scores.softmax")):
+        monkeypatch.setattr(module, "rounding_unit", lambda *matrices: 0.0)
+        assert hostile.check_cancelling(0, number)[f"cancelling: {name}"].violations
+    monkeypatch.setattr(pairs, "rounding_unit", lambda *matrices: 0.0)
+    assert hostile.check_cancelling(0, 3)["cancelling: lower.pair"].violations
+
+
+def test_names_of_the_tables_are_registered_and_closed_forms_are_met() -> None:
+    ledger = layers.check_layer(0, 9, steps=1)
+    bounds = {name for name in ledger if "." in name and not name.startswith("interval") and name != "ball.certify"}
+    assert bounds <= set(registry.names())
+    assert {"lower.pair", "lower.groups", "lower.meanfield"} <= bounds

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,6 @@ import torch
 import transformers as tf
 from torch import nn
 
-from joint_decision import decide
 from lipscope.training import LipschitzCallback, Threshold
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -294,6 +296,7 @@ def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_pa
 
 
 def test_two_processes_take_the_decision_of_the_first_together(tmp_path):
-    torch.multiprocessing.spawn(decide, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=2)
+    program = Path(__file__).with_name("joint_decision.py")
+    subprocess.run([sys.executable, program, tmp_path], check=True, timeout=120)
     expected = [[False, False], [True, False], [False, False], [False, False]]
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]

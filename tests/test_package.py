@@ -92,8 +92,8 @@ def test_a_room_imports_only_rooms_before_it():
     [
         ("models", "from lipscope.bounds.table import table", []),
         ("studies", "from lipscope.report import charts", []),
-        ("models", "from lipscope.runs.rows import Row", ["runs"]),
-        ("models", "import lipscope.runs.rows", ["runs"]),
+        ("models", "from lipscope.runs.schema import Row", ["runs"]),
+        ("models", "import lipscope.runs.schema", ["runs"]),
         ("report", "from lipscope import studies", ["studies"]),
         ("training", "def f():\n    import lipscope.studies.paper as p", ["studies"]),
         ("report", "from lipscope.cli.main import app", ["cli"]),

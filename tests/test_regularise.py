@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import cases
 import lipscope
-from lipscope.attention.family import VARIANTS, variant
+from lipscope.attention.variants import VARIANTS, variant
 from lipscope.bounds import softmax_jacobian
 from lipscope.training import penalties as regularise
 from lipscope.training.model_penalty import ModelPenalty

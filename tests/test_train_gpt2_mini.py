@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,15 @@ TINY = Settings(
     log_every=5, save_every=3, replan_every=2, held_out_windows=2,
 )  # fmt: skip
 STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_probe() -> Iterator[None]:
+    """σ of fewer and shorter inputs than a training of hours follows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "PROBE_INPUTS", 2)
+        patch.setattr(probe, "PROBE_LENGTH", 32)
+        yield
 
 
 @pytest.fixture(scope="module")

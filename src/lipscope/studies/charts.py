@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from lipscope.report.charts import Chart, Look, Panel, Series
+from lipscope.report.charts import Chart, Group, Look, Panel, Series
 from lipscope.report.palette import CYCLE
-from lipscope.rounding import interval, round_up
+from lipscope.rounding import interval, round_down, round_up
 from lipscope.studies.mean_field.study import PlateauStudy
 from lipscope.studies.variants import Comparison
 from lipscope.studies.worst_case.ascent import Ascent
@@ -14,17 +14,13 @@ from lipscope.studies.worst_case.growth_in_n import Growth
 from lipscope.studies.worst_case.regimes import RegimeMap
 from lipscope.studies.worst_case.tokens import TokenAttack
 
-# Name in the legend, colour and look of every curve; curves without a name here are called by their own.
-_FOUND: dict[str, tuple[str, str, Look]] = {
+# Name in the legend, colour and look of every curve; constructions are called by their own name.
+_CONSTRUCTIONS = {"groups": "green", "pair": "amber", "proposition34.max": "sky", "proposition34.min": "purple",
+                  "meanfield": "yellow"}  # fmt: skip
+_LOOKS: dict[str, tuple[str, str, Look]] = {
+    **{name: (name, colour, "dashes") for name, colour in _CONSTRUCTIONS.items()},
     "worst": ("worst σ found", "black", "line"),
     "given": ("σ on the text", "grey", "line"),
-    "groups": ("groups", "green", "dashes"),
-    "pair": ("pair", "amber", "dashes"),
-    "proposition34.max": ("proposition34.max", "sky", "dashes"),
-    "proposition34.min": ("proposition34.min", "purple", "dashes"),
-    "meanfield": ("meanfield", "yellow", "dashes"),
-}
-_BOUNDS: dict[str, tuple[str, str, Look]] = {
     "refined.unmasked": ("upper bound: refined", "blue", "line"),
     "refined.masked": ("upper bound: refined", "blue", "line"),
     "refined.visibility": ("upper bound: refined, by visibility", "blue", "dots"),
@@ -72,14 +68,12 @@ def _ranges(comparison: Comparison) -> Panel:
         reach = [values[k] for values in (typical, worst, bound) if k in values]
         ends = [min(reach), max(reach)]
         series.append(Series(kind.name, [k, k], ends, colour="silver", group="guide", listed=False))
-    for name, values, colour in (
-        ("typical σ", typical, "blue"),
-        ("worst found", worst, "orange"),
-        ("least bound", bound, "black"),
-    ):
-        if values:
-            look: Look = "marks" if name == "least bound" else "points"
-            series.append(Series(name, list(values), list(values.values()), look, colour))
+    series += [
+        Series("typical σ", list(typical), list(typical.values()), "points", "blue"),
+        Series("worst found", list(worst), list(worst.values()), "points", "orange"),
+        Series("least bound", list(bound), list(bound.values()), "marks", "black"),
+    ]
+    series = [one for one in series if len(one.x)]
     title = f"tokens of norm ≤ {comparison.radius:.3g}, n = {comparison.n}"
     names = [kind.name for kind in kinds]
     return Panel(series, "", "σ", title, y_log=True, x_ticks=range(len(kinds)), x_names=names)
@@ -92,8 +86,9 @@ def growth_chart(study: Growth, title: str) -> Chart:
     for name, values in study.curves().items():
         if name == "ascent" or (name == "refined.visibility" and len(study.worst[0].bounds) > 2):
             continue  # the worst curve, or the same bound, under another name
-        label, colour, look = (_FOUND | _BOUNDS)[name]
-        series.append(Series(label, n, values, look, colour, group="bound" if name in _BOUNDS else "measured"))
+        label, colour, look = _LOOKS[name]
+        group: Group = "bound" if name in study.worst[0].bounds else "measured"
+        series.append(Series(label, n, values, look, colour, group=group))
     if "worst" in study.fits:
         fit = study.fits["worst"]
         law = f"{fit.c:.3g}·n^{fit.alpha:.2f} (α in {interval(fit.alpha_low, fit.alpha_high, decimals=2)})"
@@ -126,8 +121,8 @@ def regime_chart(found: RegimeMap, title: str) -> Chart:
     for name, at in zip(("n = 1 + e^E", "n = κ"), borders, strict=True):
         if at < math.log(found.lengths[-1]):
             curves.append(Series(name, [math.exp(at)] * 2, heights, "dots", "grey", group="guide"))
-    words = f"E = {found.here.exponent:.3g}: √n growth up to n = 10^{borders[0] / math.log(10):.3g}, "
-    words += f"upper bound level from n = 10^{borders[1] / math.log(10):.3g}; n = {last} is {found.here.at(last)}."
+    words = f"E = {found.here.exponent:.3g}: √n growth up to n = 10^{round_down(borders[0] / math.log(10), 3)}, "
+    words += f"upper bound level from n = 10^{round_up(borders[1] / math.log(10), 3)}; n = {last} is {found.here.at(last)}."
     panels = [
         Panel(plane, "radius R of the set", "log₁₀ n", "regimes", x_log=True),
         Panel(curves, "number of tokens n", "worst σ of the head", f"{found.found.domain}", x_log=True, y_log=True),
@@ -175,7 +170,17 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
         at = [(n, y) for n, y in zip(study.lengths, study.medians(column), strict=True) if y is not None]
         if at:
             medians.append(Series(name, [n for n, _ in at], [y for _, y in at], colour=colour))
-    series = [*draws, *medians, *_plateau(study), _refined(study)]
+    guides, fit = [], study.plateau()
+    if fit is not None and fit.is_visible:
+        level = [fit.level] * len(study.lengths)
+        guides.append(Series(f"fitted plateau {fit.level:.3g}", study.lengths, level, "dots", "blue", group="fit"))
+    # The refined constant of the law's radius, or that of the largest norm drawn where the law has none.
+    level = [float("nan") if value is None else value for value in study.medians("bound")]
+    name = f"refined constant at the largest norm drawn, {round_up(level[0], 2)} … {round_up(level[-1], 2)}"
+    if math.isfinite(study.bound):
+        level, name = [study.bound] * len(study.lengths), f"refined constant {round_up(study.bound, 3)}"
+    guides.append(Series(name, study.lengths, level, "dashes", "grey", group="bound"))
+    series = [*draws, *medians, *guides]
     heights = [y for one in series if one.group != "bound" and one.listed for y in one.y if 0 < y < math.inf]
     panel = Panel(
         series, "number of tokens n", "local constant σ, and ratios", x_log=True, x_ticks=study.lengths,
@@ -183,20 +188,3 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
     )  # fmt: skip
     words = ", ".join(f"{y:.3g} at n = {n}" for n, y in zip(medians[0].x, medians[0].y, strict=True))
     return Chart("plateau", title, [panel], f"Median σ of clouds of n tokens: {words}.")
-
-
-def _plateau(study: PlateauStudy) -> list[Series]:
-    fit = study.plateau()
-    if fit is None or not fit.is_visible:
-        return []
-    level = [fit.level] * len(study.lengths)
-    return [Series(f"fitted plateau {fit.level:.3g}", study.lengths, level, "dots", "blue", group="fit")]
-
-
-def _refined(study: PlateauStudy) -> Series:
-    """The refined constant of the law's radius, or that of the largest norm drawn where the law has none."""
-    level = [float("nan") if value is None else value for value in study.medians("bound")]
-    name = f"refined constant at the largest norm drawn, {round_up(level[0], 2)} … {round_up(level[-1], 2)}"
-    if math.isfinite(study.bound):
-        level, name = [study.bound] * len(study.lengths), f"refined constant {round_up(study.bound, 3)}"
-    return Series(name, study.lengths, level, "dashes", "grey", group="bound")

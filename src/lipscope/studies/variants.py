@@ -9,19 +9,18 @@ found and the least bound that holds on that ball.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope.attention.family import VARIANTS, family
 from lipscope.attention.layer import Attention
-from lipscope.attention.variants import Variant
+from lipscope.attention.variants import VARIANTS, Variant, family
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.registry import set_bounds
-from lipscope.doors import checked
+from lipscope.doors import at_least, checked, positive
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.rounding import Shown
 from lipscope.runs.fit import GrowthFit, fit_growth
@@ -41,7 +40,7 @@ class Kind:
     """One kind of attention in a comparison.
 
     Attributes:
-        name: its name in ``lipscope.attention.family.VARIANTS``.
+        name: its name in ``lipscope.attention.variants.VARIANTS``.
         sigma: σ at n tokens of radius R, one per input.
         at_lengths: σ by number of tokens, one per input.
         by_length: median σ by number of tokens.
@@ -73,12 +72,10 @@ class Kind:
         row: Row = {"attention": self.name, "sigma": self.median}
         row |= {"lower": float(self.sigma.lower.min()), "upper": float(self.sigma.upper.max())}
         for label, fit in (("n", self.growth_n), ("radius", self.growth_radius)):
-            numbers = (None,) * 3 if fit is None else (fit.alpha, fit.alpha_low, fit.alpha_high)
-            row |= dict(zip((f"growth_{label}", f"growth_{label}_low", f"growth_{label}_high"), numbers, strict=True))
+            row |= {f"growth_{label}{end}": getattr(fit, f"alpha{end}", None) for end in ("", "_low", "_high")}
         row["worst_found"] = None if self.worst is None else float(self.worst.lower)
-        row["bound"] = self.bounds[0].value if self.bounds else None
-        row["bound_name"] = self.bounds[0].name if self.bounds else None
-        return row
+        least = self.bounds[0] if self.bounds else None
+        return row | {"bound": getattr(least, "value", None), "bound_name": getattr(least, "name", None)}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,10 +101,10 @@ class Comparison(Shown):
     without: tuple[str, ...] = field(default=())
 
     def __getitem__(self, name: str) -> Kind:
-        for kind in self.kinds:
-            if kind.name == name:
-                return kind
-        raise KeyError(f"no attention {name!r} in this comparison; there are: {', '.join(k.name for k in self.kinds)}")
+        kinds = {kind.name: kind for kind in self.kinds}
+        if name not in kinds:
+            raise KeyError(f"no attention {name!r} in this comparison; there are: {', '.join(kinds)}")
+        return kinds[name]
 
     def summary(self) -> list[Row]:
         """One line per kind."""
@@ -184,14 +181,12 @@ def compare(
         >>> all(kind.sigma.estimate.max() <= kind.bounds[0].value for kind in found.kinds if kind.bounds)
         True
     """
-    if search < 0:
-        raise ValueError(f"search must be at least 0, got {search}")
+    at_least(0, search=search)
     if n < 2 or inputs < 1:
         raise ValueError(f"n must be at least 2 and inputs at least 1, got n = {n}, inputs = {inputs}")
     for what, given in (("lengths", lengths), ("radii", radii or ())):
-        wrong = [value for value in given if not 0 < value < math.inf]
-        if wrong:
-            raise ValueError(f"{what} must be positive and finite, got {wrong[0]:g}")
+        for value in given:
+            positive(**{what: value})
     layer = layer.to(torch.float64)
     if tokens is not None:
         tokens = check_tokens(tokens).double()
@@ -202,14 +197,16 @@ def compare(
         scale = 1.0 if radius is None else radius / size
         tokens, radius = scale * tokens, scale * size
     radius = math.sqrt(layer.width) if radius is None else radius
-    if not 0 < radius < math.inf:
-        raise ValueError(f"radius must be positive and finite, got {radius:g}")
+    positive(radius=radius)
     chosen = tuple(share * radius for share in SHARES) if radii is None else tuple(sorted(radii))
 
     def draw(m: int, R: float) -> Tensor:
         if tokens is None:
             return sphere_tokens(m, layer.width, R, inputs, seed)
         return tokens[:, :m] * (R / radius)
+
+    def sigma(member: Attention | Variant, m: int, R: float) -> SpectralNorm:
+        return local_lipschitz(member, draw(m, R), solver=solver)
 
     members = family(layer, names, options)
     if not members:
@@ -220,7 +217,28 @@ def compare(
     for done, (name, member) in enumerate(members.items()):
         if progress is not None:
             progress(done, len(members), name)
-        kinds.append(_measure(name, member, draw, n, radius, lengths, chosen, search, seed, solver))
+        here = sigma(member, n, radius)
+        along_n = {m: here if m == n else sigma(member, m, radius) for m in sorted(set(lengths))}
+        along_R = {R: (here if radius == R else sigma(member, n, R)).estimate for R in chosen}
+        starts = {"inputs": draw(n, radius)[:2]}
+        if isinstance(member, Variant):
+            # Normalisations are steepest at the origin.
+            starts["small"] = 0.01 * starts["inputs"][:1]
+        ascent: dict[str, Any] = {"restarts": 8, "steps": search, "seed": seed, "starts": starts, "solver": solver}
+        finite = [bound for bound in set_bounds(member, radius, n) if math.isfinite(bound.value)]
+        kinds.append(
+            Kind(
+                name=name,
+                sigma=here,
+                at_lengths=along_n,
+                by_length={m: float(found.estimate.quantile(0.5)) for m, found in along_n.items()},
+                by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
+                growth_n=growth({m: found.estimate for m, found in along_n.items()}),
+                growth_radius=growth(along_R),
+                worst=maximise(member, n, radius=radius, **ascent).sigma if search else None,
+                bounds=tuple(sorted(finite, key=lambda bound: bound.value)),
+            )
+        )
     where = f"{inputs} random inputs on the sphere" if tokens is None else f"{len(tokens)} given inputs"
     left_out = tuple(name for name in names if name not in members)
     return Comparison(tuple(kinds), n, radius, str(layer.mask), where, left_out, extras(layer))
@@ -268,37 +286,6 @@ def sphere_tokens(n: int, width: int, radius: float, inputs: int, seed: int = 0)
         drawn = torch.stack([torch.randn(width, generator=generator, dtype=torch.float64) for _ in range(n)])
         rows.append(radius * torch.nn.functional.normalize(drawn, dim=-1))
     return torch.stack(rows)
-
-
-def _measure(
-    name: str, member: Attention | Variant, draw: Callable[[int, float], Tensor], n: int, radius: float,
-    lengths: Sequence[int], radii: Sequence[float], search: int, seed: int, solver: Solver | None,
-) -> Kind:  # fmt: skip
-    def sigma(m: int, R: float) -> SpectralNorm:
-        return local_lipschitz(member, draw(m, R), solver=solver)
-
-    here = sigma(n, radius)
-    along_n = {m: here if m == n else sigma(m, radius) for m in sorted(set(lengths))}
-    along_R = {R: here.estimate if radius == R else sigma(n, R).estimate for R in radii}
-    worst = None
-    if search:
-        starts = {"inputs": draw(n, radius)[:2]}
-        if isinstance(member, Variant):
-            # Normalisations are steepest at the origin.
-            starts["small"] = 0.01 * starts["inputs"][:1]
-        worst = maximise(member, n, radius=radius, restarts=8, steps=search, seed=seed, starts=starts, solver=solver).sigma
-    finite = [bound for bound in set_bounds(member, radius, n) if math.isfinite(bound.value)]
-    return Kind(
-        name=name,
-        sigma=here,
-        at_lengths=along_n,
-        by_length={m: float(found.estimate.quantile(0.5)) for m, found in along_n.items()},
-        by_radius={R: float(values.quantile(0.5)) for R, values in along_R.items()},
-        growth_n=growth({m: found.estimate for m, found in along_n.items()}),
-        growth_radius=growth(along_R),
-        worst=worst,
-        bounds=tuple(sorted(finite, key=lambda bound: bound.value)),
-    )
 
 
 def growth(values: dict[Any, Tensor]) -> GrowthFit | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -58,14 +58,20 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 def _pretrained_inside(model: nn.Module) -> nn.Module | None:
     """The one outermost transformers model among the parts of a module (a LightningModule, say)."""
-    found: list[nn.Module] = []
-    for part in model.modules():
-        if _is_pretrained(part) and not any(part in set(outer.modules()) for outer in found):
-            found.append(part)
+    found = outermost(filter(_is_pretrained, model.modules()))
     if len(found) > 1:
         names = " and ".join(type(part).__name__ for part in found)
         raise ValueError(f"{type(model).__name__} holds several transformers models ({names}): give the one to watch")
     return found[0] if found else None
+
+
+def outermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that are no part of one before them."""
+    found: list[nn.Module] = []
+    for part in parts:
+        if not any(part in set(outer.modules()) for outer in found):
+            found.append(part)
+    return found
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +110,11 @@ def probe_batch(handle: Model, batch: Any, inputs: int, tokens: int) -> dict[str
     lengths = real.sum(-1)
     if int(lengths.max()) == 0:
         raise ValueError("the probe batch is padding only: attention_mask has no 1")
-    rows = [b for b in lengths.argsort(descending=True, stable=True).tolist() if int(lengths[b])][:inputs]
-    most = min(tokens, position_limit(handle.model) or tokens)
-    kept = min(most, *(int(lengths[b]) for b in rows)) if len(rows) > 1 else min(most, int(lengths[rows[0]]))
-    positions = torch.stack([real[b].nonzero()[:kept, 0] for b in rows])
-    which = torch.tensor(rows)[:, None]
+    longest = lengths.argsort(descending=True, stable=True)[:inputs]
+    rows = longest[lengths[longest] > 0]
+    which = rows[:, None]
+    kept = min(tokens, position_limit(handle.model) or tokens, int(lengths[rows].min()))
+    positions = torch.stack([seen.nonzero()[:kept, 0] for seen in real[rows]])
     return {
         key: value[which, positions] if value.shape[:2] == (B, n) else value[rows] if value.shape[:1] == (B,) else value
         for key, value in given.items()
@@ -142,27 +148,19 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode, full precision and autograd inside; modes, buffers and random states restored on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    # A module compiled in place would run, and keep, code traced for the probe.
-    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl is not None]
     # The attention core gives NaN for a derivative nobody asks for; anomaly detection would take it for a mistake.
     autograd = torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False)
     precision = full_precision(*{p.device.type for p in model.parameters()} - {"meta"})
     with ExitStack() as stack:
         for context in (*autograd, precision, _same_buffers(model), _same_random_states()):
             stack.enter_context(context)
-        try:
-            for module, _ in modes:
-                # Not .eval(), which some modules override.
-                module.training = False
-            for module, _ in compiled:
-                module._compiled_call_impl = None
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for module, call in compiled:
-                module._compiled_call_impl = call
+        for module in model.modules():
+            # Not .eval(), which some modules override. A module compiled in place would run, and keep, code for the probe.
+            for name, value in {"training": False, "_compiled_call_impl": None}.items():
+                if name in vars(module):
+                    stack.callback(setattr, module, name, vars(module)[name])
+                    setattr(module, name, value)
+        yield
 
 
 @contextmanager
@@ -192,16 +190,14 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _same_random_states() -> Iterator[None]:
     # Asking CUDA for its state would start it in a process that does not use it.
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    on_cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(on_cpu)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state_all(on_gpu)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_python)
 
 
 class OwnHook:

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_of
+from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_of, watching
 from lipscope.models.capture import Recording, model_dtype, replay_until, replaying
-from lipscope.training.attach import OwnHook
+from lipscope.models.inputs import probe_inputs
+from lipscope.models.model import Model
+from lipscope.training.attach import OwnHook, outermost
 
 
 @dataclass(eq=False)
@@ -44,29 +46,27 @@ class LayerGain:
     """Watches one layer: hooks on its projections and on W_O, and the largest gain since it was last asked.
 
     A call of ``host`` begins a passage, the modules ``entries`` take x, ``out`` gives y. An error inside a hook goes to
-    ``failed``: it must not reach the backward pass of training.
+    ``failed``: it must not reach the backward pass of training. ``then``, if given, gets dL/dx and dL/dy of every passage.
     """
 
     def __init__(
         self,
-        index: int,
-        host: nn.Module,
+        layer: Layer,
         entries: Sequence[nn.Module],
-        out: nn.Module,
-        batch_dim: int,
         failed: Callable[[Exception], None],
+        then: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.index, self.host, self.entries, self.out, self.batch_dim = index, host, list(entries), out, batch_dim
-        self.failed = failed
+        self.index, self.batch_dim, self.entries = layer.index, 0 if layer.batch_first else 1, len(entries)
+        self.failed, self._then = failed, then or self._keep_largest
         self.watching = True
         _LIVE.add(self)
-        self.views: list[Tensor] | None = None
         self._passage: _Passage | None = None
         self._largest: Tensor | None = None
-        self._hooks = [host.register_forward_pre_hook(OwnHook(host, self._begin))]
-        for entry in self.entries:
-            self._hooks.append(entry.register_forward_pre_hook(OwnHook(entry, self._enter), with_kwargs=True))
-        self._hooks.append(out.register_forward_hook(OwnHook(out, self._leave)))
+        self._hooks = [
+            layer.host.register_forward_pre_hook(OwnHook(layer.host, self._begin)),
+            *(entry.register_forward_pre_hook(OwnHook(entry, self._enter), with_kwargs=True) for entry in entries),
+            layer.out.register_forward_hook(OwnHook(layer.out, self._leave)),
+        ]
 
     def _begin(self, args: Any) -> None:
         if self.watching:
@@ -74,14 +74,10 @@ class LayerGain:
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         x, passage = tokens_of(args, kwargs), self._passage
-        if not self.watching or passage is None or x is None:
-            return None
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if not self.watching or passage is None or x is None or not (torch.is_grad_enabled() and x.requires_grad):
             return None
         view = x.view_as(x)
         passage.entries += 1
-        if self.views is not None:
-            self.views.append(view)
         view.register_hook(lambda g: self._take(passage, g))
         replaced = tuple(view if value is x else value for value in args)
         return replaced, {name: view if value is x else value for name, value in kwargs.items()}
@@ -91,7 +87,7 @@ class LayerGain:
         if not self.watching:
             return
         self._passage = None
-        if y is not None and passage is not None and passage.entries == len(self.entries) and y.requires_grad:
+        if y is not None and passage is not None and passage.entries == self.entries and y.requires_grad:
             y.register_hook(lambda g: self._open(passage, g))
 
     def _open(self, passage: _Passage, g: Tensor) -> None:
@@ -111,11 +107,14 @@ class LayerGain:
             passage.gx = g.detach() if passage.gx is None else passage.gx + g.detach()
             passage.arrived += 1
             if passage.arrived == passage.entries:
-                gain = largest_gain(passage.gx, passage.gy, self.batch_dim)
-                self._largest = gain if self._largest is None else torch.maximum(self._largest, gain)
+                self._then(passage.gx, passage.gy)
                 passage.gx = passage.gy = None
         except Exception as error:
             self.failed(error)
+
+    def _keep_largest(self, gx: Tensor, gy: Tensor) -> None:
+        gain = largest_gain(gx, gy, self.batch_dim)
+        self._largest = gain if self._largest is None else torch.maximum(self._largest, gain)
 
     def collect(self) -> Tensor | None:
         """The largest gain since the last call; None when no gradient came through."""
@@ -163,60 +162,62 @@ def paused() -> Iterator[None]:
             gain.watching = True
 
 
+def watched_layers(
+    handle: Model, live: nn.Module, chosen: Sequence[int], failed: Callable[[Exception], None]
+) -> list[LayerGain]:
+    """A ``LayerGain`` on the ``live`` model for every chosen layer whose gradients can be told apart."""
+    names = {module: name for name, module in handle.model.named_modules()}
+    recording, gains = handle.record(probe_inputs(handle.model)), []
+    for layer in map(handle.layer, chosen):
+        shared = sum(other.host is layer.host for other in handle.layers) > 1
+        entries = [] if shared else entry_modules(handle.model, layer, recording)
+        if entries and separable(handle.model, layer, entries, recording, failed):
+            host, out, *inside = (live.get_submodule(names[module]) for module in (layer.host, layer.out, *entries))
+            gains.append(LayerGain(replace(layer, host=host, out=out), inside, failed))
+    return gains
+
+
 def entry_modules(model: nn.Module, layer: Layer, recording: Recording) -> list[nn.Module]:
     """The projections inside a layer's host that take its tokens: where a gradient leaves attention."""
     if isinstance(layer.out, nn.MultiheadAttention):
         return [layer.out]
-    call, found = recording.hosts[layer.index], list[nn.Module]()
+    call = recording.hosts[layer.index]
     x = call.tokens.clone()
-
-    def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
-        tokens = tokens_of(args, kwargs)
-        if tokens is None or tokens.data_ptr() != x.data_ptr() or tokens.numel() != x.numel() or not is_linear(module):
-            return
-        # The parts of a composite linear map (a low-rank adapter, say) are not entries of their own.
-        if not any(module in set(outer.modules()) for outer in found):
-            found.append(module)
-
-    hooks = [part.register_forward_pre_hook(entering, with_kwargs=True) for part in layer.host.modules()]
-    try:
-        with replaying(model, recording.documents), torch.no_grad():
-            replay_until(call, x, Cut(layer.out, "output"))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    with replaying(model, recording.documents), watching(layer.host.modules()) as events, torch.no_grad():
+        replay_until(call, x, Cut(layer.out, "output"))
+    calls = ((event.module, event.tokens) for event in events if event.tokens is not None and is_linear(event.module))
+    # The parts of a composite linear map (a low-rank adapter, say) are not entries of their own.
+    return outermost(part for part, t in calls if t.data_ptr() == x.data_ptr() and t.numel() == x.numel())
 
 
-def separable(model: nn.Module, layer: Layer, gain: LayerGain, recording: Recording) -> bool:
+def separable(
+    model: nn.Module,
+    layer: Layer,
+    entries: Sequence[nn.Module],
+    recording: Recording,
+    failed: Callable[[Exception], None],
+) -> bool:
     """Whether, in a backward pass through the whole block, the gradients at the entries add up to Jᵀ·dL/dy.
 
     They do not when x reaches attention on another way, or when a projection feeds something else as well.
     """
     host, block = recording.hosts[layer.index], recording.blocks[layer.index]
-    outputs: list[Tensor] = []
-
-    def leaving(module: nn.Module, args: Any, output: Any) -> None:
-        y = first_tensor(output)
-        outputs.extend([] if y is None else [y])
-
-    with replaying(model, recording.documents), torch.enable_grad():
-        hook = layer.out.register_forward_hook(leaving)
-        gain.views = []
-        try:
+    passages: list[tuple[Tensor, Tensor]] = []
+    trial = LayerGain(layer, entries, failed, then=lambda gx, gy: passages.append((gx, gy)))
+    try:
+        with replaying(model, recording.documents), torch.enable_grad():
             u = block.tokens.clone().requires_grad_(True)
             result = first_tensor(block(u))
-        finally:
-            views, gain.views = gain.views, None
-            hook.remove()
-        if result is None or len(outputs) != 1 or len(views) != len(gain.entries):
-            return False
-        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(result)
-        *gx, gy = torch.autograd.grad((result * weights).sum(), [*views, *outputs], allow_unused=True)
-        if gy is None or any(part is None for part in gx):
-            return False
-        x = host.tokens.clone().requires_grad_(True)
-        (expected,) = torch.autograd.grad(replay_until(host, x, Cut(layer.out, "output")), x, gy)
-    total = sum(part.reshape(-1) for part in gx)
+            if result is None:
+                return False
+            weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(result)
+            torch.autograd.grad((result * weights).sum(), u, allow_unused=True)
+            if len(passages) != 1:
+                return False
+            ((gx, gy),) = passages
+            x = host.tokens.clone().requires_grad_(True)
+            (expected,) = torch.autograd.grad(replay_until(host, x, Cut(layer.out, "output")), x, gy)
+    finally:
+        trial.remove()
     allowance = 4096 * torch.finfo(model_dtype(model)).eps * float(expected.abs().max())
-    return float((total - expected.reshape(-1)).abs().max()) <= allowance
+    return float((gx.reshape(-1) - expected.reshape(-1)).abs().max()) <= allowance

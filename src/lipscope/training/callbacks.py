@@ -3,77 +3,81 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from lipscope.training.monitor import Monitor, check_options
-from lipscope.training.qk_clip import ClipRecord, QKClip, check_clip
-from lipscope.training.readings import JointDecision, Record
+from lipscope.training.qk_clip import QKClip, check_clip
+from lipscope.training.readings import JointDecision
 
 
-class Watching:
-    """One ``Monitor`` at a time, what it measured, and what the processes of a training decide together."""
+class Following:
+    """One ``Monitor`` or ``QKClip`` at a time, what it found, and what the processes of a training decide together."""
 
-    def __init__(self, every: int, options: Mapping[str, Any]) -> None:
-        unknown = set(options) - set(inspect.signature(Monitor).parameters)
-        if unknown:
-            raise TypeError(f"{min(unknown)!r} is no option of lipscope.training.Monitor")
-        check_options(every=every, **options)
-        self._options: dict[str, Any] = {"every": every, **options}
-        self.monitor: Monitor | None = None
-        self.records: list[Record] = []
+    _finds = "readings"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self.records: list[Any] = []
+        self._at_work: Any = None
         self._decision = JointDecision()
         self._last: int | None = None
 
-    def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Record | None, bool, bool]:
-        """What was measured after a step, and whether to save and to stop. A callback that was attached twice acts once."""
+    def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
+        """What was found after a step, and whether to save and to stop. A callback that was attached twice acts once."""
         if step == self._last:
             return None, False, False
         self._last = step
-        record = None if self.monitor is None else self.monitor.step(batch, step=step)
-        return self._kept(record), *self._decision.take(record, joint=joint, due=step % int(self._options["every"]) == 0)
+        record = None if self._at_work is None else self._at_work.step(batch, step=step)
+        return self._kept(record), *self._decision.take(record, joint=joint, due=step % self._options.get("every", 1) == 0)
 
-    def _outside_training(self, step: int) -> Record | None:
-        return None if self.monitor is None else self._kept(self.monitor.measure(step=step))
-
-    def _kept(self, record: Record | None) -> Record | None:
-        """The record where something was measured."""
-        if record is None or not record.readings:
-            return None
-        self.records.append(record)
-        return record
-
-
-class Clipping:
-    """One ``QKClip`` at a time, and what it did."""
-
-    def __init__(self, tau: float, options: Mapping[str, Any]) -> None:
-        check_clip(tau, **options)
-        self._tau, self._options = tau, dict(options)
-        self.clip: QKClip | None = None
-        self.records: list[ClipRecord] = []
-        self._last: int | None = None
-
-    def start(self, model: Any, processes: int) -> None:
-        """Attach to the model, or to another one than before."""
-        if processes > 1:
-            raise ValueError("QKClip works in one process: several would rescale their copies of the weights differently")
-        if self.clip is None or self.clip.model is not model:
-            self._finish()
-            self.clip = QKClip(model, self._tau, **self._options)
-
-    def _after(self, step: int, batch: Any = None) -> ClipRecord | None:
-        """What was rescaled after a step, None when nothing was."""
-        if self.clip is None or step == self._last:
-            return None
-        self._last = step
-        record = self.clip.step(batch, step=step)
-        if not record.heads:
+    def _kept(self, record: Any) -> Any:
+        """The record where something was found."""
+        if record is None or not getattr(record, self._finds):
             return None
         self.records.append(record)
         return record
 
     def _finish(self) -> None:
-        if self.clip is not None:
-            self.clip.close()
-        self.clip = self._last = None
+        """Take the hooks off the model."""
+        if self._at_work is not None:
+            self._at_work.close()
+
+
+class Watching(Following):
+    """Measures σ; the ``monitor`` stays to be asked when training is over."""
+
+    def __init__(self, every: int, options: dict[str, Any]) -> None:
+        unknown = set(options) - set(inspect.signature(Monitor).parameters)
+        if unknown:
+            raise TypeError(f"{min(unknown)!r} is no option of lipscope.training.Monitor")
+        check_options(every=every, **options)
+        super().__init__({"every": every, **options})
+
+    @property
+    def monitor(self) -> Monitor | None:
+        """The ``Monitor`` at work, once there is a model."""
+        found: Monitor | None = self._at_work
+        return found
+
+    def _outside_training(self, step: int) -> Any:
+        return None if self.monitor is None else self._kept(self.monitor.measure(step=step))
+
+
+class Clipping(Following):
+    """Rescales queries and keys, for what the model was called with last."""
+
+    _finds = "heads"
+
+    def __init__(self, tau: float, options: dict[str, Any]) -> None:
+        check_clip(tau, **options)
+        super().__init__({"tau": tau, **options})
+
+    def start(self, model: Any, processes: int) -> None:
+        """Attach to the model; refuses now what cannot be rescaled."""
+        if processes > 1:
+            raise ValueError("QKClip works in one process: several would rescale their copies of the weights differently")
+        self._finish()
+        self._at_work, self._last = QKClip(model, **self._options), None
+
+    def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
+        return super()._after(step, joint=joint)

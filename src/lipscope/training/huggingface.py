@@ -67,8 +67,7 @@ class LipschitzCallback(Watching, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the hooks off the model."""
         self._training = False
-        if self.monitor is not None:
-            self.monitor.close()
+        self._finish()
 
     def _watch(self, state: TrainerState, model: nn.Module | None) -> None:
         if model is None or not state.is_world_process_zero:
@@ -76,10 +75,8 @@ class LipschitzCallback(Watching, TrainerCallback):
         # A second call of train() begins with new hooks; one that switched itself off stays off.
         again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
         if self._watched is not model or again:
-            if self.monitor is not None:
-                self.monitor.close()
-            self._watched = model
-            self.monitor = Monitor(model, **self._options)
+            self._finish()
+            self._watched, self._at_work = model, Monitor(model, **self._options)
 
 
 class QKClipCallback(Clipping, TrainerCallback):
@@ -102,7 +99,8 @@ class QKClipCallback(Clipping, TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step."""
-        if (record := self._after(state.global_step)) is not None:
+        record, *_ = self._after(state.global_step, joint=False)
+        if record is not None:
             _log(record.scalars(), control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope.training.callbacks import Clipping, Watching
+from lipscope.training.callbacks import Clipping, Following, Watching
 from lipscope.training.monitor import Monitor
 
 try:
@@ -24,7 +24,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class LipschitzCallback(Watching, Callback):
+class _Following(Following, Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count optimiser steps from here on, also in a resumed training."""
+        self._last = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After every batch; nothing happens before the optimiser has stepped."""
+        step = trainer.global_step
+        record, save, stop = self._after(step, joint=trainer.world_size > 1, batch=batch)
+        if record is not None:
+            _log(trainer, pl_module, record.scalars(), step)
+        if save:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"lipscope-step={step}.ckpt")
+        trainer.should_stop = trainer.should_stop or stop
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks off the model."""
+        self._finish()
+
+
+class LipschitzCallback(Watching, _Following):
     """Measures σ every k optimiser steps of a Lightning ``Trainer``, and once when it only validates or tests.
 
     Args:
@@ -48,9 +70,9 @@ class LipschitzCallback(Watching, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
         if trainer.is_global_zero:
-            self.monitor = Monitor(pl_module if self._model is None else self._model, **self._options)
+            self._at_work = Monitor(pl_module if self._model is None else self._model, **self._options)
             if self._resumed:
-                self.monitor.load_state_dict(self._resumed)
+                self._at_work.load_state_dict(self._resumed)
 
     def state_dict(self) -> dict[str, Any]:
         """The probe and where thresholds stand, for a checkpoint."""
@@ -62,22 +84,6 @@ class LipschitzCallback(Watching, Callback):
         if self.monitor is not None and state_dict:
             self.monitor.load_state_dict(state_dict)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count optimiser steps from here on, also in a resumed training."""
-        self._last = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """After every batch; nothing happens before the optimiser has stepped."""
-        step = trainer.global_step
-        record, save, stop = self._after(step, joint=trainer.world_size > 1, batch=batch)
-        if record is not None:
-            _log(trainer, pl_module, record.scalars(), step)
-        if save:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"lipscope-step={step}.ckpt")
-        trainer.should_stop = trainer.should_stop or stop
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation or test without training: one measurement on the first batch."""
         if trainer.state.fn != "fit" and (record := self._outside_training(trainer.global_step)) is not None:
@@ -85,13 +91,8 @@ class LipschitzCallback(Watching, Callback):
 
     on_test_end = on_validation_end
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the hooks off the model."""
-        if self.monitor is not None:
-            self.monitor.close()
 
-
-class QKClipCallback(Clipping, Callback):
+class QKClipCallback(Clipping, _Following):
     """Holds logits at most ``tau`` while a Lightning ``Trainer`` fits, by rescaling W_Q and W_K; see ``QKClip``.
 
     Args:
@@ -110,21 +111,6 @@ class QKClipCallback(Clipping, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse now what cannot be rescaled."""
         self.start(pl_module if self._model is None else self._model, trainer.world_size)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count optimiser steps from here on, also in a resumed training."""
-        self._last = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """After every batch; nothing happens before the optimiser has stepped."""
-        if (record := self._after(trainer.global_step)) is not None:
-            _log(trainer, pl_module, record.scalars(), record.step)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the hook off the model."""
-        self._finish()
 
 
 def _log(trainer: Trainer, pl_module: LightningModule | None, values: dict[str, float], step: int) -> None:

@@ -21,6 +21,7 @@ from lipscope.models.seam import CoreCall
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.training.attach import undisturbed
 from lipscope.training.penalties import SOLVER, jasmin, max_logit, sigma_of_map
+from lipscope.training.rescale.factors import raw_scores
 
 Kind: TypeAlias = Literal["spectral", "jasmin", "max-logit", "weights"]
 
@@ -118,16 +119,12 @@ class ModelPenalty:
         if self.kind == "weights":
             return self._weights(layer, x)
         call, padding = _core(layer, x), layer.recorded.real
-        raw = call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).mT
+        raw = raw_scores(call)
         # Padded tokens are no queries of anybody.
         real = None if padding is None else padding[:, None, :, None].to(raw.device)
         if self.kind == "max-logit":
-            n, m = raw.shape[-2:]
-            # Masks of long inputs are rules: there is no matrix of them to look into.
-            visible = call.rule.visible(slice(0, n), slice(0, m), m, raw.device)
-            if real is not None:
-                visible = real if visible is None else visible & real
-            return max_logit(raw, visible, limit=self.limit)
+            visible = call.rule.scores(raw.detach())[0] > -torch.inf
+            return max_logit(raw, visible if real is None else visible & real, limit=self.limit)
         P = call.rule.probabilities(raw)[0]
         return jasmin(P if real is None else P.masked_fill(~real, 0.0), self.k)
 

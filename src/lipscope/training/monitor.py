@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
-from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.refusals import backbone
@@ -32,8 +31,9 @@ from lipscope.runs.writing import csv_lines, open_log, refuse_special
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm
+from lipscope.spectral.solvers import Solver
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
-from lipscope.training.backward_bound import LayerGain, entry_modules, paused, separable
+from lipscope.training.backward_bound import LayerGain, paused, watched_layers
 from lipscope.training.readings import COLUMNS, Alarm, Guard, Reading, Record, Threshold
 
 # Seeds between two measurements: one solve may use as many as it has steps.
@@ -45,7 +45,7 @@ class WarmStart:
 
     def __init__(self, config: GolubKahan) -> None:
         self.config = replace(config, k=1, vectors=True)
-        self._known: list[Tensor] = []
+        self._known: dict[int, Tensor] = {}
         self._next = self._measurement = 0
 
     def begin(self) -> None:
@@ -56,61 +56,35 @@ class WarmStart:
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item."""
         number, self._next = self._next, self._next + 1
-        start = self._known[number] if number < len(self._known) else None
+        start = self._known.get(number)
         if start is not None and start.shape != (operator.batch, operator.shape[1]):
             start = None
         # Another random direction every time: the interval needs one that knows nothing of the start it is mixed with.
         output = replace(self.config, seed=self.config.seed + _STRIDE * self._measurement).solve(operator, start)
         assert output.right is not None
-        self._known[number : number + 1] = [output.right[:, 0].clone()]
+        self._known[number] = output.right[:, 0].clone()
         return output
 
 
-class Probe:
-    """σ and the shape of attention on fixed inputs, again and again, while the weights change in between."""
-
-    def __init__(
-        self, handle: Model, inputs: dict[str, Any], *, layers: Sequence[int], heads: bool, scope: str, solver: GolubKahan
-    ) -> None:
-        self.handle, self.inputs, self.layers, self.heads, self.scope = handle, inputs, list(layers), heads, scope
-        self._solvers = {(i, by): WarmStart(solver) for i in self.layers for by in ("layer", "head")}
-
-    def measure(self) -> tuple[Reading, ...]:
-        """One forward pass and one solve per layer. The model must be in eval mode; see ``undisturbed``."""
-        recorded = self.handle.record(self.inputs, fresh=True)
-        return tuple(reading for index in self.layers for reading in self._layer(recorded[index]))
-
-    def _layer(self, layer: RecordedLayer) -> list[Reading]:
-        result = layer.sigma(self.scope, solver=self._solver(layer, "layer"), certificate=False)
-        readings = [_reading(layer.index, None, result, slice(None), layer.statistics)]
-        if self.heads:
-            result = layer.sigma("head", solver=self._solver(layer, "head"), certificate=False)
-            for h in range(layer.heads):
-                of_head = {name: values[:, h : h + 1] for name, values in layer.statistics.items()}
-                readings.append(_reading(layer.index, h, result, (slice(None), h), of_head))
-        return readings
-
-    def _solver(self, layer: RecordedLayer, by: str) -> WarmStart:
-        solver = self._solvers[layer.index, by]
-        solver.begin()
-        return solver
+def read_layer(layer: RecordedLayer, scope: str, heads: bool, solver: Solver) -> list[Reading]:
+    """σ of a layer and, if asked for, of its heads, and what attention looks like there."""
+    result = layer.sigma(scope, solver=solver, certificate=False)
+    readings = [_reading(layer.index, None, result, slice(None), layer.statistics)]
+    if heads:
+        result = layer.sigma("head", solver=solver, certificate=False)
+        for h in range(layer.heads):
+            of_head = {name: values[:, h : h + 1] for name, values in layer.statistics.items()}
+            readings.append(_reading(layer.index, h, result, (slice(None), h), of_head))
+    return readings
 
 
 def _reading(layer: int, head: int | None, result: SpectralNorm, items: Any, statistics: dict[str, Tensor]) -> Reading:
     """The largest σ over the inputs, as an interval, and what attention looks like on all of them."""
     shape = {name: float(values.max() if name == "max_logit" else values.mean()) for name, values in statistics.items()}
-    return Reading(
-        layer=layer,
-        head=head,
-        lower=float(result.lower[items].max()),
-        estimate=float(result.estimate[items].max()),
-        upper=float(result.upper[items].max()),
-        delta=result.delta,
-        max_logit=shape.get("max_logit"),
-        entropy=shape.get("entropy"),
-        sink_mass=shape.get("sink_mass"),
-        iterations=int(torch.as_tensor(result.iterations)[items].max()),
-    )
+    lower, estimate, upper = (float(end[items].max()) for end in (result.lower, result.estimate, result.upper))
+    logit, entropy, sink = map(shape.get, ("max_logit", "entropy", "sink_mass"))
+    iterations = int(torch.as_tensor(result.iterations)[items].max())
+    return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations)
 
 
 SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
@@ -185,7 +159,6 @@ class Monitor:
         self._on_alarm = [on_alarm] if callable(on_alarm) else list(on_alarm)
         self.every, self.heads, self.layers, self.scope = every, heads, layers, scope
         self.inputs, self.tokens, self.part, self.writer, self.backward = inputs, tokens, part, writer, backward
-        self.solver = solver or GolubKahan(rtol=1e-2, interval=0.25)
         self.csv = None if csv is None else _checked_csv(Path(csv))
         self.reason: str | None = None
         self.notes: list[str] = []
@@ -194,7 +167,8 @@ class Monitor:
         self._guard = Guard(thresholds)
         self._batch: Any = probe
         self._handle: Model | None = None
-        self._probe: Probe | None = None
+        self._probe: dict[str, Tensor] | None = None
+        self._solver = WarmStart(solver or GolubKahan(rtol=1e-2, interval=0.25))
         self._gains: list[LayerGain] = []
         self._peak: dict[int, float] = {}
         self._measured = False
@@ -213,15 +187,23 @@ class Monitor:
     def _prepare(self) -> None:
         """Find the attention layers and put the hooks of the backward bound on."""
         with undisturbed(self.model), paused():
-            self._handle = Model(self.model, part=self.part)
-            chosen = self._handle.check_layers(self.layers, self.scope)
-            if self.backward and self._compiled:
+            self._handle = handle = Model(self.model, part=self.part)
+            self._chosen = handle.check_layers(self.layers, self.scope)
+            if not self.backward:
+                return
+            if self._compiled:
                 self.notes.append("no backward bound: the model is compiled, and compiled code does not call hooks")
-            elif self.backward and self.scope != "attention":
+            elif self.scope != "attention":
                 # ‖Jᵀg‖/‖g‖ is read at attention itself, and says nothing about maps with a norm or a residual path.
                 self.notes.append(f"no backward bound: it is for scope attention, and σ is measured for scope {self.scope}")
-            elif self.backward:
-                self._watch_backward(self._handle, chosen)
+            else:
+                self._gains = watched_layers(handle, backbone(self.model, self.part), self._chosen, self.switch_off)
+                watched = {gain.index for gain in self._gains}
+                if without := [str(index) for index in self._chosen if index not in watched]:
+                    self.notes.append(
+                        f"no backward bound for layers {', '.join(without)}: what comes through attention cannot be told "
+                        "from the rest of the gradient there"
+                    )
 
     def step(self, batch: Any = None, *, step: int | None = None) -> Record:
         """Call it after every optimiser step.
@@ -249,7 +231,7 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed training needs to go on alike, as JSON values: the probe (its ids), and where thresholds stand."""
-        probe = {} if self._probe is None else self._probe.inputs
+        probe = self._probe or {}
         ids = {name: value.tolist() for name, value in probe.items() if not value.is_floating_point()}
         whole = len(ids) == len(probe)
         return {"probe": ids if whole else {}, "thresholds": self._guard.state}
@@ -268,7 +250,7 @@ class Monitor:
     @property
     def probe_batch(self) -> Any:
         """What σ is measured on: the batch as it came, and cut to the probe's size once measured; None before it came."""
-        return self._batch if self._probe is None else self._probe.inputs
+        return self._batch if self._probe is None else self._probe
 
     def close(self) -> None:
         """Take all hooks off the model."""
@@ -317,7 +299,7 @@ class Monitor:
             self.switch_off(error)
             return Record(self.steps, scope=self.scope)
 
-    def _readings(self, batch: Any) -> Any:
+    def _readings(self, batch: Any) -> tuple[Reading, ...]:
         handle = self._handle
         assert handle is not None
         with undisturbed(self.model), paused():
@@ -325,12 +307,12 @@ class Monitor:
                 given = self._batch if self._batch is not None else batch
                 if given is None:
                     raise ValueError("there is no probe batch: the model has not run yet; give probe=… or step(batch)")
-                inputs = probe_batch(handle, given, self.inputs, self.tokens)
-                layers = handle.check_layers(self.layers, self.scope)
-                self._probe = Probe(handle, inputs, layers=layers, heads=self.heads, scope=self.scope, solver=self.solver)
-                self._batch = None
+                self._probe, self._batch = probe_batch(handle, given, self.inputs, self.tokens), None
             self._follow_weights(handle)
-            return self._probe.measure()
+            self._solver.begin()
+            recorded = handle.record(self._probe, fresh=True)
+            layers = (read_layer(recorded[index], self.scope, self.heads, self._solver) for index in self._chosen)
+            return tuple(reading for layer in layers for reading in layer)
 
     def _follow_weights(self, handle: Model) -> None:
         """Half-precision weights are measured in a float32 copy, which follows them."""
@@ -341,32 +323,6 @@ class Monitor:
             for tensors in (nn.Module.parameters, nn.Module.buffers):
                 for copied, current in zip(tensors(handle.model), tensors(live), strict=True):
                     copied.copy_(current)
-
-    def _watch_backward(self, handle: Model, chosen: Sequence[int]) -> None:
-        live = backbone(self.model, self.part)
-        names = {module: name for name, module in handle.model.named_modules()}
-        recording = handle.record(probe_inputs(handle.model))
-        without: list[int] = []
-        for layer in map(handle.layer, chosen):
-            shared = sum(other.host is layer.host for other in handle.layers) > 1
-            entries = [] if shared else entry_modules(handle.model, layer, recording)
-            if not entries:
-                without.append(layer.index)
-                continue
-            at = 0 if layer.batch_first else 1
-            trial = LayerGain(layer.index, layer.host, entries, layer.out, at, self.switch_off)
-            works = separable(handle.model, layer, trial, recording)
-            trial.remove()
-            if not works:
-                without.append(layer.index)
-                continue
-            host, out, *inside = (live.get_submodule(names[m]) for m in (layer.host, layer.out, *entries))
-            self._gains.append(LayerGain(layer.index, host, inside, out, at, self.switch_off))
-        if without:
-            self.notes.append(
-                f"no backward bound for layers {', '.join(map(str, without))}: what comes through attention cannot be told "
-                "from the rest of the gradient there"
-            )
 
     def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._capture is None:

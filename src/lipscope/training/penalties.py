@@ -75,7 +75,7 @@ def spectral_penalty(attention: Attention | Variant | TensorMap, X: Tensor, *, s
             values = layer.bilinear(batched, *top_pair(AttentionOperator.at(layer, batched), solver))
         else:
             with undisturbed(attention) if isinstance(attention, nn.Module) else nullcontext():
-                values = sigma_of_map(attention if X.ndim == 3 else lambda x: attention(x[0])[None], batched, solver)
+                values = sigma_of_map(attention, batched, solver, batched=X.ndim == 3)
     if not values.requires_grad:
         raise ValueError("nothing in attention requires gradients, so there is nothing to regularise: set requires_grad")
     return values.mean()
@@ -105,9 +105,9 @@ def weight_penalty(attention: Attention) -> Tensor:
         6.0
     """
     groups = ((attention.q, attention.heads), (attention.k, attention.kv_heads), (attention.v, attention.kv_heads))
-    return torch.stack(
-        [torch.stack([matrix_norm(block) for block in matrix.chunk(heads)]).mean() for matrix, heads in groups]
-    ).sum()
+    with full_precision(attention.device.type):
+        norms = [torch.linalg.matrix_norm(matrix.unflatten(0, (heads, -1)), 2).mean() for matrix, heads in groups]
+    return torch.stack(norms).sum()
 
 
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
@@ -167,27 +167,9 @@ def max_logit(scores: Tensor, visible: Tensor | None = None, *, limit: float = 0
     return (sizes.amax((-1, -2)) - limit).clamp_min(0).square().mean()
 
 
-def matrix_norm(matrix: Tensor) -> Tensor:
-    """‖M‖₂ of a matrix with the gradient u vᵀ of its top singular pair; the pair itself is detached. Not autocast.
-
-    Example:
-        >>> import torch
-        >>> M = torch.diag(torch.tensor([3.0, 1.0])).requires_grad_()
-        >>> matrix_norm(M).backward()
-        >>> M.grad
-        tensor([[1., 0.],
-                [0., 0.]])
-    """
-    with full_precision(matrix.device.type):
-        with torch.no_grad():
-            U, _, Vh = torch.linalg.svd(matrix.detach(), full_matrices=False)
-        norm: Tensor = U[:, 0] @ matrix @ Vh[0]
-    return norm
-
-
-def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan) -> Tensor:
+def sigma_of_map(function: TensorMap, X: Tensor, solver: GolubKahan, *, batched: bool = True) -> Tensor:
     """σ of every input of a map at X (B, …), with a gradient in whatever parameters the map uses."""
-    operator = AutodiffOperator(function, X, check=False)
+    operator = AutodiffOperator(function, X, batched=batched, check=False)
     return operator.bilinear(*top_pair(operator, solver))
 
 

@@ -12,6 +12,7 @@ model has just seen, layer after layer, so that no head of any layer is above τ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from lipscope.models.model import Model
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.monitor import check_counts, say
 from lipscope.training.rescale.factors import largest_logits
-from lipscope.training.rescale.projections import Rescaling, find_rows
+from lipscope.training.rescale.projections import refuse_unscalable
 from lipscope.training.rescale.smooth import Rescaler, language_loss, loss_kind
 
 
@@ -47,6 +48,7 @@ class ClipRecord:
     heads: tuple[Clipped, ...] = ()  # empty when no head was above τ, or nothing was looked at
     loss_before: float | None = None  # causal loss on the same inputs, where heads were rescaled and the model has one
     loss_after: float | None = None
+    save = stop = False  # it asks for nothing
 
     def scalars(self, prefix: str = "lipscope") -> dict[str, float]:
         """Numbers for a logger: the factor of every head that was rescaled."""
@@ -109,8 +111,11 @@ class QKClip:
         with undisturbed(self.model):
             self._handle = Model(self.model, part=part)
             self.layers = sorted(self._handle.check_layers(layers, "attention"))
+            work = Rescaler(self._handle, probe_inputs(self._handle.model), "max-logit", tau)
             for index in self.layers:
-                self._refuse(index)
+                # Refuse, before training, a layer whose scores W_Q and W_K do not scale, or whose rows are not found.
+                refuse_unscalable(self._handle, index)
+                work.projections(self._handle.probe_recording[index])
         self._hook = self.model.register_forward_pre_hook(OwnHook(self.model, self._keep), with_kwargs=True)
 
     def step(self, batch: Any = None, *, step: int | None = None) -> ClipRecord:
@@ -142,33 +147,23 @@ class QKClip:
         self._batch = None
 
     def _clip(self, inputs: dict[str, Any]) -> ClipRecord:
-        work, undo = Rescaler(self._handle, inputs, "max-logit", self.tau), Rescaling()
-        recorded, found, before = work.record(), [], None
-        kind = loss_kind(self.model, None) if "input_ids" in inputs and inputs["input_ids"].shape[1] > 1 else None
-        try:
+        work = Rescaler(self._handle, inputs, "max-logit", self.tau)
+        recorded, found, before = work.record(), list[Clipped](), None
+        ids: Any = inputs.get("input_ids")
+        kind = None if ids is None or ids.shape[1] < 2 else loss_kind(self.model, None)
+        with ExitStack() as undo:
             for index in self.layers:
                 logits = largest_logits(recorded[index].core())
                 above = [h for h, value in enumerate(logits.tolist()) if value > self.tau]
                 if not above:
                     continue
-                if kind is not None and before is None:
-                    before = language_loss(self.model, inputs["input_ids"], kind)
+                before = before if found else language_loss(self.model, ids, kind)
                 factors = work.rescale(index, list(range(len(logits))), undo)
                 recorded = work.record()
                 after = largest_logits(recorded[index].core())
                 found += [Clipped(index, h, float(factors[h]), float(logits[h]), float(after[h])) for h in above]
-        except BaseException:
-            undo.undo()
-            raise
-        after_loss = None if before is None or kind is None else language_loss(self.model, inputs["input_ids"], kind)
-        return ClipRecord(self.steps, tuple(found), before, after_loss)
-
-    def _refuse(self, index: int) -> None:
-        """Refuse, before training, a layer whose scores W_Q and W_K do not scale, or whose rows are not found."""
-        work = Rescaler(self._handle, probe_inputs(self._handle.model), "max-logit", self.tau)
-        work.refuse_unscalable(self._handle.layer(index))
-        layer = self._handle.probe_recording[index]
-        find_rows(layer.layer, layer.weights(), lambda: work.record()[index].attention)
+            undo.pop_all()
+        return ClipRecord(self.steps, tuple(found), before, language_loss(self.model, ids, kind) if found else None)
 
     def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._own:

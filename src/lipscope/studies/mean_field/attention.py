@@ -65,7 +65,7 @@ class MeanFieldAttention:
     """
 
     layer: Attention
-    sink_length: int | None = None
+    sink_length: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Attention):
@@ -75,16 +75,12 @@ class MeanFieldAttention:
                 f"mask {self.layer.mask} has no mean-field meaning: it counts tokens, and a measure has none to count. "
                 "Masks that have one: full (measures on R^d) and causal (measures on [0,1] × R^d)"
             )
-        if self.layer.rotary is not None:
-            raise ValueError(
-                "rotary embeddings have no mean-field meaning: they rotate tokens by their number. Leave them out with "
-                "dataclasses.replace(layer, rotary=None)"
-            )
-        if self.layer.bias is not None:
-            raise ValueError(
-                f"the additive score bias of shape {tuple(self.layer.bias.shape)} has no mean-field meaning: it belongs to "
-                "token numbers, not to tokens. Leave it out with dataclasses.replace(layer, bias=None)"
-            )
+        for name, words in (("rotary", "rotary embedding"), ("bias", "additive score bias")):
+            if getattr(self.layer, name) is not None:
+                raise ValueError(
+                    f"the {words} of the layer has no mean-field meaning: it belongs to token numbers, not to tokens. Leave "
+                    f"it out with dataclasses.replace(layer, {name}=None)"
+                )
         if (self.layer.sinks is None) != (self.sink_length is None):
             raise ValueError(
                 "sinks need sink_length, the number of tokens against which a sink counts as one: its share depends on n"
@@ -274,9 +270,7 @@ def local_constant(
         >>> round(local_constant(F, F.measure_of(X)).estimate, 3)
         1.41
     """
-    attention.check(measure)
-    charged = measure.support()
-    operator = mean_field_operator(attention, charged.split() if splitting else charged, scope)
+    operator = mean_field_operator(attention, measure.split() if splitting else measure, scope)
     mask = f"{attention.layer.mask}, mean-field"
     return sigma(operator, solver, scope=scope, mask=mask, shape=() if scope == "attention" else (-1,))
 

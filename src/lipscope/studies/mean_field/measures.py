@@ -13,12 +13,15 @@ sample size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lipscope.attention.validation import refuse_infinite
+from lipscope.doors import at_least, positive
 
 # Whatever ``torch.as_tensor`` takes becomes a tensor.
 TensorLike: TypeAlias = Annotated[Tensor, "converted"]
@@ -52,7 +55,10 @@ class Measure:
         object.__setattr__(self, "points", points)
         object.__setattr__(self, "weights", as_weights(self.weights, len(points)))
         if self.positions is not None:
-            object.__setattr__(self, "positions", as_positions(self.positions, len(points)))
+            positions = as_column("positions", self.positions, len(points))
+            if not bool(((positions >= 0) & (positions <= 1)).all()):
+                raise ValueError("positions must lie in [0, 1]; a sequence of n tokens has positions i/n")
+            object.__setattr__(self, "positions", positions)
 
     @classmethod
     def from_tokens(cls, X: TensorLike, *, ordered: bool = False) -> Measure:
@@ -92,8 +98,7 @@ class Measure:
 
     def split(self, parts: int = 2, atoms: Sequence[int] | None = None) -> Measure:
         """The same measure with the listed atoms (all by default) written as ``parts`` equal atoms in the same place."""
-        if parts < 1:
-            raise ValueError(f"parts must be at least 1, got {parts}")
+        at_least(1, parts=parts)
         counts = torch.full((self.size,), parts if atoms is None else 1, dtype=torch.int64)
         for atom in atoms or ():
             if not -self.size <= atom < self.size:
@@ -106,10 +111,8 @@ class Measure:
         """The same measure with atoms in exactly the same place written as one; sorted, by position first."""
         places = self.points if self.positions is None else torch.cat([self.positions[:, None], self.points], dim=1)
         places, index = torch.unique(places, dim=0, return_inverse=True)
-        weights = self.weights.new_zeros(len(places)).index_add_(0, index, self.weights)
-        if self.positions is None:
-            return Measure(places, weights)
-        return Measure(places[:, 1:], weights, places[:, 0])
+        weights = torch.bincount(index, self.weights)
+        return Measure(places, weights) if self.positions is None else Measure(places[:, 1:], weights, places[:, 0])
 
     def sample(self, size: int, seed: int = 0) -> Measure:
         """The uniform cloud of ``size`` independent draws of atoms."""
@@ -125,7 +128,7 @@ class Measure:
         if charged.positions is None:
             raise ValueError("the measure has no positions: give Measure(points, weights, positions)")
         places, index = torch.unique(charged.positions, return_inverse=True)
-        return places, charged.weights.new_zeros(len(places)).index_add_(0, index, charged.weights)
+        return places, torch.bincount(index, charged.weights)
 
     def _atoms(self, index: Tensor, weights: Tensor | None) -> Measure:
         places = None if self.positions is None else self.positions[index]
@@ -141,29 +144,24 @@ def as_points(value: Any) -> Tensor:
         raise ValueError(f"points must have shape (n, d), got {tuple(points.shape)}")
     if 0 in points.shape:
         raise ValueError(f"points is empty: shape {tuple(points.shape)}; a measure needs at least one atom")
-    points = points.to(torch.float64)
-    if not bool(torch.isfinite(points).all()):
-        raise ValueError("points holds NaN or infinite values")
-    return points
+    refuse_infinite("points", points)
+    return points.to(torch.float64)
 
 
-def _tensor(value: Any) -> Tensor:
-    # Lists of Python numbers are float64; torch alone would round them to float32.
-    try:
-        return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"points, weights and positions must be tensors or lists of numbers: {error}") from None
+def as_column(name: str, value: Any, size: int) -> Tensor:
+    """One number per atom as float64 (n,)."""
+    column = _tensor(value)
+    if column.shape != (size,):
+        raise ValueError(f"{name} has shape {tuple(column.shape)}, but ({size},) is needed: one per atom")
+    return column.to(torch.float64)
 
 
 def as_weights(value: Any, size: int) -> Tensor:
     """Weights as float64 (n,) of sum one; refuses negative or non-normalised ones."""
     if value is None:
         return torch.full((size,), 1 / size, dtype=torch.float64)
-    weights = _tensor(value).to(torch.float64)
-    if weights.shape != (size,):
-        raise ValueError(f"weights has shape {tuple(weights.shape)}, but ({size},) is needed: one per atom")
-    if not bool(torch.isfinite(weights).all()):
-        raise ValueError("weights holds NaN or infinite values")
+    weights = as_column("weights", value, size)
+    refuse_infinite("weights", weights)
     if bool((weights < 0).any()):
         at = int((weights < 0).nonzero()[0])
         raise ValueError(f"weights must not be negative, but weights[{at}] = {float(weights[at]):g}")
@@ -174,21 +172,17 @@ def as_weights(value: Any, size: int) -> Tensor:
     return weights if abs(total - 1) <= 4e-16 * size else weights / total
 
 
-def as_positions(value: Any, size: int) -> Tensor:
-    """Positions in a sequence as float64 (n,); refuses what lies outside [0, 1]."""
-    positions = _tensor(value).to(torch.float64)
-    if positions.shape != (size,):
-        raise ValueError(f"positions has shape {tuple(positions.shape)}, but ({size},) is needed: one per point")
-    if not bool(((positions >= 0) & (positions <= 1)).all()):
-        raise ValueError("positions must lie in [0, 1]; a sequence of n tokens has positions i/n")
-    return positions
+def _tensor(value: Any) -> Tensor:
+    # Lists of Python numbers are float64; torch alone would round them to float32.
+    try:
+        return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"points, weights and positions must be tensors or lists of numbers: {error}") from None
 
 
 def draw(weights: Tensor, size: int, seed: int) -> Tensor:
     """Indices of ``size`` independent draws, by inverting the cumulative weights."""
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
-    uniform = torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    uniform = torch.rand(size, generator=_generator(size, seed), dtype=torch.float64)
     charged = weights.nonzero()[:, 0]
     levels = weights[charged].cumsum(0)
     index = torch.searchsorted(levels, uniform * levels[-1], right=True).clamp_max(len(charged) - 1)
@@ -218,7 +212,8 @@ class Ball:
     radius: float
 
     def __post_init__(self) -> None:
-        _check(self.dimension, "radius", self.radius)
+        at_least(1, dimension=self.dimension)
+        positive(radius=self.radius)
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """Directions uniform on the sphere, norms R·u^{1/d}."""
@@ -248,7 +243,8 @@ class Gaussian:
     radius = math.inf
 
     def __post_init__(self) -> None:
-        _check(self.dimension, "std", self.std)
+        at_least(1, dimension=self.dimension)
+        positive(std=self.std)
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """Independent normal entries."""
@@ -348,13 +344,15 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
     except ValueError:
         raise unknown from None
     if not numbers and default_size is not None:
-        numbers = [default_size / math.sqrt(dimension) if name == "gaussian" else default_size]
-        if name == "mixture":
-            numbers = [4, default_size, default_size / (4 * math.sqrt(dimension))]
-    simple: dict[str, Callable[[int, float], Law]] = {"ball": Ball, "sphere": Sphere, "gaussian": Gaussian}
+        std = default_size / math.sqrt(dimension)
+        numbers = {"gaussian": [std], "mixture": [4, default_size, std / 4]}.get(name, [default_size])
     match name, numbers:
-        case (("ball" | "sphere" | "gaussian"), [size]):
-            return simple[name](dimension, size)
+        case "ball", [radius]:
+            return Ball(dimension, radius)
+        case "sphere", [radius]:
+            return Sphere(dimension, radius)
+        case "gaussian", [std]:
+            return Gaussian(dimension, std)
         case "mixture", [count, _, _] if count > MOST_CLUSTERS:
             raise ValueError(f"a mixture has at most {MOST_CLUSTERS} clusters, got {count:g} in {text!r}")
         case "mixture", [count, radius, std] if count >= 1 and count == int(count):
@@ -365,16 +363,8 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
     raise unknown
 
 
-def _check(dimension: int, name: str, value: float) -> None:
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-
-
 def _generator(size: int, seed: int) -> torch.Generator:
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+    at_least(1, size=size)
     return torch.Generator().manual_seed(seed)
 
 

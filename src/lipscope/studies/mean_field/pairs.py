@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.bounds.domain import ball
 from lipscope.bounds.exponent import best_pair
 from lipscope.bounds.pairs import lower_measured, matrices, real_eigenvectors
 from lipscope.bounds.sets import refined_masked, refined_unmasked
+from lipscope.doors import at_least, positive
 from lipscope.rounding import round_down, round_up
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
@@ -101,8 +103,7 @@ def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, p: float
 
 def set_bound(attention: MeanFieldAttention, radius: float, p: float = 2.0) -> float:
     """The ``refined`` bound for every number of atoms: of the W_p constant, or of the d_p constant of a causal layer."""
-    if not 0 < radius < math.inf:
-        raise ValueError(f"radius must be positive and finite, got {radius}")
+    positive(radius=radius)
     return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius, p=p).value
 
 
@@ -149,9 +150,7 @@ def empirical_constant(
         >>> 1.0 < found.best.ratio <= found.upper
         True
     """
-    for name, value in (("n", n), ("restarts", restarts), ("steps", steps)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    at_least(1, n=n, restarts=restarts, steps=steps)
     upper = set_bound(attention, radius, p)
     for start in starts:
         attention.check(start)
@@ -184,7 +183,7 @@ def ascend(
 
     Returns the best pair met, μ and ν themselves included, measured exactly.
     """
-    gamma_mu, gamma_nu = attention.finite(mu), attention.finite(nu)
+    gamma_mu, gamma_nu, inside = attention.finite(mu), attention.finite(nu), ball(radius)
     together = mu.size == nu.size
     X = mu.points.clone().requires_grad_()
     # Equally many atoms: their common motion and their differences are separate unknowns, each with its own step, so that a
@@ -208,12 +207,12 @@ def ascend(
         torch.log(before / after).backward()
         optimiser.step()
         with torch.no_grad():
-            Y = inside_ball(X + Z if together else Z, radius)
-            X.copy_(inside_ball(X, radius))
+            Y = inside.project(X + Z if together else Z)
+            X.copy_(inside.project(X))
             Z.copy_(Y - X if together else Y)
     about = {"change": change, "history": tuple(history)}
     # X + (Y − X) may round to a hair outside the ball.
-    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside_ball(best_points[1], radius)), p, **about)
+    return pair_ratio(attention, mu.push(best_points[0]), nu.push(inside.project(best_points[1])), p, **about)
 
 
 def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:
@@ -241,7 +240,7 @@ def two_diracs(attention: MeanFieldAttention, radius: float) -> Measure:
             t = torch.logspace(-4, 2, 601, dtype=torch.float64)
             t_best = float(t[(t.sqrt() / (1 + t) * (1 + t * E / (1 + t))).argmax()])
             light = max(_LIGHTEST, 1 / (1 + t_best * math.exp(min(E, 600.0))))
-            mu = Measure(inside_ball(torch.stack([u, w]), radius), torch.tensor([light, 1 - light]))
+            mu = Measure(ball(radius).project(torch.stack([u, w])), torch.tensor([light, 1 - light]))
             value = float(local_constant(attention, mu, solver=Auto(rtol=1e-3)).estimate)
             if value > best:
                 best, found = value, mu
@@ -256,7 +255,7 @@ def starting_measures(attention: MeanFieldAttention, n: int, radius: float, rest
         worst = lower_measured(attention.layer, radius, n)
         assert worst is not None
         assert worst.tokens is not None
-        starts.append(attention.measure_of(inside_ball(worst.tokens, radius)))
+        starts.append(attention.measure_of(ball(radius).project(worst.tokens)))
     law = Ball(attention.layer.width, radius)
     return starts + [attention.measure_of(law.sample(n, seed + k)) for k in range(restarts)]
 
@@ -269,7 +268,11 @@ def starting_pairs(
     Inserting, deleting and duplicating tokens changes the law of positions, so that d_2 is infinite: these changes are made
     to measures without positions only. Splitting every atom into two that part is possible everywhere.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, inside = torch.Generator().manual_seed(seed), ball(radius)
+
+    def noise(at: Measure) -> Tensor:
+        return torch.randn(at.points.shape, generator=generator, dtype=torch.float64)
+
     mu = mu.support()
     worst = local_constant(attention, mu, solver=Auto(vectors=True, seed=seed)).right
     assert worst is not None
@@ -278,10 +281,10 @@ def starting_pairs(
     step = 1e-3 * radius * direction
     # On the boundary of the ball only one of the two signs may lead inwards.
     outwards = float((mu.weights[:, None] * mu.points * step).sum())
-    yield mu, mu.push(inside_ball(mu.points - math.copysign(1, outwards) * step, radius)), "move"
-    yield mu, mu.push(inside_ball(mu.points + 0.1 * radius * _noise(mu.points, generator), radius)), "move"
+    yield mu, mu.push(inside.project(mu.points - math.copysign(1, outwards) * step)), "move"
+    yield mu, mu.push(inside.project(mu.points + 0.1 * radius * noise(mu))), "move"
     halves = mu.split()
-    yield mu, halves.push(inside_ball(halves.points + 0.1 * radius * _noise(halves.points, generator), radius)), "split"
+    yield mu, halves.push(inside.project(halves.points + 0.1 * radius * noise(halves))), "split"
     if mu.positions is not None or not mu.is_uniform:
         return
     X, which = mu.points, int(torch.randint(mu.size, (), generator=generator))
@@ -289,14 +292,3 @@ def starting_pairs(
     if len(torch.unique(X, dim=0)) > 1:
         yield mu, Measure(torch.cat([X[:which], X[which + 1 :]])), "delete"
         yield mu, Measure(torch.cat([X, X[which : which + 1]])), "duplicate"
-
-
-def inside_ball(points: Tensor, radius: float) -> Tensor:
-    """Points outside the ball, moved to its boundary."""
-    norms: Tensor = points.norm(dim=-1, keepdim=True)
-    # A hair inside, so that rounding does not leave them outside.
-    return torch.where(norms > radius, points * (radius * (1 - 1e-15) / norms.clamp_min(1e-300)), points)
-
-
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64)

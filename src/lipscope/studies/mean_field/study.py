@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from lipscope.doors import at_least
 from lipscope.rounding import Shown, round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
-from lipscope.spectral.solvers import Auto, Solver
+from lipscope.spectral.solvers import Solver
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
 from lipscope.studies.mean_field.measures import Law, Measure
 from lipscope.studies.mean_field.pairs import set_bound
@@ -68,17 +69,13 @@ class PlateauStudy(Shown):
 
     def medians(self, name: str) -> list[float | None]:
         """Median of a column at every length; None where it was not measured."""
-        found: list[float | None] = []
-        for n in self.lengths:
-            values = [value for row in self.rows if row.n == n and (value := getattr(row, name)) is not None]
-            found.append(median(values) if values else None)
-        return found
+        by_length = ([getattr(row, name) for row in self.rows if row.n == n] for n in self.lengths)
+        known = ([value for value in values if value is not None] for values in by_length)
+        return [median(values) if values else None for values in known]
 
     def growth(self) -> GrowthFit | None:
         """σ ~ n^α over the longer half of the lengths: α = 0 on a plateau. None with fewer than three lengths there."""
-        longer = self.lengths[len(self.lengths) // 2 :]
-        if len(longer) < 3:
-            longer = self.lengths
+        longer = self.lengths[len(self.lengths) // 2 :] if len(self.lengths) > 4 else self.lengths
         kept = [row for row in self.rows if row.n in longer]
         if len(longer) < 3 or min(row.sigma for row in kept) <= 0:
             return None
@@ -92,12 +89,12 @@ class PlateauStudy(Shown):
 
     def to_rows(self) -> list[Row]:
         """One row per draw, with the columns of a scan: σ as an interval, W_2 ratios, and the refined constant."""
+        same: Row = {"mask": self.mask, "dtype": "float64"}
+        if math.isfinite(self.bound):
+            same |= {"radius_norm": self.law_radius, "refined_global": self.bound}
         rows = []
         for draw in self.rows:
-            interval = {name: getattr(draw, name) for name in ("n", "lower", "upper", "upper_kind", "delta")}
-            known = interval | {"estimate": draw.sigma, "input": draw.repeat, "mask": self.mask, "dtype": "float64"}
-            if math.isfinite(self.bound):
-                known |= {"radius_norm": self.law_radius, "refined_global": self.bound}
+            known = vars(draw) | same | {"estimate": draw.sigma, "input": draw.repeat}
             own = {name: getattr(draw, name) for name in ("radius", "bound", "distance", "ratio", "insertion")}
             rows.append(study_row(known, kind=f"mean field, {self.law}", law=self.law, **own))
         return rows
@@ -126,7 +123,7 @@ class PlateauStudy(Shown):
         if math.isinf(self.law_radius):
             norms, bounds = self.medians("radius"), [value for value in self.medians("bound") if value is not None]
             return (
-                "the law is not confined to a ball, so no constant bounds σ for every n: "
+                "the law is not confined to a ball, so no bound of ours holds for every n: "
                 f"the largest norm grew from {norms[0]:.3g} to {norms[-1]:.3g}, "
                 f"and the refined constant at that norm from {round_up(bounds[0], 3)} to {round_up(bounds[-1], 3)}"
             )
@@ -174,8 +171,7 @@ def convergence_study(
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths must be positive, got {list(lengths)}")
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    at_least(1, repeats=repeats)
     if law.dimension != attention.layer.width:
         raise ValueError(f"the law lives on R^{law.dimension}, but the layer takes width {attention.layer.width}")
     jobs = [(n, repeat) for n in sorted(set(lengths)) for repeat in range(repeats)]
@@ -183,45 +179,22 @@ def convergence_study(
     for done, (n, repeat) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs), f"n = {n}")
-        draw_seed = seed + 1_000_003 * (repeat + 1) + 2 * n
-        rows.append(_row(attention, law, n, repeat, draw_seed, n <= transport_up_to, solver or Auto()))
-    confined = math.isfinite(law.radius)
-    return PlateauStudy(
-        rows=tuple(rows),
-        law=str(law),
-        law_radius=law.radius,
-        mask="causal" if attention.causal else "full",
-        bound=set_bound(attention, law.radius) if confined else math.inf,
-        seed=seed,
-    )
-
-
-def _row(
-    attention: MeanFieldAttention, law: Law, n: int, repeat: int, seed: int, transport: bool, solver: Solver
-) -> StudyRow:
-    drawn = law.sample(2 * n + 1, seed)
-    X, Y, extra = drawn.split([n, n, 1])
-    mu, nu = attention.measure_of(X), attention.measure_of(Y)
-    sigma = local_constant(attention, mu, solver=solver)
-    radius = max(mu.radius, nu.radius)
-    apart, ratio = _ratio(attention, mu, nu) if transport else (None, None)
-    insertion = None
-    if transport and not attention.causal:
-        _, insertion = _ratio(attention, mu, attention.measure_of(torch.cat([X, extra])))
-    return StudyRow(
-        n=n,
-        repeat=repeat,
-        lower=sigma.lower,
-        sigma=sigma.estimate,
-        upper=sigma.upper,
-        upper_kind=str(sigma.upper_kind),
-        delta=sigma.delta if sigma.upper_kind == "probabilistic" else None,
-        radius=radius,
-        bound=set_bound(attention, radius),
-        distance=apart,
-        ratio=ratio,
-        insertion=insertion,
-    )
+        X, Y, extra = law.sample(2 * n + 1, seed + 1_000_003 * (repeat + 1) + 2 * n).split([n, n, 1])
+        mu, nu = attention.measure_of(X), attention.measure_of(Y)
+        (found,) = local_constant(attention, mu, solver=solver).to_rows()
+        interval = {name: found[name] for name in ("lower", "upper", "upper_kind", "delta")}
+        radius = max(mu.radius, nu.radius)
+        apart = ratio = insertion = None
+        if n <= transport_up_to:
+            apart, ratio = _ratio(attention, mu, nu)
+            if not attention.causal:
+                insertion = _ratio(attention, mu, attention.measure_of(torch.cat([X, extra])))[1]
+        known: Row = {"distance": apart, "ratio": ratio, "insertion": insertion, "bound": set_bound(attention, radius)}
+        rows.append(StudyRow(n=n, repeat=repeat, sigma=found["estimate"], radius=radius, **interval, **known))
+    mask, bound = "causal" if attention.causal else "full", math.inf
+    if math.isfinite(law.radius):
+        bound = set_bound(attention, law.radius)
+    return PlateauStudy(tuple(rows), str(law), law.radius, mask, bound, seed)
 
 
 def _ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure) -> tuple[float, float | None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,36 +98,30 @@ def resolution(mu: Measure, nu: Measure, p: float = 2.0) -> float:
         0.0
     """
     _check(mu, nu, p)
-    if mu.positions is None:
-        return _resolution(mu, nu, p)
-    if not same_positions(mu, nu) or len(mu.position_marginal()[0]) == mu.size == nu.size:
-        return 0.0  # the distance is infinite, or every position holds one atom
-    parts = [
-        float(mass) * _resolution(Measure(mu.points[i], a), Measure(nu.points[j], b), p) ** p
-        for i, j, a, b, mass in _by_position(mu, nu)
-    ]
-    return math.pow(math.fsum(parts), 1 / p)
-
-
-def _resolution(mu: Measure, nu: Measure, p: float) -> float:
-    mu, nu = mu.support(), nu.support()
-    if min(mu.size, nu.size) == 1 or (mu.is_uniform and nu.is_uniform) or torch.equal(mu.weights, nu.weights):
+    if mu.positions is not None and not same_positions(mu, nu):
+        return 0.0  # the distance is infinite
+    parts = []
+    for i, j, a, b, mass in _by_position(mu, nu):
+        if not (min(len(a), len(b)) == 1 or (_uniform(a) and _uniform(b)) or torch.equal(a, b)):
+            farthest = torch.cdist(mu.points[i], nu.points[j], compute_mode="donot_use_mm_for_euclid_dist").max()
+            share = math.pow(max(len(a), len(b)) * torch.finfo(torch.float64).eps, 1 / p)
+            parts.append((float(mass), float(farthest) * share))
+    unit = max((size for _, size in parts), default=0.0)
+    if unit == 0:
         return 0.0
-    farthest = float(torch.cdist(mu.points, nu.points, compute_mode="donot_use_mm_for_euclid_dist").max())
-    return farthest * math.pow(max(mu.size, nu.size) * torch.finfo(torch.float64).eps, 1 / p)
+    return unit * math.pow(math.fsum(mass * (size / unit) ** p for mass, size in parts), 1 / p)
 
 
 def optimal_plan(mu: Measure, nu: Measure, p: float = 2.0) -> Plan:
     """A plan that attains the distance, with atoms numbered as in the measures; refuses different laws of positions."""
     _check(mu, nu, p)
-    if mu.positions is None or nu.positions is None:
-        return _plan(mu.points, nu.points, mu.weights, nu.weights, p)
-    if not same_positions(mu, nu):
-        raise ValueError("the measures have different laws of positions, so that no plan keeps positions: d_p is infinite")
-    places, masses = mu.position_marginal()
-    if len(places) == mu.size == nu.size:
-        # One atom at every position on both sides: each goes to the one that shares its position.
-        return Plan(mu.positions.argsort(), nu.positions.argsort(), masses)
+    if mu.positions is not None and nu.positions is not None:
+        if not same_positions(mu, nu):
+            raise ValueError("the measures have different laws of positions, so that no plan keeps them: d_p is infinite")
+        places, masses = mu.position_marginal()
+        if len(places) == mu.size == nu.size:
+            # One atom at every position on both sides: each goes to the one that shares its position.
+            return Plan(mu.positions.argsort(), nu.positions.argsort(), masses)
     parts: list[Plan] = []
     for i, j, a, b, mass in _by_position(mu, nu):
         inside = _plan(mu.points[i], nu.points[j], a, b, p)
@@ -144,7 +138,11 @@ def same_positions(mu: Measure, nu: Measure) -> bool:
 
 
 def _by_position(mu: Measure, nu: Measure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """At every position: the atoms of μ and ν there, their weights normalised to one, and the mass of the position."""
+    """At every position: the atoms of μ and ν that carry mass there, their shares of it, and it; without positions, all."""
+    if mu.positions is None:
+        i, j = mu.weights.nonzero()[:, 0], nu.weights.nonzero()[:, 0]
+        yield i, j, mu.weights[i], nu.weights[j], torch.ones((), dtype=torch.float64)
+        return
     places_mu, masses = mu.position_marginal()
     places_nu, _ = nu.position_marginal()
     for s, t, mass in zip(places_mu, places_nu, masses, strict=True):
@@ -155,29 +153,26 @@ def _by_position(mu: Measure, nu: Measure) -> Iterator[tuple[Tensor, Tensor, Ten
 
 
 def _plan(x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: float) -> Plan:
-    """POT's plan between weighted points; atoms of weight zero take no part."""
-    i, j = a.nonzero()[:, 0], b.nonzero()[:, 0]
-    x, y, a, b = x[i], y[j], a[i], b[j]
-    if len(i) == 1 or len(j) == 1:
+    """POT's plan between points of positive weight."""
+    if min(len(a), len(b)) == 1:
         # All mass starts or ends in one place: there is only one plan.
-        return Plan(i.expand(max(len(i), len(j))), j.expand(max(len(i), len(j))), b if len(i) == 1 else a)
+        source, target = torch.broadcast_tensors(torch.arange(len(a)), torch.arange(len(b)))
+        return Plan(source, target, b if len(a) == 1 else a)
     # One shift and one scale for both clouds change no plan, and keep the solver's numbers near one.
     centre = (x.mean(0) + y.mean(0)) / 2
     x, y = x - centre, y - centre
     unit = max(float(x.abs().max()), float(y.abs().max())) or 1.0
-    masses_a, masses_b, total = _masses(a, b)
-    source, target, mass = _solve((x / unit).numpy(), (y / unit).numpy(), masses_a, masses_b, p)
-    used = mass > 0
-    source, target, mass = source[used], target[used], mass[used]
-    return Plan(i[torch.from_numpy(source)], j[torch.from_numpy(target)], torch.from_numpy(mass) / total)
+    total, masses = 1.0, (_to_total_one(a.numpy()), _to_total_one(b.numpy()))
+    if _uniform(a) and _uniform(b):  # integers, so that sums of them carry no rounding
+        total = float(math.lcm(len(a), len(b)))
+        masses = (np.full(len(a), total / len(a)), np.full(len(b), total / len(b)))
+    found = _solve((x / unit).numpy(), (y / unit).numpy(), *masses, p)
+    source, target, mass = (torch.from_numpy(part[found[2] > 0]) for part in found)
+    return Plan(source, target, mass / total)
 
 
-def _masses(a: Tensor, b: Tensor) -> tuple[Floats, Floats, float]:
-    """Masses of equal totals: integers when both clouds are uniform, so that sums of them carry no rounding."""
-    if bool((a == a[0]).all()) and bool((b == b[0]).all()):
-        common = math.gcd(len(a), len(b))
-        return np.full(len(a), len(b) / common), np.full(len(b), len(a) / common), len(a) * len(b) / common
-    return _to_total_one(a.numpy()), _to_total_one(b.numpy()), 1.0
+def _uniform(weights: Tensor) -> bool:
+    return bool((weights == weights[0]).all())
 
 
 def _to_total_one(masses: Floats) -> Floats:
@@ -192,37 +187,27 @@ def _to_total_one(masses: Floats) -> Floats:
 
 
 def _solve(x: Floats, y: Floats, a: Floats, b: Floats, p: float) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats]:
-    ot = _pot()
-    if x.shape[1] == 1:
-        plan = ot.emd_1d(x[:, 0], y[:, 0], a, b, metric="minkowski", p=p, dense=False)
-        return plan.row.astype(np.int64), plan.col.astype(np.int64), plan.data
-    if len(x) * len(y) > LAZY_ABOVE and p in (1, 2):
-        metric = "sqeuclidean" if p == 2 else "euclidean"
-        _, log = ot.lp.emd2_lazy(x, y, a, b, metric=metric, numItermax=_MOST_STEPS, log=True)
-        _refuse_unfinished(log)
-        plan = log["G"]
-        return plan.row.astype(np.int64), plan.col.astype(np.int64), plan.data
-    from scipy.spatial.distance import cdist
-
-    cost = cdist(x, y, "sqeuclidean") if p == 2 else cdist(x, y) ** p
-    dense, log = ot.emd(a, b, cost / (cost.max() or 1.0), numItermax=_MOST_STEPS, log=True)
-    _refuse_unfinished(log)
-    source, target = dense.nonzero()
-    return source.astype(np.int64), target.astype(np.int64), dense[source, target]
-
-
-def _refuse_unfinished(log: dict[str, object]) -> None:
-    if log["warning"] is not None:
-        raise ArithmeticError(f"the transport solver did not finish: {log['warning']}. Use fewer atoms.")
-
-
-def _pot() -> ModuleType:
     try:
         import ot  # type: ignore[import-untyped]  # POT ships no types
     except ImportError:
         raise ImportError("transport distances need POT: pip install 'lipscope[ot]'") from None
-    module: ModuleType = ot
-    return module
+    from scipy import sparse
+    from scipy.spatial.distance import cdist
+
+    log: dict[str, Any] = {"warning": None}
+    if x.shape[1] == 1:
+        plan = ot.emd_1d(x[:, 0], y[:, 0], a, b, metric="minkowski", p=p, dense=False)
+    elif len(x) * len(y) > LAZY_ABOVE and p in (1, 2):
+        metric = "sqeuclidean" if p == 2 else "euclidean"
+        _, log = ot.lp.emd2_lazy(x, y, a, b, metric=metric, numItermax=_MOST_STEPS, log=True)
+        plan = log["G"]
+    else:
+        cost = cdist(x, y, "sqeuclidean") if p == 2 else cdist(x, y) ** p
+        dense, log = ot.emd(a, b, cost / (cost.max() or 1.0), numItermax=_MOST_STEPS, log=True)
+        plan = sparse.coo_array(dense)
+    if log["warning"] is not None:
+        raise ArithmeticError(f"the transport solver did not finish: {log['warning']}. Use fewer atoms.")
+    return plan.row.astype(np.int64), plan.col.astype(np.int64), plan.data
 
 
 def _check(mu: Measure, nu: Measure, p: float) -> None:

@@ -15,10 +15,11 @@ from lipscope.rounding import span
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.studies.paper.cast import SUFFIX
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES, PUBLISHED_AT
 
 Row = dict[str, Any]
 SIGMA, COMPANION = "σ", "companion"
+COLUMN = {SIGMA: "estimate", COMPANION: "companion"}
 REAL_TEXT = "real text"
 RIVALS = {0.0: "0", 0.25: "¼", 0.5: "½", 1.0: "1"}
 WIDEST = 0.2
@@ -42,6 +43,11 @@ class Curve:
     condition: str  # what tells it from other curves of the same layer: ``"real text"``, ``"R = 15.5, groups"``, …
     rows: tuple[Row, ...]  # the rows, in the order of n
 
+    @property
+    def is_published(self) -> bool:
+        """Whether the public repository draws a curve for this layer."""
+        return (self.model, self.layer) == PUBLISHED_AT
+
     def values(self, column: str) -> tuple[list[int], list[float]]:
         """The lengths n and a column, where the column has a value."""
         kept = [(row["n"], float(row[column])) for row in self.rows if row.get(column) is not None]
@@ -49,13 +55,13 @@ class Curve:
 
     def fit(self, estimator: str = SIGMA) -> GrowthFit | None:
         """The power law of σ or of the companion estimator; None with fewer than three lengths."""
-        n, values = self.values("estimate" if estimator == SIGMA else COMPANION)
-        far = [(k, value) for k, value in zip(n, values, strict=True) if k >= _SHORTEST]
-        if self.experiment in (ADVERSARIAL, BORDER) and len({k for k, _ in far}) >= 3:
-            n, values = [k for k, _ in far], [value for _, value in far]
-        if len(set(n)) < 3 or min(values) <= 0:
+        points = list(zip(*self.values(COLUMN[estimator]), strict=True))
+        far = [point for point in points if point[0] >= _SHORTEST]
+        if self.experiment in (ADVERSARIAL, BORDER) and len({n for n, _ in far}) >= 3:
+            points = far
+        if len({n for n, _ in points}) < 3 or min(value for _, value in points) <= 0:
             return None
-        return _fit(tuple(n), tuple(values))
+        return _fit(*zip(*points, strict=True))
 
 
 # Figures, tables and findings ask for the same fits, and a bootstrap takes its time.

@@ -64,6 +64,14 @@ def companion_estimator(map: Attention | TensorMap, X: Tensor) -> float | Tensor
     return value.item() if bare else value
 
 
+def companion_at(layer: RecordedLayer, scope: str = "attention") -> Tensor:
+    """The same for a layer of a model at every recorded input, (B,)."""
+    plain = layer.attention if scope == "attention" else None
+    values = companion_estimator(plain or layer.map(scope), layer.tokens(scope).contiguous())
+    assert isinstance(values, Tensor)
+    return values
+
+
 def plain_forward(layer: Attention, *, dropout: float = 0.0, seed: int = 0) -> Map:
     """The layer on one input (n, d), written out.
 
@@ -77,19 +85,13 @@ def plain_forward(layer: Attention, *, dropout: float = 0.0, seed: int = 0) -> M
     causal = isinstance(layer.mask, Causal)
 
     def function(X: Tensor) -> Tensor:
-        n = X.shape[-2]
-        q, k, v = (
-            torch.nn.functional.linear(X, W, b).reshape(n, layer.heads, -1).transpose(0, 1)
-            for W, b in ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-        )
-        scores = layer.tau * q @ k.transpose(1, 2)
+        q, k, v = layer.project(X[None])
+        scores = q @ k.mT
         if causal:
-            scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
-        P = torch.softmax(scores, -1)
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
         generator = torch.Generator().manual_seed(seed)
-        joined = (_drop(P, dropout, generator) @ v).transpose(0, 1).reshape(n, -1)
-        Y = joined if layer.out is None else torch.nn.functional.linear(joined, layer.out, layer.out_bias)
-        return _drop(Y, dropout, generator)
+        Y = layer.merge_heads(_drop(torch.softmax(scores, -1), dropout, generator) @ v)[0]
+        return _drop(Y if layer.out_bias is None else Y + layer.out_bias.detach(), dropout, generator)
 
     return function
 
@@ -182,15 +184,13 @@ class Differences(Text):
         """A row per input: σ as it is, and as the difference makes it."""
         layer, variant = task["layer"], task["variant"]
         right, wrong = _MEASURES[variant](_Here(recorded[layer], payload["ids"], Auto(**task["solver"])))
-        rows = []
-        for item, (reference, value) in enumerate(zip(right.tolist(), wrong.tolist(), strict=True)):
-            rows.append(
-                {"model": handle.name, "layer": layer, "head": 0 if variant == "head slice" else None,
-                 "scope": task["scope"], "mask": handle.layer(layer).mask, "n": task["n"],
-                 "input": payload["first"] + item, "document": None, "variant": variant, "reference": reference,
-                 "value": value, "experiment": task["options"]["experiment"], "notes": "; ".join(handle.notes)}
-            )  # fmt: skip
-        return rows
+        about = {"model": handle.name, "layer": layer, "head": 0 if variant == "head slice" else None, "n": task["n"],
+                 "scope": task["scope"], "mask": handle.layer(layer).mask, "document": None, "variant": variant,
+                 "experiment": task["options"]["experiment"], "notes": "; ".join(handle.notes)}  # fmt: skip
+        return [
+            about | {"input": payload["first"] + item, "reference": reference, "value": value}
+            for item, (reference, value) in enumerate(zip(right.tolist(), wrong.tolist(), strict=True))
+        ]
 
 
 def _applies(variant: str, handle: Model, layer: int) -> bool:
@@ -236,13 +236,6 @@ class _Here:
 Pair = tuple[Tensor, Tensor]
 
 
-def _primal(here: _Here) -> Pair:
-    at = here.layer
-    values = companion_estimator(at.attention or at.map(), at.tokens().contiguous())
-    assert isinstance(values, Tensor)
-    return here.sigma(), values
-
-
 def _lost_mask(here: _Here) -> Pair:
     config: Any = here.layer.model.model.config
     config.is_decoder = False  # BERT hides the future when its configuration says so
@@ -262,12 +255,10 @@ def _dropout(here: _Here) -> Pair:
 
 def _head_slice(here: _Here) -> Pair:
     layer, X = here.weights(), here.layer.tokens().contiguous()
-    right, dk = layer.head(0), layer.head_width
-    sliced = dataclasses.replace(
-        right, q=layer.q.mT[:dk].contiguous(), k=layer.k.mT[:dk].contiguous(), v=layer.v.mT[:dk].contiguous()
-    )
-    values = [local_lipschitz(one, X, solver=here.solver, certificate=False).estimate for one in (right, sliced)]
-    return values[0], values[1]
+    rows = {name: getattr(layer, name).mT[: layer.head_width].contiguous() for name in ("q", "k", "v")}
+    heads = (layer.head(0), dataclasses.replace(layer.head(0), **rows))
+    right, wrong = (local_lipschitz(one, X, solver=here.solver, certificate=False).estimate for one in heads)
+    return right, wrong
 
 
 def _tolerance(here: _Here) -> Pair:
@@ -277,7 +268,8 @@ def _tolerance(here: _Here) -> Pair:
 
 
 _MEASURES: dict[str, Callable[[_Here], Pair]] = {
-    "primal": _primal, "lost mask": _lost_mask, "dropout": _dropout, "head slice": _head_slice,
+    "primal": lambda here: (here.sigma(), companion_at(here.layer)),
+    "lost mask": _lost_mask, "dropout": _dropout, "head slice": _head_slice,
     "residual and LayerNorm": lambda here: (here.sigma(), here.sigma(scope="attention+residual")),
     "token types": lambda here: (here.sigma(), here.sigma(here.again(token_type_ids=torch.tensor(here.ids) * 0))),
     "absolute tolerance": _tolerance,
@@ -286,20 +278,20 @@ _MEASURES: dict[str, Callable[[_Here], Pair]] = {
 
 def _tokens_under_dropout(handle: Model, layer: int, ids: list[int], seed: int) -> Tensor:
     """What attention sees when the model runs in training mode, on its own attention."""
-    seen: list[Tensor] = []
+    seen: list[Any] = []
 
     def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = tokens_of(args, kwargs)
-        assert tokens is not None
-        seen.append(tokens.detach())
+        seen.append(tokens_of(args, kwargs))
 
-    hook = handle.layer(layer).host.register_forward_pre_hook(entering, with_kwargs=True)
-    try:
-        handle.model.train()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
-            handle.model(input_ids=torch.tensor([ids]), use_cache=False)
-    finally:
-        handle.model.eval()
-        hook.remove()
-    return seen[0][0]
+    with (
+        handle.layer(layer).host.register_forward_pre_hook(entering, with_kwargs=True),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        torch.manual_seed(seed)
+        try:
+            handle.model.train()(input_ids=torch.tensor([ids]), use_cache=False)
+        finally:
+            handle.model.eval()
+    found: Tensor = seen[0][0]
+    return found

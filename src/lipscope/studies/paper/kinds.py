@@ -20,7 +20,7 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.domain import ball
-from lipscope.bounds.exponent import HeadOnSet, Regime, best_pair, regimes
+from lipscope.bounds.exponent import HeadOnSet, best_pair, regimes
 from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
 from lipscope.bounds.registry import least
 from lipscope.models.inputs import position_limit
@@ -33,7 +33,7 @@ from lipscope.runs.registry import Measured, Pass, Row
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.paper.cast import chosen_layers, weights_of
-from lipscope.studies.paper.differences import companion_estimator
+from lipscope.studies.paper.differences import companion_at, companion_estimator
 from lipscope.studies.worst_case import construct, maximise
 
 REAL_TEXT = "lipscope.studies.paper.kinds:RealText"
@@ -57,26 +57,27 @@ class RealText(Text):
         yield from super().expand(fitting, handle)
 
     def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
-        """The rows of one layer and scope, with certificates for the first inputs."""
-        rows = recorded[task["layer"]].rows(
-            task["scope"], solver=Auto(**task["solver"]), certificate=False, first_input=payload["first"]
-        )
+        """The rows of one layer and scope; the first ``certificates`` inputs of a length with the certified upper bound."""
+        here, scope, options = recorded[task["layer"]], task["scope"], task["options"]
+        rows = here.rows(scope, solver=Auto(**task["solver"]), certificate=False, first_input=payload["first"])
         rows = add_quantities(Measured(handle, recorded, task, rows))
-        _certify(handle, recorded, rows, task)
-        width = recorded[task["layer"]].tokens(task["scope"]).shape[-1]
-        return [row | {"experiment": task["options"]["experiment"], "width": width} for row in rows]
+        # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
+        shared = weights_of(handle, task["layer"])
+        for row in rows:
+            item, wanted = row["input"] - payload["first"], row["input"] < int(options.get("certificates", 0))
+            if scope == "attention" and wanted and not row.get("certified") and (plain := shared or here.attention):
+                layer = plain if plain is shared else plain.for_input(item)
+                row["certified"] = float(certified_upper(layer, here.tokens()[item : item + 1].double())[0])
+        width = here.tokens(scope).shape[-1]
+        return [row | {"experiment": options["experiment"], "width": width} for row in rows]
 
 
 def companion(at: Measured) -> list[Row]:
     """The quantity ``companion``: √‖Jᵀf(X)‖, what the paper's public scripts compute. **Not** σ."""
-    layer, scope = at.settings["layer"], at.settings["scope"]
+    scope = at.settings["scope"]
     if scope == "head":
         raise ValueError("the companion estimator is computed for whole maps, not at scope 'head'")
-    here = at.recording[layer]
-    plain = here.attention if scope == "attention" else None
-    values = companion_estimator(plain or here.map(scope), here.tokens(scope).contiguous())
-    assert isinstance(values, torch.Tensor)
-    return [{"companion": float(value)} for value in values]
+    return [{"companion": value} for value in companion_at(at.recording[at.settings["layer"]], scope).tolist()]
 
 
 def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...]:
@@ -87,24 +88,6 @@ def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...
     if not fitting:
         raise ValueError(f"none of the lengths {', '.join(map(str, lengths))} leaves room for text in {handle.name}")
     return fitting
-
-
-def _certify(handle: Model, recorded: Recorded, rows: list[Row], task: dict[str, Any]) -> None:
-    """The certified upper bound of the first ``certificates`` inputs of a length, where the layer has one."""
-    wanted = [row for row in rows if row["input"] < int(task["options"].get("certificates", 0)) and not row.get("certified")]
-    if task["scope"] != "attention" or not wanted:
-        return
-    here = recorded[task["layer"]]
-    X = here.tokens()
-    # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
-    shared = weights_of(handle, task["layer"])
-    plain = shared or here.attention
-    if plain is None:
-        return
-    for row in wanted:
-        item = row["input"] - rows[0]["input"]
-        layer = plain if plain is shared else plain.for_input(item)
-        row["certified"] = float(certified_upper(layer, X[item : item + 1].double())[0])
 
 
 class AdversarialPoints:
@@ -118,18 +101,19 @@ class AdversarialPoints:
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """One pass per length and radius, with a task per layer; none for a model without plain weights."""
+        border = block.options.get("border")
         for layer in chosen_layers(len(handle.layers), block.options["layers"]):
-            weights = weights_of(handle, layer)
-            if weights is None:
+            if (weights := weights_of(handle, layer)) is None:
                 continue
-            head = strongest_head(weights)
-            border = block.options.get("border")
-            radii = block.options["radii"] if border is None else [border_radius(weights.head(head), border)]
-            for radius in radii:
+            index = strongest_head(weights)
+            head = weights.head(index).to(torch.float64)
+            for radius in block.options["radii"] if border is None else [border_radius(head, border)]:
+                regime = vars(regimes(head, ball(radius))[0])
+                borders = {name: regime[name] for name in ("exponent", "log_growth", "log_plateau")}
                 for n in block.sizes:
                     point = {"n": n, "radius": float(radius), "ascend": n in block.options["ascent_lengths"]}
-                    known = {"borders": n == max(block.sizes) or border is not None}
-                    yield Pass(point, point | known, n, 1, None, ({"layer": layer, "scope": "head", "heads": [head]},))
+                    known = {"borders": borders if n == max(block.sizes) or border is not None else {}}
+                    yield Pass(point, point | known, n, 1, None, ({"layer": layer, "scope": "head", "heads": [index]},))
 
     def record(self, handle: Model, payload: dict[str, Any]) -> None:
         """No text is read."""
@@ -141,61 +125,39 @@ class AdversarialPoints:
         head, radius, n = layer.head(task["heads"][0]).to(torch.float64), payload["radius"], payload["n"]
         solver = Auto(**task["solver"])
         case = f"proposition34.{proposition34_case(real_eigenvalues(head))}"
+        least_of = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
+        bounds = {source: value for source, value in least_of.items() if value is not None} | payload["borders"]
+        place = {"model": handle.name, "layer": task["layer"], "head": task["heads"][0], "scope": "head", "input": 0,
+                 "document": None, "radius": radius, "experiment": task["options"]["experiment"],
+                 "notes": "; ".join(handle.notes)}  # fmt: skip
+
+        def row(name: str, X: Tensor, sigma: SpectralNorm, predicted: float | None, about: str) -> Row:
+            norms = X.norm(dim=-1)
+            size = {"radius_max": float(norms.max()), "radius_rms": float(norms.square().mean().sqrt())}
+            own = {"points": name, "predicted": predicted, "construction": about, "companion": companion_estimator(head, X),
+                   "certified": float(certified_upper(head, X[None])[0])}  # fmt: skip
+            return {**sigma.to_rows()[0], **place, **size, **own, **bounds}
+
         built = construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
-        points: list[tuple[str, Tensor, SpectralNorm, float | None, str]] = []
+        rows = []
         for c in built:
             about = f"{c.name}, m = {c.m}; {c.note}".rstrip("; ")
-            points.append((PAPER if c.name == case else GROUPS, c.tokens, c.sigma, c.predicted, about))
+            rows.append(row(PAPER if c.name == case else GROUPS, c.tokens, c.sigma, c.predicted, about))
         if payload["ascend"]:
             found = maximise(
                 head, n, radius=radius, built=built, restarts=task["options"]["restarts"], steps=task["options"]["steps"],
                 seed=task["seed"], solver=solver, dtype=torch.float32,
             )  # fmt: skip
             about = f"from {found.labels[found.best]}; start seed {found.start_seed}"
-            points.append((ASCENT, found.tokens, found.sigma, None, about))
-        least_of = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
-        bounds = {source: value for source, value in least_of.items() if value is not None}
-        if payload["borders"]:
-            regime = _borders(handle.name, task["layer"], task["heads"][0], radius, head)
-            bounds |= {"exponent": regime.exponent, "log_growth": regime.log_growth, "log_plateau": regime.log_plateau}
-        return [
-            _row(handle, task, name, X, sigma, radius)
-            | {"predicted": predicted, "construction": about, "companion": companion_estimator(head, X)}
-            | {"certified": float(certified_upper(head, X[None])[0])}
-            | bounds
-            for name, X, sigma, predicted, about in points
-        ]
-
-
-_KNOWN: dict[tuple[str, int, int, float], Regime] = {}
-
-
-def _borders(model: str, layer: int, index: int, radius: float, head: Attention) -> Regime:
-    """The borders of a head, computed once for all lengths."""
-    key = (model, layer, index, radius)
-    if key not in _KNOWN:
-        _KNOWN[key] = regimes(head, ball(radius))[0]
-    return _KNOWN[key]
+            rows.append(row(ASCENT, found.tokens, found.sigma, None, about))
+        return rows
 
 
 def border_radius(head: Attention, n: int) -> float:
     """The radius at which √n growth of a head is proved up to about n tokens: E = ln n, and E grows as R² but for biases."""
     radius = 1.0
     for _ in range(4):
-        on = HeadOnSet(head.to(torch.float64), 0, ball(radius))
+        on = HeadOnSet(head, 0, ball(radius))
         u, w = best_pair(on.A, radius, shift=on.shift)
         radius *= math.sqrt(math.log(n) / max(float((u - w) @ (on.A @ w + on.shift)), 1e-12))
     return radius
-
-
-def _row(handle: Model, task: dict[str, Any], points: str, X: Tensor, sigma: SpectralNorm, radius: float) -> Row:
-    norms = X.norm(dim=-1)
-    (row,) = sigma.to_rows()
-    kept = ("lower", "estimate", "upper", "upper_kind", "delta", "iterations", "status", "converged", "solver")
-    return {
-        "model": handle.name, "layer": task["layer"], "head": task["heads"][0], "scope": "head", "mask": row["mask"],
-        "n": X.shape[0], "input": 0, "document": None, **{name: row[name] for name in kept}, "dtype": row["dtype"],
-        "radius": radius, "points": points, "experiment": task["options"]["experiment"],
-        "radius_max": float(norms.max()), "radius_rms": float(norms.square().mean().sqrt()),
-        "notes": "; ".join(handle.notes),
-    }  # fmt: skip

@@ -132,7 +132,7 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
     ]
     if radii:
         found.append(
-            f"Where growth ends is looked at with tokens of norm {span(radii[0], radii[-1], 3)}, a radius per layer."
+            f"Where proved growth ends is looked at with tokens of norm {span(radii[0], radii[-1], 3)}, a radius per layer."
         )
     return found
 

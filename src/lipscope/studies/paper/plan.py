@@ -14,8 +14,8 @@ from lipscope.runs.plan import Block, Plan
 from lipscope.studies.paper import differences, kinds
 from lipscope.studies.paper.cast import FIRST_AND_MIDDLE, Cast, Member
 
-# What the paper's public repository draws: σ ≈ 0.445·n^0.25 on random GPT-2, layer 6.
-PUBLISHED_FACTOR, PUBLISHED_EXPONENT = 0.445, 0.25
+# What the paper's public repository draws for random GPT-2, layer 6.
+PUBLISHED, PUBLISHED_AT = "0.445·n^0.25", ("gpt2-random", 6)
 
 TEXT, TEXT_WITHOUT_PACKAGES = "alice", "python-docs"
 GROWTH, LONG, LAYERNORM, DIFFERENCES = "growth", "long range", "layernorm", "differences"
@@ -32,18 +32,18 @@ class Settings:
     long_lengths: tuple[int, ...]  # further ones for models of BERT's kind
     inputs: int  # inputs per length, disjoint in the text
     long_inputs: int  # those of the further lengths
-    certificates: int  # how many of them also get the certified upper bound
     radii: tuple[float, ...]  # norms of the adversarial tokens
     adversarial_lengths: tuple[int, ...]  # numbers of adversarial tokens
     ascent_lengths: tuple[int, ...]  # those among them from which gradient ascent starts
-    ascent_restarts: int  # starts per ascent
     ascent_steps: int  # steps per start
     norm_layers: int  # layers of the LayerNorm study, evenly spread
     norm_lengths: tuple[int, ...]  # its numbers of tokens
     norm_inputs: int  # its inputs per length
-    border: int  # about where √n growth ends at the radius that is looked for
+    border: int  # about up to where √n growth is proved at the radius that is looked for
     difference_length: int  # number of tokens at which differences from the published scripts are measured
     difference_inputs: int  # inputs for that
+    certificates: int = 1  # inputs per length that also get the certified upper bound
+    ascent_restarts: int = 4  # starts per ascent
     rtol: float = 1e-3  # relative accuracy of σ
     interval: float = 0.2  # widest relative interval around σ to stop with
     threads: int = 1  # torch threads; part of every row's identity
@@ -55,11 +55,9 @@ FULL = Settings(
     long_lengths=(102, 202, 302, 402, 502),
     inputs=10,
     long_inputs=3,
-    certificates=1,
     radii=(15.5, 21.5, 100.0, 10.0),
     adversarial_lengths=tuple(range(2, 98, 5)),
     ascent_lengths=(2, 17, 47, 97),
-    ascent_restarts=4,
     ascent_steps=20,
     norm_layers=6,
     norm_lengths=(8, 16, 32, 64),
@@ -75,11 +73,9 @@ QUICK = Settings(
     long_lengths=(64,),
     inputs=2,
     long_inputs=1,
-    certificates=1,
     radii=(15.5, 100.0),
     adversarial_lengths=(7, 32),
     ascent_lengths=(7,),
-    ascent_restarts=4,
     ascent_steps=10,
     norm_layers=3,
     norm_lengths=(8, 24),
@@ -90,6 +86,11 @@ QUICK = Settings(
 )
 
 MODES = {"quick": QUICK, "full": FULL}
+
+
+def published(n: float) -> float:
+    """The curve of the public repository."""
+    return float(0.445 * n**0.25)
 
 
 def paper_text() -> str:
@@ -115,19 +116,19 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
         more |= {"texts": text, "quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}}
         return block(experiment, chosen, kinds.REAL_TEXT, lengths, inputs, **more)
 
-    blocks = [curves(GROWTH, list(members), settings.lengths, settings.inputs)]
-    if settings.long_lengths:
-        bidirectional = [m for m in unmasked if m.family == "bert"]
-        blocks.append(curves(LONG, bidirectional, settings.long_lengths, settings.long_inputs, batch_tokens=2048))
+    bidirectional = [m for m in unmasked if m.family == "bert"]
     attack = {"radii": list(settings.radii), "ascent_lengths": list(settings.ascent_lengths),
               "restarts": settings.ascent_restarts, "steps": settings.ascent_steps}  # fmt: skip
-    blocks.append(block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=attack))
     shorter = attack | {"radii": [], "ascent_lengths": [], "border": settings.border}
-    blocks.append(block(BORDER, unmasked, kinds.ADVERSARIAL_POINTS, settings.adversarial_lengths, 1, options=shorter))
-    blocks.append(
+    norms: dict[str, Any] = {"layers": settings.norm_layers, "certificates": 0}
+    built, length = settings.adversarial_lengths, (settings.difference_length,)
+    blocks = (
+        curves(GROWTH, list(members), settings.lengths, settings.inputs),
+        curves(LONG, bidirectional, settings.long_lengths, settings.long_inputs, batch_tokens=2048),
+        block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, built, 1, options=attack),
+        block(BORDER, unmasked, kinds.ADVERSARIAL_POINTS, built, 1, options=shorter),
         block(LAYERNORM, unmasked, kinds.REAL_TEXT, settings.norm_lengths, settings.norm_inputs, texts=text,
-              scopes=NORM_SCOPES, options={"layers": settings.norm_layers, "certificates": 0})
+              scopes=NORM_SCOPES, options=norms),
+        block(DIFFERENCES, list(members), differences.KIND, length, settings.difference_inputs, texts=text),
     )  # fmt: skip
-    length = (settings.difference_length,)
-    blocks.append(block(DIFFERENCES, list(members), differences.KIND, length, settings.difference_inputs, texts=text))
-    return Plan(tuple(blocks), settings.threads)
+    return Plan(blocks, settings.threads)

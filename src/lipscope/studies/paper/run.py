@@ -15,7 +15,6 @@ import torch
 
 from lipscope.attention.layer import Attention
 from lipscope.models.corpora import read_text
-from lipscope.models.scopes import scope_tokens
 from lipscope.models.text import Chunker
 from lipscope.report import draw
 from lipscope.report.html import needed
@@ -43,10 +42,8 @@ class Reproduction:
     """What a run left behind."""
 
     directory: Path
-    rows: tuple[Row, ...]
-    cast: Cast
+    rows: list[Row]
     summary: Summary
-    files: tuple[Path, ...]  # the pages, tables and figures
     # Seconds that the textbook loop would need for the values of σ on real text, and how that was found.
     textbook: dict[str, Any]
 
@@ -88,8 +85,8 @@ def reproduce(
     textbook = _textbook(rows, cast, settings, {job.model: job.fingerprint for job in expansion.jobs})
     about = {"mode": settings.name, "measured_seconds": seconds, "threads": settings.threads, "text": paper_text(),
              "textbook": textbook}  # fmt: skip
-    files = write_results(rows, cast, settings, about, directory)
-    return Reproduction(directory, tuple(rows), cast, summary, tuple(files), textbook)
+    write_results(rows, cast, settings, about, directory)
+    return Reproduction(directory, rows, summary, textbook)
 
 
 def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any], directory: Path) -> list[Path]:
@@ -131,8 +128,7 @@ def _textbook(
         if weights is None or weights.kv_heads != weights.heads:
             continue
         ids = Chunker(read_text(paper_text()), handle.tokenizer).chunks([n], 1)[n]
-        recording = handle.record(handle.token_inputs(input_ids=torch.tensor(ids)))
-        samples.append((weights, scope_tokens(handle.layer(layer), recording, "attention")[0]))
+        samples.append((weights, handle.record(input_ids=torch.tensor(ids))[layer].tokens()[0]))
     if not samples or not points:
         return {}
     own = sum(row["seconds"] for row in ours)

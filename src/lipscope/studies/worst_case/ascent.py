@@ -4,11 +4,11 @@ All restarts move together. One step of one restart is
 
     z⁺ = project( z + η·G + μ·(z − z⁻) ),     G_i = g_i/‖g_i‖,   g = ∂⟨u, J v⟩/∂z
 
-with the top singular pair (u, v) held fixed, then a few warm Golub–Kahan steps for the new pair. Every token moves by the
+with the top singular pair (u, v) held fixed, then a few warm Krylov steps for the new pair. Every token moves by the
 same length, whatever its share of the gradient: the set is a product of balls, so this is still an ascent direction, and
 it is what brings tokens of small gradient to their place. A step is kept only when the Ritz value grows; it is a lower
 bound of σ, so σ at the end is at least what it was at the start, also where singular values cluster and ⟨u, dJ v⟩ is only
-a subgradient. After k Golub–Kahan steps from v the largest Ritz value θ obeys ‖Jv‖ ≤ θ ≤ σ.
+a subgradient. On the Krylov space of JᵀJ from v the largest Ritz value θ obeys ‖Jv‖ ≤ θ ≤ σ.
 
 A search begins at every construction, at the inputs the user hands over, at jittered copies of these, and at noise.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,14 +31,14 @@ from lipscope.attention.norms import Normalisation
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.bounds.domain import Domain, domain_of
+from lipscope.doors import at_least
 from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.rounding import interval
-from lipscope.spectral.basis import Basis, scaled_norm, unit_rows
+from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
-from lipscope.spectral.ritz import RitzPairs
 from lipscope.spectral.solvers import Auto, Power, Solver
 from lipscope.studies.worst_case.constructions import Construction, check_length, construct
 
@@ -143,9 +143,7 @@ def maximise(
     domain = domain_of(radius, norm, attention.width)
     plain = attention if isinstance(attention, Attention) else attention.plain
     check_length(plain, n)
-    for name, value in (("restarts", restarts), ("steps", steps), ("patience", patience)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    at_least(1, restarts=restarts, steps=steps, patience=patience)
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must lie strictly between 0 and 1, got {tolerance:g}")
     if dtype not in (torch.float32, torch.float64):
@@ -186,7 +184,8 @@ def unseen(*measured: Tensor) -> int:
     digest = hashlib.sha256()
     for tensor in measured:
         digest.update(tensor.detach().double().cpu().contiguous().numpy().tobytes())
-    return int.from_bytes(digest.digest()[:4], "big")
+    # As many bits as a number of a JSON file keeps.
+    return int.from_bytes(digest.digest()[:7], "big") >> 3
 
 
 class _Search:
@@ -250,11 +249,11 @@ class _Search:
         self.active = self.active[still]
 
     def _at(self, z: Tensor) -> AttentionOperator:
-        X = self.domain.tokens(z)
-        return AttentionOperator.at(self.layer, X, tiled=False)
+        return AttentionOperator.at(self.layer, self.domain.tokens(z), tiled=False)
 
     def _replace(self, items: Tensor, pair: TopPair, operator: AttentionOperator) -> None:
-        self.pair.theta[items], self.pair.left[items], self.pair.right[items] = pair.theta, pair.left, pair.right
+        for known, new in zip(self.pair, pair, strict=True):
+            known[items] = new
         self.direction[items] = self._direction(operator, pair)
 
     def _direction(self, operator: AttentionOperator, pair: TopPair) -> Tensor:
@@ -297,8 +296,7 @@ def gather_starts(
     return torch.stack([z for _, z in parts]), tuple(name for name, _ in parts)
 
 
-@dataclass(frozen=True, eq=False)
-class TopPair:
+class TopPair(NamedTuple):
     """Approximate top singular triplets of a batch: θ (B,) ≤ σ in float64, unit u (B, M) and v (B, N), θ = ⟨u, Jv⟩."""
 
     theta: Tensor
@@ -307,38 +305,23 @@ class TopPair:
 
     def select(self, items: Tensor) -> TopPair:
         """Keep the listed items."""
-        return TopPair(self.theta[items], self.left[items], self.right[items])
+        return TopPair(*(part[items] for part in self))
 
 
 def cold_pair(operator: Operator, *, rtol: float = 1e-3, seed: int = 0) -> TopPair:
     """The top pairs from a random start."""
     output = GolubKahan(rtol=rtol, vectors=True, interval=None, seed=seed).solve(operator)
-    assert output.left is not None
-    assert output.right is not None
-    return TopPair(output.estimate, output.left[:, 0], output.right[:, 0])
+    right, left = output.vectors
+    return TopPair(output.estimate, left[:, 0], right[:, 0])
 
 
 def warm_pair(operator: Operator, start: Tensor, steps: int) -> TopPair:
     """The top Ritz pairs after ``steps`` products J·v and one less Jᵀ·u, from unit vectors ``start`` (B, N)."""
-    M, N = operator.shape
-    steps = min(steps, M, N)
-    U, V = Basis(operator.batch, M, start), Basis(operator.batch, N, start)
-    V.append(start)
-    alpha = torch.zeros(operator.batch, steps, dtype=torch.float64, device=start.device)
-    beta = torch.zeros_like(alpha)
-    for j in range(steps):
-        u = U.remove(operator.matvec(V.last))
-        alpha[:, j] = scaled_norm(u)
-        U.append(unit_rows(u, alpha[:, j]))
-        if j + 1 == steps:
-            break  # J V = U B is complete: the last Jᵀ would only tell the residual
-        v = V.remove(operator.rmatvec(U.last))
-        # What is left after an exhausted recurrence is rounding: it must not become a direction.
-        norm = scaled_norm(v)
-        beta[:, j] = norm.masked_fill(norm <= 8 * torch.finfo(v.dtype).eps * alpha.amax(1), 0.0)
-        V.append(unit_rows(v, beta[:, j]))
-    ritz = RitzPairs(alpha, beta, 1)
-    assert ritz.left is not None
-    rows = torch.arange(operator.batch, device=start.device)
-    right, left = V.combine(rows, ritz.right[:, :, :1])[:, 0], U.combine(rows, ritz.left[:, :, :1])[:, 0]
-    return TopPair(ritz.values[:, 0], left, right)
+    V, images = start[..., None], []
+    for left in reversed(range(min(steps, *operator.shape))):
+        images.append(operator.matvec(V[..., -1]))
+        if left:  # one more direction of the Krylov space, or any other where it is exhausted
+            further = operator.rmatvec(unit_rows(images[-1], scaled_norm(images[-1])))
+            V = torch.cat([V, torch.linalg.qr(torch.cat([V, further[..., None]], -1)).Q[..., -1:]], -1)
+    U, theta, W = torch.linalg.svd(torch.stack(images, -1), full_matrices=False)
+    return TopPair(theta[:, 0].double(), U[..., 0], (V @ W.mT[..., :1])[..., 0])

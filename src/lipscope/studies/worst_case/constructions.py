@@ -14,15 +14,10 @@ Each head of a layer has its own A; the head whose input gives the layer the lar
 Such inputs are made of a few distinct tokens, each repeated: n tokens cost no more than the distinct ones.
 
 m_b copies of a token are one token whose score has log m_b added, so attention over n tokens is attention over the g
-distinct ones with that additive term, for every head, soft-cap and sink. Unmasked, J commutes with permutations inside
-the groups and falls apart into
-
-    moving groups as wholes      D J_g D⁻¹,  D = diag(√m_b),  J_g the Jacobian of the g-token layer
-    moving against one another   B_b, the part of ∂out_b/∂x_b that goes through the query, once m_b ≥ 2
-
-so σ is the largest of these norms, exactly, whatever n. ``GroupGain`` is one block of it: the gain of moving the m tokens
-at u together, seen by the n−m tokens at w, whose norm for one plain head is √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖. Under
-the causal mask, with the tokens at u first, row m+i sees m tokens at u and i at w, and the blocks of all rows stack up.
+distinct ones with that additive term, for every head, soft-cap and sink: attention of a measure (``mean_field``).
+``group_gain`` is one block of the Jacobian: the gain of moving the m tokens at u together, seen by the n−m tokens at w, for
+one plain head √((n−m)/m)·p·‖V(I + (1−p)(u−w)(Aw)ᵀ)‖. Under the causal mask, with the tokens at u first, row m+i sees m
+tokens at u and i at w, and the blocks of all rows stack up.
 """
 
 from __future__ import annotations
@@ -35,25 +30,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.core import group_queries
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import Causal, Full
 from lipscope.attention.norms import Normalisation
-from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.domain import domain_of
 from lipscope.bounds.pairs import HeadPairs, PlainHead, tokens
 from lipscope.bounds.registry import names as bound_names
 from lipscope.measure.sigma import local_lipschitz
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.autodiff import AutodiffOperator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
+from lipscope.studies.mean_field.attention import MeanFieldAttention, mean_field_operator
+from lipscope.studies.mean_field.measures import Measure
 from lipscope.studies.rows import Row, sigma_row
-
-
-def grouped_layer(layer: Attention, counts: Tensor) -> Attention:
-    """The layer on distinct tokens that stand for ``counts`` (items, g) copies each; counts need not be integers."""
-    bias = counts.to(layer.q).log()[:, None, None, :].expand(-1, layer.heads, counts.shape[1], -1)
-    return dataclasses.replace(layer, mask=None, bias=bias)
 
 
 def has_closed_form(layer: Attention, *, causal: bool = True) -> bool:
@@ -85,77 +74,20 @@ def grouped_sigma(layer: Attention, tokens: Tensor, counts: Sequence[float]) -> 
     """
     if not has_closed_form(layer, causal=False):
         raise ValueError(f"grouped_sigma needs an unmasked layer without additive bias, got mask {layer.mask}")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have shape (g, d), got {tuple(tokens.shape)}")
     if len(counts) != tokens.shape[0] or min(counts) < 1:
         raise ValueError(f"counts must give at least one copy of each of the {tokens.shape[0]} tokens, got {list(counts)}")
-    precise = layer.to(torch.float64)
-    weights = torch.tensor([list(counts)], dtype=torch.float64)
-    operator = AttentionOperator.at(grouped_layer(precise, weights), tokens.double()[None])
-    g, d, d_out = tokens.shape[0], precise.width, precise.output_width
-    scale = weights[0].sqrt()
-    J = operator.to_dense()[0].reshape(g, d_out, g, d) * scale[:, None, None, None] / scale[None, None, :, None]
-    norms = [float(torch.linalg.matrix_norm(J.reshape(g * d_out, g * d), 2))]
-    norms += [float(torch.linalg.matrix_norm(_through_query(precise, operator, b), 2)) for b in range(g) if counts[b] >= 2]
-    return max(norms)
-
-
-def _through_query(layer: Attention, operator: AttentionOperator, token: int) -> Tensor:
-    """B_b (d_out, d): what moving token b does to its own output through its query alone."""
-    n, d = operator.input_shape
-    units = torch.zeros(d, n, d, dtype=operator.dtype)
-    units[:, token] = torch.eye(d, dtype=operator.dtype)
-    dq, dk, dv = layer.split_heads(units @ layer.qkv.mT)
-    many = operator.select(torch.zeros(d, dtype=torch.int64))
-    moved = many.core.jvp(group_queries(dq, layer.kv_heads), torch.zeros_like(dk), torch.zeros_like(dv))
-    return layer.merge_heads(moved)[:, token].mT
-
-
-class GroupGain(Operator):
-    """The block of J from the m tokens at u, moved together, to the n−m tokens at w; full or causal mask."""
-
-    def __init__(self, layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> None:
-        if isinstance(layer.mask, Causal):
-            later = torch.arange(1, n - m + 1, dtype=torch.float64)
-            counts = torch.stack([torch.full_like(later, m), later], dim=1)
-            self._weight = 1 / math.sqrt(m)
-        else:
-            counts = torch.tensor([[float(m), float(n - m)]], dtype=torch.float64)
-            self._weight = math.sqrt((n - m) / m)
-        pair = torch.stack([u, w]).to(layer.q).expand(counts.shape[0], 2, -1)
-        self._inner = AttentionOperator.at(grouped_layer(layer, counts), pair)
-        self._rows = counts.shape[0]
-        self.batch = 1
-        self.input_shape, self.output_shape = (layer.width,), (self._rows, layer.output_width)
-        self.dtype, self.device = layer.dtype, layer.device
-
-    @property
-    def rounding_error(self) -> float:
-        """That of the grouped layer."""
-        return self._inner.rounding_error
-
-    @property
-    def rounding_floor(self) -> float:
-        """That of the grouped layer, all rows together."""
-        return self._weight * float(torch.as_tensor(self._inner.rounding_floor).norm())
-
-    def matvec(self, u: Tensor) -> Tensor:
-        """The rows at w for a common displacement (1, d) of the tokens at u."""
-        moved = torch.stack([u, torch.zeros_like(u)], dim=1).expand(self._rows, -1, -1)
-        outputs = self._inner.matvec(moved.reshape(self._rows, -1)).reshape(self._rows, 2, -1)
-        return self._weight * outputs[:, 1].reshape(1, -1)
-
-    def rmatvec(self, g: Tensor) -> Tensor:
-        """The transpose."""
-        rows = g.reshape(self._rows, -1)
-        seen = self._inner.rmatvec(torch.stack([torch.zeros_like(rows), rows], dim=1).flatten(1))
-        return self._weight * seen.reshape(self._rows, 2, -1)[:, 0].sum(0, keepdim=True)
-
-    def select(self, items: Tensor) -> GroupGain:
-        """There is one item."""
-        return self
+    total = math.fsum(counts)
+    F = MeanFieldAttention(layer, None if layer.sinks is None else total)
+    # Copies of a token also move against one another, as the two halves of an atom do.
+    several = [b for b, count in enumerate(counts) if count >= 2]
+    measure = Measure(tokens, torch.tensor(counts, dtype=torch.float64) / total).split(2, several)
+    return float(torch.linalg.matrix_norm(mean_field_operator(F, measure).to_dense()[0], 2))
 
 
 def group_gain(layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> float:
-    """A lower bound for σ at m tokens u followed by n−m tokens w: the norm of ``GroupGain``.
+    """A lower bound for σ at m tokens u followed by n−m tokens w: the gain of moving those at u together, seen at w.
 
     For one plain head this is ``bounds.pairs.two_groups``, or ``causal_groups``; it holds for several heads, biases,
     grouped queries, soft-cap and sinks alike.
@@ -164,8 +96,20 @@ def group_gain(layer: Attention, u: Tensor, w: Tensor, n: int, m: int) -> float:
         raise ValueError(f"the closed form needs a full or causal mask and no additive bias, got mask {layer.mask}")
     if not 0 < m < n:
         raise ValueError(f"m must lie between 1 and n − 1 = {n - 1}, got {m}")
-    operator = GroupGain(layer.to(torch.float64), u, w, n, m)
-    return float(Auto(rtol=1e-6, interval=None).solve(operator).estimate[0])
+    precise = layer.to(torch.float64)
+    # How many tokens at w each of the rows sees that are told apart, and how many tokens share a row.
+    seen = torch.arange(1, n - m + 1) if isinstance(layer.mask, Causal) else torch.tensor([n - m])
+    share = (n - m) / len(seen)
+    counts = torch.stack([torch.full_like(seen, m), seen], dim=1).to(precise.q)
+    bias = counts.log()[:, None, None].expand(-1, layer.heads, 2, -1)
+    grouped = dataclasses.replace(precise, mask=None, bias=bias)
+
+    def at_w(moved: Tensor) -> Tensor:
+        """Outputs (1, rows, d_out) of the tokens at w, with those at u moved to (1, d)."""
+        return grouped(torch.stack([moved[0], w.to(moved)]).expand(len(seen), 2, -1))[None, :, 1]
+
+    operator = AutodiffOperator(at_w, u.to(precise.q)[None], check=False)
+    return math.sqrt(share / m) * float(Auto(rtol=1e-6, interval=None).solve(operator).estimate[0])
 
 
 NAMES = ("proposition34.max", "proposition34.min", "pair", "groups", "meanfield")

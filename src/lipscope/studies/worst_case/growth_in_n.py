@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -68,8 +68,13 @@ class Growth(Shown):
     worst: tuple[WorstInput, ...]  # the worst input at every length
     domain: str  # the set in words
     radius: float  # R of the bounds
-    # Power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths.
-    fits: dict[str, GrowthFit]
+
+    @cached_property
+    def fits(self) -> dict[str, GrowthFit]:
+        """Power laws by curve, ``"worst"`` and every construction without a note; empty with fewer than three lengths."""
+        curves, lengths = self.curves(), [w.n for w in self.worst]
+        names = ["worst", *(c.name for c in self.worst[0].built if c.name in curves)] if len(lengths) > 2 else []
+        return {name: fit_growth(lengths, curves[name]) for name in names if min(curves[name]) > 0}
 
     @property
     def fit(self) -> GrowthFit:
@@ -91,10 +96,9 @@ class Growth(Shown):
             if any(w.built[index].note for w in self.worst):
                 continue
             lines[first.name] = [float(w.built[index].sigma.estimate) for w in self.worst]
-        if all(w.ascent is not None for w in self.worst):
-            lines["ascent"] = [float(w.ascent.sigma.estimate) for w in self.worst if w.ascent is not None]
-        if all(w.given is not None for w in self.worst):
-            lines["given"] = [w.given for w in self.worst if w.given is not None]
+        climbed = [float(w.ascent.sigma.estimate) for w in self.worst if w.ascent is not None]
+        given = [w.given for w in self.worst if w.given is not None]
+        lines |= {name: line for name, line in (("ascent", climbed), ("given", given)) if len(line) == len(self.worst)}
         return lines | {name: [w.bounds[name] for w in self.worst] for name in self.worst[0].bounds}
 
     def to_rows(self) -> list[Row]:
@@ -182,17 +186,23 @@ def growth(
             ascent = maximise(
                 layer, n, radius=radius, norm=norm, restarts=restarts, steps=steps, seed=seed, built=built, starts=begin
             )  # fmt: skip
-        worst.append(_worst(layer, n, built, ascent, domain_of(radius, norm, layer.width).radius, given))
+        largest = max(float(c.sigma.estimate) for c in built)
+        # Where the general pair stands in for another construction, both have the same input: name the pair, which has no
+        # note.
+        equals = [c for c in built if float(c.sigma.estimate) >= largest * (1 - _SAME)]
+        best = max(equals, key=lambda c: (not c.note, float(c.sigma.estimate)))
+        found = (best.tokens, best.sigma, best.name)
+        if ascent is not None and float(ascent.sigma.estimate) >= float(best.sigma.estimate):
+            found = (ascent.tokens, ascent.sigma, "ascent")
+        domain, real = domain_of(radius, norm, layer.width), None
+        bounds = {bound.name: bound.value for bound in set_bounds(layer, domain.radius, n, SOURCES)}
+        if given is not None:
+            sigmas = local_lipschitz(layer.to(torch.float64), given, certificate=False).estimate
+            real = float(torch.as_tensor(sigmas).max())
+        worst.append(WorstInput(n, *found, built, ascent, bounds, real))
         if progress is not None:
             progress(done, len(ordered), f"n = {n}: σ ≥ {round_down(worst[-1].sigma.lower)}")
-    domain = domain_of(radius, norm, layer.width)
-    found = Growth(tuple(worst), str(domain), domain.radius, {})
-    if len(ordered) < 3:
-        return found
-    curves = found.curves()
-    names = ["worst", *(c.name for c in worst[0].built if c.name in curves)]
-    fits = {name: fit_growth(ordered, curves[name]) for name in names if min(curves[name]) > 0}
-    return Growth(found.worst, found.domain, found.radius, fits)
+    return Growth(tuple(worst), str(domain), domain.radius)
 
 
 def attack(
@@ -283,21 +293,3 @@ def attack(
             where = {"radius": max(float(tokens(n).norm(dim=-1).max()) for n in sizes)}
             say(f"no normalisation comes before this layer: the radius is the largest token norm on {text}")
     return growth(attention, sizes, **where, starts=tokens, **search)
-
-
-def _worst(
-    layer: Attention, n: int, built: tuple[Construction, ...], ascent: Ascent | None, R: float, given: Tensor | None
-) -> WorstInput:
-    largest = max(float(c.sigma.estimate) for c in built)
-    # Where the general pair stands in for another construction, both have the same input: name the pair, which has no note.
-    equals = [c for c in built if float(c.sigma.estimate) >= largest * (1 - _SAME)]
-    best = max(equals, key=lambda c: (not c.note, float(c.sigma.estimate)))
-    tokens, sigma, source = best.tokens, best.sigma, best.name
-    if ascent is not None and float(ascent.sigma.estimate) >= float(sigma.estimate):
-        tokens, sigma, source = ascent.tokens, ascent.sigma, "ascent"
-    bounds = {bound.name: bound.value for bound in set_bounds(layer, R, n, SOURCES)}
-    real = None
-    if given is not None:
-        batch = given if given.ndim == 3 else given[None]
-        real = float(local_lipschitz(layer.to(torch.float64), batch, certificate=False).estimate.max())
-    return WorstInput(n, tokens, sigma, source, built, ascent, bounds, real)

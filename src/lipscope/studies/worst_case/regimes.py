@@ -22,6 +22,7 @@ from lipscope.bounds.domain import domain_of
 from lipscope.bounds.exponent import Regime, covering_exponent, regimes
 from lipscope.bounds.pairs import HeadPairs
 from lipscope.bounds.registry import least
+from lipscope.bounds.weights import layer_weights
 from lipscope.studies.worst_case.ascent import Progress
 from lipscope.studies.worst_case.growth_in_n import Growth, growth
 
@@ -98,6 +99,7 @@ def regime_map(
     image = attention.v.double() @ (u - w)
     image = image if attention.out is None else attention.out.double() @ image
     gain = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(u - w).clamp_min(1e-300))
+    gain = max(0.0, gain - layer_weights(attention).image[0].value_error)
     every = covering_exponent(attention, domain.radius, domain=domain)
     last = math.ceil(min(_LARGEST, max(here.log_plateau, math.log(max(lengths))) / math.log(2) + 4))
     turn = round(here.exponent / math.log(2))

@@ -9,7 +9,7 @@ downwards, and what was found is a value that was measured.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,36 +20,30 @@ from lipscope.models.seam import CoreCall
 from lipscope.spectral.solvers import Solver
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """What a head of a layer needs."""
 
     gamma: Tensor  # the factor of its scores, (H,); 0 where the target cannot be met
     lowest: Tensor  # the least value that was reached on the way, (H,)
 
 
-def raw_scores(call: CoreCall) -> tuple[Tensor, Tensor, Tensor]:
-    """τ q_i·k_j, the additive term and what is visible, all (B, H, n, n), of one call of the attention core."""
-    keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1)
-    raw = (call.q @ keys.mT).double()
-    additive = torch.zeros_like(raw) if call.rule.additive is None else call.rule.additive.to(raw).expand_as(raw)
-    n, m = raw.shape[-2:]
-    seen = call.rule.visible(slice(0, n), slice(0, m), m, raw.device)
-    visible = torch.ones_like(raw, dtype=torch.bool) if seen is None else seen.expand_as(raw)
-    return raw, additive, visible
+def raw_scores(call: CoreCall) -> Tensor:
+    """τ q_i·k_j (B, H, n, n) of one call of the attention core, one key head per query head."""
+    return call.q @ call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], dim=1).mT
 
 
 def largest_logits(call: CoreCall, gamma: Tensor | float = 1.0) -> Tensor:
     """The largest visible logit of every head (H,) when its scores are multiplied by ``gamma``."""
-    raw, additive, visible = raw_scores(call)
+    raw = raw_scores(call).double()
     factor = gamma[:, None, None].to(raw) if isinstance(gamma, Tensor) else gamma
-    return _logits(factor * raw, additive, visible, call.rule.softcap)
+    return call.rule.scores(factor * raw)[0].amax((0, 2, 3))
 
 
 def factors_for_logits(call: CoreCall, target: float) -> Factors:
     """The largest γ ≤ 1 per head with which no visible logit exceeds ``target``."""
-    raw, additive, visible = raw_scores(call)
-    headroom = target - additive
+    raw = raw_scores(call).double()
+    visible = call.rule.scores(raw)[0] > -torch.inf
+    headroom = torch.full_like(raw, target) - (0 if call.rule.additive is None else call.rule.additive)
     if call.rule.softcap is not None:
         capped = (headroom / call.rule.softcap).clamp(-1, 1)
         headroom = call.rule.softcap * torch.atanh(capped)
@@ -60,7 +54,7 @@ def factors_for_logits(call: CoreCall, target: float) -> Factors:
     even = (visible & (raw == 0) & (headroom < 0)).amax((0, 2, 3))
     met = (most > 0) & (most >= least) & ~even
     # Where no factor is enough: the least value over a range of factors, each of which can be had.
-    tried = [_logits(g * raw, additive, visible, call.rule.softcap) for g in (*_RANGE, 0.0)] if not bool(met.all()) else []
+    tried = [largest_logits(call, g) for g in (*_RANGE, 0.0)] if not bool(met.all()) else []
     lowest = torch.stack(tried).amin(0) if tried else torch.full_like(most, target)
     return Factors(torch.where(met, most, torch.zeros_like(most)), lowest)
 
@@ -107,13 +101,21 @@ def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Te
     return upper.amax(0).cpu()
 
 
-def _logits(raw: Tensor, additive: Tensor, visible: Tensor, softcap: float | None) -> Tensor:
-    scores = raw if softcap is None else softcap * torch.tanh(raw / softcap)
-    return (scores + additive).masked_fill(~visible, -torch.inf).amax((0, 2, 3))
-
-
 # Factors that are tried: 1, 1/√2, … 1/256.
 _RANGE = tuple(2.0 ** (-k / 2) for k in range(17))
 # And those that are tried when scores are so large that these are not small enough: 1/1024, 1/4096, … 2⁻⁶⁰.
 _BELOW = tuple(4.0**-k for k in range(5, 31))
 _BISECTIONS = 6
+
+
+def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Factors of the queries (H,) and of the keys (Hkv,) that multiply the scores of head h by γ_h.
+
+    Example:
+        >>> split_factors(torch.tensor([0.25, 1.0]), 1)
+        (tensor([0.2500, 1.0000]), tensor([1.]))
+        >>> split_factors(torch.tensor([0.25, 1.0]), 2)
+        (tensor([0.5000, 1.0000]), tensor([0.5000, 1.0000]))
+    """
+    k = gamma.reshape(kv_heads, -1).amax(1).sqrt()
+    return gamma / k.repeat_interleave(gamma.shape[0] // kv_heads), k

@@ -9,83 +9,97 @@ the factors asked for, and values not at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.models.anatomy import Layer, is_linear
+from lipscope.models.model import Model
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """A row of a weight matrix for every row of W_Q (or W_K)."""
+class Projections:
+    """The weight matrices inside an attention module that take its tokens, one below the other, and rows of them rescaled.
 
-    # Parameters that hold rows, each with its bias (or None), and whether it is stored transposed
-    weights: list[tuple[nn.Parameter, nn.Parameter | None, bool]]
-    # Per row, the index into ``weights`` and the row there; (-1, -1) for a row of zeros without a bias
-    where: list[tuple[int, int]]
-
-
-def find_rows(layer: Layer, plain: Attention, again: Callable[[], Attention | None]) -> tuple[Rows, Rows]:
-    """Where the rows of W_Q and W_K, with their biases, are among the layer's parameters, up to a positive factor.
-
-    Rows that look the same are told apart by trial: every candidate row is multiplied by a factor of its own, the layer
-    is probed once more, and what a row was multiplied by says where it is. The trial is taken back. A row that is
-    nowhere (adapters, parametrisations), or serves as a query and as a key, is refused.
+    ``q`` and ``k`` say for every row of W_Q and W_K which row it is, up to a positive factor; −1 for a row of zeros without
+    a bias. Rows that look the same are told apart by trial: every candidate is multiplied by a factor of its own, the layer
+    is described ``again``, and what a row was multiplied by says where it is. The trial is taken back. A row that is nowhere
+    (adapters, parametrisations), or serves as a query and as a key, is refused.
     """
-    label = f"layer {layer.index} ({layer.name})"
-    candidates = list(_matrices(layer))
-    wanted = {"W_Q": _with_bias(plain.q, plain.q_bias), "W_K": _with_bias(plain.k, plain.k_bias)}
-    locations = {what: _parallel(candidates, rows) for what, rows in wanted.items()}
-    for what, rows in wanted.items():
-        # Rotations leave rounding noise in a row of zeros.
-        noise = _NOISE * torch.finfo(plain.dtype).eps * float(rows.norm(dim=1).max())
-        lost = [i for i, found in enumerate(locations[what]) if not found and float(rows[i].norm()) > noise]
-        if lost:
+
+    def __init__(self, layer: Layer, plain: Attention, again: Callable[[], Attention | None]) -> None:
+        label = f"layer {layer.index} ({layer.name})"
+        self.matrices = list(_matrices(layer, plain.width))
+        stored = torch.cat([torch.empty(0, plain.width + 1), *(_stored(*found) for found in self.matrices)]).double()
+        self.rows = len(stored)
+        wanted = _queries_and_keys(plain)
+        same = [_directions(rows) @ _directions(stored).mT >= 1 - _SAME for rows in wanted]
+        for what, rows, alike in zip(("W_Q", "W_K"), wanted, same, strict=True):
+            # Rotations leave rounding noise in a row of zeros.
+            noise = _NOISE * torch.finfo(plain.dtype).eps * float(rows.norm(dim=1).max())
+            lost = (rows.norm(dim=1) > noise) & ~alike.any(1)
+            if bool(lost.any()):
+                raise ValueError(
+                    f"{label}: row {int(lost.nonzero()[0])} of its {what} is in none of its weight matrices, so {what} "
+                    "cannot be rescaled: merge adapters and remove parametrisations first"
+                )
+        doubtful = torch.cat([alike[alike.sum(1) > 1] for alike in same]).any(0)
+        factors, tried = torch.ones(self.rows, dtype=torch.float64), plain
+        if count := int(doubtful.sum()):
+            factors[doubtful] += torch.arange(count) / count
+            with ExitStack() as trial:
+                self._multiply(factors, trial)
+                found = again()
+            if found is None:
+                raise ValueError(f"{label} is no plain attention when its rows are rescaled one by one")
+            tried = found
+        places = []
+        for rows, moved, alike in zip(wanted, _queries_and_keys(tried), same, strict=True):
+            ratio = (moved * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+            misses = (factors - ratio).abs().masked_fill(~alike, torch.inf)
+            places.append(misses.argmin(1).where(alike.any(1), -1))
+        self.q, self.k = places
+        both = torch.isin(self.q, self.k) & (self.q >= 0)
+        if bool(both.any()):
             raise ValueError(
-                f"{label}: row {lost[0]} of its {what} is in none of its weight matrices, so {what} cannot be rescaled: "
-                "merge adapters and remove parametrisations first"
+                f"{label}: what holds row {int(both.nonzero()[0])} of its W_Q gives a query and a key, so they cannot be "
+                "rescaled apart"
             )
-    doubtful = sorted({location for found in locations.values() for group in found if len(group) > 1 for location in group})
-    factors = {location: 1 + rank / len(doubtful) for rank, location in enumerate(doubtful)}
-    if doubtful:
-        trial = Rescaling()
-        try:
-            trial.scale(Rows(candidates, doubtful), torch.tensor(list(factors.values()), dtype=torch.float64))
-            tried = again()
-        finally:
-            trial.undo()
-        if tried is None:
-            raise ValueError(f"{label} is no plain attention when its rows are rescaled one by one")
-        moved = {"W_Q": _with_bias(tried.q, tried.q_bias), "W_K": _with_bias(tried.k, tried.k_bias)}
-        for what, rows in wanted.items():
-            ratio = ((moved[what] * rows).sum(1) / rows.square().sum(1)).tolist()
-            for i, group in enumerate(locations[what]):
-                if len(group) > 1:
-                    misses = [abs(factors[location] - ratio[i]) for location in group]
-                    locations[what][i] = [group[misses.index(min(misses))]]
-    queries, keys = (Rows(candidates, [found[0] if found else (-1, -1) for found in locations[what]]) for what in wanted)
-    if shared := ({location for location in queries.where if location[0] >= 0} & set(keys.where)):
-        raise ValueError(
-            f"{label}: row {min(shared)[1]} of one of its weights gives a query and a key, so they cannot be rescaled apart"
-        )
-    return queries, keys
+
+    def scale(self, q: Tensor, k: Tensor, undo: ExitStack) -> None:
+        """Multiply the rows of W_Q and of W_K, and their biases, by a factor per head, until ``undo`` is closed."""
+        factors = torch.ones(self.rows, dtype=torch.float64)
+        for places, values in ((self.q, q), (self.k, k)):
+            factors[places[places >= 0]] = values.repeat_interleave(len(places) // len(values))[places >= 0]
+        self._multiply(factors, undo)
+
+    def _multiply(self, factors: Tensor, undo: ExitStack) -> None:
+        columns = factors.split([len(_stored(*found)) for found in self.matrices])
+        for (weight, bias, transposed), column in zip(self.matrices, columns, strict=True):
+            for parameter, by in ((weight, column if transposed else column[:, None]), (bias, column)):
+                if parameter is not None and bool((column != 1).any()):
+                    content = parameter.detach()
+                    undo.callback(content.copy_, content.clone())
+                    content.copy_(content.double() * by.to(content.device))
 
 
-def _parallel(
-    candidates: list[tuple[nn.Parameter, nn.Parameter | None, bool]], wanted: Tensor
-) -> list[list[tuple[int, int]]]:
-    """For every wanted row (rows, d + 1) the parameter rows with its direction; none for a row of zeros."""
-    locations: list[list[tuple[int, int]]] = [[] for _ in range(wanted.shape[0])]
-    direction = nn.functional.normalize(wanted, dim=1, eps=_TINY)
-    for index, (weight, bias, transposed) in enumerate(candidates):
-        rows = _with_bias(weight.detach().mT if transposed else weight.detach(), bias)
-        if rows.shape[1] == wanted.shape[1]:
-            for i, row in (direction @ nn.functional.normalize(rows, dim=1, eps=_TINY).mT >= 1 - _SAME).nonzero().tolist():
-                locations[i].append((index, row))
-    return locations
+def _matrices(layer: Layer, width: int) -> Iterator[tuple[nn.Parameter, nn.Parameter | None, bool]]:
+    """Weights inside the attention module that may hold projections: (weight, bias, stored transposed)."""
+    for module in layer.host.modules():
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if module is not layer.out and is_linear(module) and isinstance(weight, nn.Parameter):
+            transposed = type(module).__name__ == "Conv1D"
+            if weight.shape[0 if transposed else 1] == width:
+                yield weight, bias if isinstance(bias, nn.Parameter) else None, transposed
+
+
+def _stored(weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return _with_bias(weight.mT if transposed else weight, bias)
+
+
+def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
+    return _with_bias(layer.q, layer.q_bias), _with_bias(layer.k, layer.k_bias)
 
 
 def _with_bias(matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,39 +108,8 @@ def _with_bias(matrix: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([matrix.detach(), column[:, None]], dim=1).double().cpu()
 
 
-class Rescaling:
-    """Rescales rows of parameters in place, and can take it back."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Parameter, Tensor]] = []
-
-    def scale(self, rows: Rows, factors: Tensor) -> None:
-        """Multiply every row, and its bias, by its factor (rows,)."""
-        with torch.no_grad():
-            for index in sorted({index for index, _ in rows.where if index >= 0}):
-                weight, bias, transposed = rows.weights[index]
-                column = torch.ones(weight.shape[1 if transposed else 0], dtype=torch.float64)
-                for (at, row), factor in zip(rows.where, factors.tolist(), strict=True):
-                    if at == index:
-                        column[row] = factor
-                self._multiply(weight, column if transposed else column[:, None])
-                if bias is not None:
-                    self._multiply(bias, column)
-
-    def _multiply(self, parameter: nn.Parameter, factors: Tensor) -> None:
-        self._before.append((parameter, parameter.detach().clone()))
-        parameter.copy_((parameter.double() * factors.to(parameter.device)).to(parameter.dtype))
-
-    def absorb(self, later: Rescaling) -> None:
-        """Also answer for a later rescaling."""
-        self._before += later._before
-
-    def undo(self) -> None:
-        """Put every parameter back to what it was."""
-        with torch.no_grad():
-            for parameter, content in reversed(self._before):
-                parameter.copy_(content)
-        self._before.clear()
+def _directions(rows: Tensor) -> Tensor:
+    return nn.functional.normalize(rows, dim=1, eps=torch.finfo(rows.dtype).tiny)
 
 
 def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Tensor, where: str) -> None:
@@ -144,16 +127,25 @@ def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Ten
             raise RuntimeError(f"{where}: rescaling the rows of W_Q and W_K did not rescale its queries and keys")
 
 
-def _matrices(layer: Layer) -> Iterator[tuple[nn.Parameter, nn.Parameter | None, bool]]:
-    """Weights inside the attention module that may hold projections: (weight, bias, stored transposed)."""
-    for module in layer.host.modules():
-        if module is not layer.out and is_linear(module):
-            weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-            if isinstance(weight, nn.Parameter):
-                yield weight, bias if isinstance(bias, nn.Parameter) else None, type(module).__name__ == "Conv1D"
+def refuse_unscalable(handle: Model, index: int) -> None:
+    """Refuse layers whose scores W_Q and W_K do not scale, each with its reason."""
+    layer = handle.layer(index)
+    label = f"layer {layer.index} ({layer.name})"
+    if sum(other.host is layer.host for other in handle.layers) > 1:
+        raise ValueError(f"{label} shares its weights with other layers, so they cannot be rescaled one by one")
+    if not layer.through_seam:
+        raise ValueError(f"{label} keeps its own attention and does not show its queries and keys: clip-qk needs them")
+    if handle.probe_recording[layer.index].attention is not None:
+        return
+    norms = [name for name, part in layer.host.named_modules() if "norm" in type(part).__name__.lower()]
+    if norms:
+        raise ValueError(
+            f"{label} normalises its queries and keys ({', '.join(norms)}), so its scores do not change with the size "
+            "of W_Q and W_K: clip-qk does not apply. The gain of that normalisation bounds the scores already"
+        )
+    raise ValueError(f"{label}: its queries and keys are no affine maps of its tokens, so clip-qk does not apply")
 
 
-_TINY = torch.finfo(torch.float64).tiny
 # Cosines this close are the same direction: projections are probed in the model's precision.
 _SAME = 1e-5
 # Rows this many times the precision of the largest one are zero.

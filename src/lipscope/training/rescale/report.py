@@ -24,6 +24,9 @@ class Span:
     estimate: float  # best estimate
     upper: float  # σ is at most this
 
+    def __str__(self) -> str:
+        return interval(self.lower, self.upper)
+
 
 @dataclass(frozen=True)
 class HeadChange:
@@ -113,12 +116,7 @@ class Smoothing:
         for change in self.changed:
             lines.append(
                 f"  layer {change.layer} head {change.head}: scores × {change.factor:.4g}, largest logit "
-                f"{change.logit_before:.4g} → {change.logit_after:.4g}, σ {_words(change.sigma_before)} → "
-                f"{_words(change.sigma_after)}"
+                f"{change.logit_before:.4g} → {change.logit_after:.4g}, σ {change.sigma_before} → {change.sigma_after}"
             )
         lines.append(f"  {len(self.changed)} of {len(self.heads)} heads rescaled")
         return "\n".join([*lines, f"  {self.cost()}"])
-
-
-def _words(span: Span) -> str:
-    return interval(span.lower, span.upper)

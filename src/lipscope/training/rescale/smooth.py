@@ -15,13 +15,16 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import Layer
 from lipscope.models.capture import model_dtype
+from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.load import load_with_head
 from lipscope.models.model import Model
@@ -29,8 +32,8 @@ from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.models.text import chunks_of
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
-from lipscope.training.rescale.factors import Factors, factors_for_logits, factors_for_sigma, largest_logits
-from lipscope.training.rescale.projections import Rescaling, check_rescaled, find_rows
+from lipscope.training.rescale.factors import factors_for_logits, factors_for_sigma, largest_logits, split_factors
+from lipscope.training.rescale.projections import Projections, check_rescaled, refuse_unscalable
 from lipscope.training.rescale.report import HeadChange, Smoothing, Span
 
 METHODS, QUANTITIES = ("clip-qk",), ("max-logit", "sigma")
@@ -93,43 +96,73 @@ def smooth(
         raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
     if not target < float("inf") or target != target:
         raise ValueError(f"target must be a finite number, got {target}")
-    module, name, tokenizer, notes = _open(model, tokenizer, inplace)
-    handle = Model(module, tokenizer, name=name, notes=notes)
+    opened = _open(model, tokenizer, inplace)
+    module, tokenizer = opened.model, opened.tokenizer
+    handle = Model(module, tokenizer, name=opened.name, notes=opened.notes)
     if input_ids is None:
-        ids, about = (
-            chunks_of(handle, read_text(os.fspath(text)), n, inputs, seed),
-            f"{inputs} inputs of {n} tokens from {text}",
-        )
+        ids = chunks_of(handle, read_text(os.fspath(text)), n, inputs, seed)
+        about = f"{inputs} inputs of {n} tokens from {text}"
     else:
         ids = input_ids if input_ids.ndim == 2 else input_ids[None]
         if ids.ndim != 2:
             raise ValueError(f"input_ids must have shape (n,) or (B, n), got {tuple(input_ids.shape)}")
         about = f"{ids.shape[0]} given inputs of {ids.shape[1]} tokens"
-    work = _Work(handle, handle.token_inputs(input_ids=ids), by, target, solver or Auto(rtol=1e-3, interval=0.05))
-    work.module, work.kind = module, loss_kind(module, tokenizer)
-    if work.kind == "causal" and ids.shape[1] < 2:
+    work = Rescaler(handle, handle.token_inputs(input_ids=ids), by, target, solver or Auto(rtol=1e-3, interval=0.05))
+    loss = partial(language_loss, module, work.inputs["input_ids"], kind := loss_kind(module, tokenizer), tokenizer)
+    if kind == "causal" and ids.shape[1] < 2:
         raise ValueError(
             "inputs of 1 token have no next token, so the model has no loss on them: "
             "give input_ids, or n, of at least 2 tokens"
         )
-    return work.run(handle.check_layers(layers, "attention"), heads, method, about)
+    chosen = {index: handle.check_heads(index, heads) for index in handle.check_layers(layers, "attention")}
+    for index in chosen:
+        refuse_unscalable(handle, index)
+    before, loss_before = work.record(), loss()
+    found = work.measure(before, chosen)
+    # When something fails, a module changed in place is given back as it was.
+    with ExitStack() as undo:
+        gamma = {index: work.rescale(index, chosen[index], undo) for index in sorted(chosen)}
+        after, loss_after = work.record(), loss()
+        reached = work.measure(after, chosen)
+        undo.pop_all()
+    changes = [
+        HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
+        for ((index, h), (logit, span)), (logit_after, span_after) in zip(found.items(), reached.values(), strict=True)
+    ]
+    moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
+    return Smoothing(
+        model=module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=by, target=target,
+        heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
+        loss_before=loss_before, loss_after=loss_after, loss_kind=kind, hidden_change=moved, text=about, notes=handle.notes,
+    )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
 class Rescaler:
     """Brings heads below a target on given inputs, one layer after the other."""
 
-    def __init__(self, handle: Model, inputs: dict[str, Any], by: str, target: float, solver: Solver | None = None) -> None:
-        self.handle, self.inputs, self.by, self.target, self.solver = handle, inputs, by, target, solver or Auto()
+    handle: Model
+    inputs: dict[str, Any]
+    by: str
+    target: float
+    solver: Solver = field(default_factory=Auto)
 
     def record(self) -> Recorded:
         """A pass with the weights as they are now."""
         return self.handle.record(self.inputs, fresh=True)
 
-    def rescale(self, index: int, chosen: list[int], rescaling: Rescaling) -> Tensor:
+    def projections(self, layer: RecordedLayer) -> Projections:
+        """Where W_Q and W_K of a layer are stored."""
+        return Projections(layer.layer, layer.weights(), lambda: self.record()[layer.index].attention)
+
+    def rescale(self, index: int, chosen: list[int], undo: ExitStack) -> Tensor:
         """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
         layer = self.record()[index]
-        plain, where = layer.weights(), layer.layer
-        needed = self._factors(layer)
+        plain = layer.weights()
+        if self.by == "max-logit":
+            needed = factors_for_logits(layer.core(), self.target)
+        else:
+            needed = factors_for_sigma(plain, layer.tokens("head").contiguous(), self.target, self.solver)
         gamma = torch.ones(layer.heads, dtype=torch.float64)
         for h in chosen:
             if not float(needed.gamma[h]) > 0:
@@ -140,96 +173,27 @@ class Rescaler:
             gamma[h] = float(needed.gamma[h])
         if bool((gamma == 1).all()):
             return gamma
-        rows = find_rows(where, plain, lambda: self.record()[index].attention)
-        shrink = 1.0
-        for _ in range(_ATTEMPTS):
-            tried = torch.where(gamma < 1, gamma * shrink, gamma)
+        projections = self.projections(layer)
+        for attempt in range(_ATTEMPTS):
+            # Rounding of the rescaled weights may ask for a little less, from the same weights.
+            tried = torch.where(gamma < 1, gamma * (1 - _MARGIN) ** attempt, gamma)
             q, k = split_factors(tried, plain.kv_heads)
-            attempt = Rescaling()
-            for found, factors in zip(rows, (q, k), strict=True):
-                attempt.scale(found, factors.repeat_interleave(plain.head_width))
-            try:
+            with ExitStack() as trial:
+                projections.scale(q, k, trial)
                 again = self.record()[index]
-                check_rescaled(plain, again.attention, q, k, f"layer {index} ({where.name})")
-                met = self._meets(again, chosen)
-            except BaseException:
-                attempt.undo()
-                raise
-            if met:
-                rescaling.absorb(attempt)
-                return tried
-            # Rounding of the rescaled weights: a little less, from the same weights.
-            attempt.undo()
-            shrink *= 1 - _MARGIN
+                check_rescaled(plain, again.attention, q, k, f"layer {index} ({layer.layer.name})")
+                if bool((self._reached(again)[chosen] <= self.target).all()):
+                    undo.push(trial.pop_all())
+                    return tried
         raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
 
-    def _factors(self, layer: RecordedLayer) -> Factors:
+    def _reached(self, layer: RecordedLayer) -> Tensor:
         if self.by == "max-logit":
-            return factors_for_logits(layer.core(), self.target)
-        return factors_for_sigma(layer.weights(), layer.tokens("head").contiguous(), self.target, self.solver)
+            return largest_logits(layer.core())
+        upper: Tensor = layer.sigma("head", solver=self.solver, certificate=False).upper
+        return upper.amax(0).cpu()
 
-    def _meets(self, layer: RecordedLayer, chosen: list[int]) -> bool:
-        if self.by == "max-logit":
-            values = largest_logits(layer.core())
-        else:
-            values = layer.sigma("head", solver=self.solver, certificate=False).upper.amax(0).cpu()
-        return bool((values[chosen] <= self.target).all())
-
-    def refuse_unscalable(self, layer: Layer) -> None:
-        """Refuse layers whose scores W_Q and W_K do not scale, each with its reason."""
-        label = f"layer {layer.index} ({layer.name})"
-        if sum(other.host is layer.host for other in self.handle.layers) > 1:
-            raise ValueError(f"{label} shares its weights with other layers, so they cannot be rescaled one by one")
-        if not layer.through_seam:
-            raise ValueError(f"{label} keeps its own attention and does not show its queries and keys: clip-qk needs them")
-        if self.handle.probe_recording[layer.index].attention is not None:
-            return
-        norms = [name for name, part in layer.host.named_modules() if "norm" in type(part).__name__.lower()]
-        if norms:
-            raise ValueError(
-                f"{label} normalises its queries and keys ({', '.join(norms)}), so its scores do not change with the size "
-                "of W_Q and W_K: clip-qk does not apply. The gain of that normalisation bounds the scores already"
-            )
-        raise ValueError(f"{label}: its queries and keys are no affine maps of its tokens, so clip-qk does not apply")
-
-
-class _Work(Rescaler):
-    """One run: what was measured before, the rescaling of layer after layer, what is measured after."""
-
-    module: nn.Module
-    kind: str | None
-
-    def run(self, layers: Sequence[int], heads: Sequence[int] | None, method: str, about: str) -> Smoothing:
-        handle = self.handle
-        chosen = {index: handle.check_heads(index, heads) for index in layers}
-        for index in layers:
-            self.refuse_unscalable(handle.layer(index))
-        before, loss_before = self.record(), self._loss()
-        found = self._measure(before, chosen)
-        gamma = {index: torch.ones(handle.layer(index).heads, dtype=torch.float64) for index in layers}
-        rescaling = Rescaling()
-        try:
-            for index in sorted(layers):
-                gamma[index] = self.rescale(index, chosen[index], rescaling)
-            after, loss_after = self.record(), self._loss()
-            reached = self._measure(after, chosen)
-        except BaseException:
-            # A module changed in place is given back as it was.
-            rescaling.undo()
-            raise
-        changes = [
-            HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
-            for ((index, h), (logit, span)), (logit_after, span_after) in zip(found.items(), reached.values(), strict=True)
-        ]
-        moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
-        return Smoothing(
-            model=self.module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=self.by, target=self.target,
-            heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
-            loss_before=loss_before, loss_after=loss_after, loss_kind=self.kind, hidden_change=moved, text=about,
-            notes=handle.notes,
-        )  # fmt: skip
-
-    def _measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
+    def measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
         """Largest logit and σ of every layer and of the chosen heads."""
         found: dict[tuple[int, int | None], tuple[float, Span]] = {}
         for index, heads in chosen.items():
@@ -240,24 +204,6 @@ class _Work(Rescaler):
             found[index, None] = float(logits.max()), _span(whole, slice(None))
             found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
         return found
-
-    def _loss(self) -> float | None:
-        if self.kind is None:
-            return None
-        return language_loss(self.module, self.inputs["input_ids"], self.kind, self.handle.tokenizer)
-
-
-def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Factors of the queries (H,) and of the keys (Hkv,) that multiply the scores of head h by γ_h.
-
-    Example:
-        >>> split_factors(torch.tensor([0.25, 1.0]), 1)
-        (tensor([0.2500, 1.0000]), tensor([1.]))
-        >>> split_factors(torch.tensor([0.25, 1.0]), 2)
-        (tensor([0.5000, 1.0000]), tensor([0.5000, 1.0000]))
-    """
-    k = gamma.reshape(kv_heads, -1).amax(1).sqrt()
-    return gamma / k.repeat_interleave(gamma.shape[0] // kv_heads), k
 
 
 def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
@@ -271,15 +217,15 @@ def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
 
 
 @torch.no_grad()
-def language_loss(model: nn.Module, ids: Tensor, kind: str, tokenizer: Any = None, seed: int = 0) -> float:
-    """Mean loss in nats per predicted token on inputs (B, n)."""
+def language_loss(model: nn.Module, ids: Tensor, kind: str | None, tokenizer: Any = None) -> float | None:
+    """Mean loss in nats per predicted token on inputs (B, n); None for a model without one."""
+    if kind is None:
+        return None
     if kind == "causal":
         logits = model(input_ids=ids, use_cache=False).logits
         return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.rand(ids.shape, generator=generator) < _HIDDEN_SHARE
-    special = torch.isin(ids.cpu(), torch.tensor(sorted(tokenizer.all_special_ids)))
-    hidden &= ~special
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < _HIDDEN_SHARE
+    hidden &= ~torch.isin(ids.cpu(), torch.tensor(sorted(tokenizer.all_special_ids)))
     if not bool(hidden.any()):
         hidden[:, ids.shape[1] // 2] = True
     hidden = hidden.to(ids.device)
@@ -287,23 +233,23 @@ def language_loss(model: nn.Module, ids: Tensor, kind: str, tokenizer: Any = Non
     return float(nn.functional.cross_entropy(logits[hidden].float(), ids[hidden]))
 
 
-def _open(model: Any, tokenizer: Any, inplace: bool) -> tuple[nn.Module, str, Any, tuple[str, ...]]:
-    """The module that may be changed, its name, its tokenizer and remarks."""
+def _open(model: Any, tokenizer: Any, inplace: bool) -> Loaded:
+    """The module that may be changed, with its name, tokenizer and remarks."""
     if isinstance(model, Model):
         raise TypeError(
             "model must be a name, a directory or a module: smooth changes weights, and a loaded Model is shared"
         )
     if not isinstance(model, nn.Module):
         loaded = load_with_head(os.fspath(model))
-        return loaded.model, loaded.name, tokenizer or loaded.tokenizer, loaded.notes
-    half = model_dtype(model) not in (torch.float32, torch.float64)
+        return replace(loaded, tokenizer=tokenizer or loaded.tokenizer)
+    dtype = model_dtype(model)
+    half = dtype not in (torch.float32, torch.float64)
     if half and inplace:
-        raise ValueError(
-            f"inplace=True needs weights in float32 or float64, got {model_dtype(model)}: rounding would undo it"
-        )
+        raise ValueError(f"inplace=True needs weights in float32 or float64, got {dtype}: rounding would undo it")
     module = model if inplace else copy.deepcopy(model)
-    notes = (f"weights widened from {str(model_dtype(model))[6:]} to float32",) if half else ()
-    return module.float() if half else module, type(model).__name__, tokenizer, notes
+    if not half:
+        return Loaded(module, tokenizer, type(model).__name__)
+    return Loaded(module.float(), tokenizer, type(model).__name__, (f"weights widened from {str(dtype)[6:]} to float32",))
 
 
 def _span(result: SpectralNorm, items: Any) -> Span:
