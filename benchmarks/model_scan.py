@@ -19,7 +19,7 @@ import torch
 import lipscope
 from lipscope.models.corpora import read_text
 from lipscope.models.memory import plan_layers
-from lipscope.models.text import chunk_of
+from lipscope.models.text import chunks_of
 from sections import Goal, machine, timed, write_goals, write_section
 
 RTOL = 1e-3  # the default of `lipscope scan`
@@ -50,7 +50,7 @@ def main() -> None:
     handle = lipscope.load(given.model)
     count = len(handle.layers)
     layers = range(0, count, given.every)
-    ids = chunk_of(handle, read_text(given.text), given.n)[None]
+    ids = chunks_of(handle, read_text(given.text), given.n)
     inputs = handle.token_inputs(input_ids=ids)
     print(f"n = {given.n}: {plan_layers(handle, given.n, list(layers))}", flush=True)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 import lipscope
-from lipscope.spectral.basis import random_unit_vector
+from lipscope.spectral.basis import random_direction
 from lipscope.spectral.operator import Operator
 
 
@@ -82,7 +82,7 @@ def scipy_over_autograd(function, X: Tensor) -> tuple[float, float]:
 
 def power_until(operator: Operator, reference: Tensor, accuracy: float, steps: int = 400) -> tuple[Tensor, int]:
     """Power iteration on JᵀJ for all items together, stopped by an oracle once all are within ``accuracy``."""
-    v = random_unit_vector(operator, 0).expand(operator.batch, -1)
+    v = random_direction(operator.shape[1], 0, operator).expand(operator.batch, -1)
     sigma = torch.zeros(operator.batch)
     step = 0
     while step < steps:

@@ -21,7 +21,7 @@ import torch
 import lipscope
 from lipscope.bounds.verified import Cost, verified_upper
 from lipscope.models.corpora import read_text
-from lipscope.models.text import chunk_of
+from lipscope.models.text import chunks_of
 from lipscope.rounding import duration, round_up, show_bytes
 from sections import Goal, machine, write_goals, write_section
 
@@ -46,8 +46,8 @@ def layer_at(model: str, index: int, size: int) -> tuple[lipscope.Attention, tor
         tokens = torch.randn(size // 768, 768, generator=generator)
         return lipscope.Attention(*weights, heads=12, mask="causal"), tokens
     handle = lipscope.load(model)
-    width = handle.record(input_ids=chunk_of(handle, read_text("alice"), 16)[None])[index].attention.width
-    recorded = handle.record(input_ids=chunk_of(handle, read_text("alice"), size // width)[None])[index]
+    width = handle.record(input_ids=chunks_of(handle, read_text("alice"), 16))[index].attention.width
+    recorded = handle.record(input_ids=chunks_of(handle, read_text("alice"), size // width))[index]
     return recorded.attention, recorded.tokens()[0]
 
 

@@ -24,34 +24,36 @@ SMALL: dict[str, Any] = {
 
 def tiny_models(*, implementation: str, dtype: torch.dtype) -> Iterator[tuple[str, nn.Module | None, str]]:
     """Model type, the model, and why there is none."""
-    import transformers
     from transformers.models.auto import modeling_auto as auto
 
     language = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
     for kind in sorted(language & {*auto.MODEL_MAPPING_NAMES}):
         try:
-            config: Any = transformers.AutoConfig.for_model(kind)
-            config = getattr(config, "get_text_config", lambda c=config: c)()
-            chosen = {name: value for name, value in SMALL.items() if hasattr(config, name)}
-            if (
-                "qk_rope_head_dim" in chosen
-            ):  # there the width of a head is that of its rotated part, and all keys are unpacked
-                chosen["head_dim"] = chosen["qk_rope_head_dim"]
-                chosen["num_key_value_heads"] = chosen.get("num_attention_heads", 4)
-            config = type(config)(**chosen)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())
-            if size > 3_000_000:
-                yield kind, None, "these settings do not make it small"
-                continue
-            torch.manual_seed(0)
-            model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+            yield kind, tiny_model(kind, implementation=implementation, dtype=dtype), ""
         except Exception as error:
             yield kind, None, f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-            continue
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(1)
-            for p in model.parameters():
-                if p.ndim >= 2:
-                    p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
-        yield kind, model.to(dtype).eval(), ""
+
+
+def tiny_model(kind: str, *, implementation: str, dtype: torch.dtype) -> nn.Module:
+    """A model of one type, with random weights."""
+    import transformers
+
+    config: Any = transformers.AutoConfig.for_model(kind)
+    config = getattr(config, "get_text_config", lambda c=config: c)()
+    chosen = {name: value for name, value in SMALL.items() if hasattr(config, name)}
+    if "qk_rope_head_dim" in chosen:  # there the width of a head is that of its rotated part, and all keys are unpacked
+        chosen["head_dim"] = chosen["qk_rope_head_dim"]
+        chosen["num_key_value_heads"] = chosen.get("num_attention_heads", 4)
+    config = type(config)(**chosen)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModel.from_config(config).parameters())
+    if size > 3_000_000:
+        raise ValueError("these settings do not make it small")
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model.to(dtype).eval()

@@ -1,15 +1,17 @@
-"""Layers made for rounding to go wrong: cancelling offsets, vanishing and huge scales, sharp scores; mpmath knows σ."""
+"""Layers made for rounding to go wrong: cancelling offsets and products, vanishing and huge scales; mpmath knows σ."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
 import lipscope
-from draws import as_layer, normalisation, rounded
+from draws import as_layer, normalisation, rotations, rounded
 from layers import LAST_DIGITS
 from ledger import Ledger, Truth
 from lipscope.bounds import registry
@@ -20,6 +22,9 @@ KINDS = (
     "tiny or huge values", "tiny or huge tokens", "sharp scores", "saturated soft-cap", "nearly equal tokens",
     "nearly equal tokens behind a norm",
 )  # fmt: skip
+# What cancels in a product of weights that is all rounding in float64: W_KᵀW_Q, as it is, turned, and of sigmoid attention,
+# or W_OW_V, as it is and of variants.
+CANCELLING = ("scores", "turned scores", "sigmoid scores", "values", "qk-norm values", "l2 values")
 
 
 def hostile(seed: int, number: int) -> tuple[str, Problem, Array, Any]:
@@ -67,6 +72,82 @@ def hostile(seed: int, number: int) -> tuple[str, Problem, Array, Any]:
         X = rng.normal(size=(1, d)) * 10 ** rng.uniform(0, 3) + 10 ** rng.uniform(-9, 0) * rng.normal(size=(n, d))
     q, k, v, X = (rounded(a) if 1e-30 < np.abs(a).max() < 1e30 else a for a in (q, k, v, X))
     return kind, Problem(q, k, v, None, seen, **fields), X[None], norm
+
+
+def cancelling(seed: int, number: int) -> tuple[str, Problem, Array, Any]:
+    """A layer whose product of weights cancels, one input, and rotary tables that turn nothing if it has any."""
+    rng = np.random.default_rng([seed, number, 5])
+    kind = CANCELLING[number % len(CANCELLING)]
+    n, d = int(rng.integers(2, 5)), int(rng.integers(1, 3))
+    seen = np.tril(np.ones((1, n, n), dtype=bool)) if rng.random() < 0.4 else np.ones((1, n, n), dtype=bool)
+    if rng.random() < 0.5:
+        # leftᵀright = 0 exactly, and what float64 makes of it depends on the order.
+        terms = np.array([2.0**60, *[-65.0] * 4, -(2.0**60), *[65.0] * 4])
+        left, right = np.ones((10, d)), rng.permutation(terms)[:, None] * np.ones(d)
+    else:
+        # Two terms that are equal up to their last digits, which are of size 1 and more.
+        e, a, b, far = rng.normal(size=d), *rng.normal(size=2), 10 ** rng.uniform(16, 19)
+        left = np.stack([a * e, b * e])
+        right = np.stack([far * np.ones(d), -far * a / b * np.ones(d)])
+    fields: dict[str, Any] = {"scale": 1.0}
+    one, tables = np.eye(d)[None], None
+    X = rng.normal(size=(1, n, d))
+    if number // len(CANCELLING) % 2:
+        X = np.where(np.arange(n)[:, None] < 1, 1.0, -1.0) * np.ones((1, n, d))
+    X /= np.linalg.norm(X, axis=-1).max()
+    if "scores" in kind:
+        if kind.startswith("turned"):
+            tables = np.ones((n, len(left))), np.zeros((n, len(left))), False
+            fields["turn"] = rotations(tables[0], tables[1], len(left), False)
+        fields |= {"kind": "sigmoid", "shift": -float(rng.integers(1, 40))} if kind.startswith("sigmoid") else {}
+        return kind, Problem(right[None], left[None], one, None, seen, **fields), X, tables
+    q = rng.normal(size=(1, 1, d))
+    fields |= {"kind": kind.split()[0], "eps": 0.01} if kind != "values" else {}
+    return kind, Problem(q, q.copy(), left[None], right[:, :1].T.copy(), seen, **fields), X, None
+
+
+def check_cancelling(seed: int, number: int) -> Ledger:
+    """Set bounds of one such layer against σ at one input, and lower bounds against σ at their own tokens."""
+    ledger = Ledger()
+    kind, p, X, tables = cancelling(seed, number)
+    causal, radius, n = not p.seen.all(), float(np.linalg.norm(X, axis=-1).max()) * (1 + 1e-14), X.shape[1]
+    where = f"--seed {seed} --only cancelling:{number} ({kind}; n = {n}, d = {X.shape[2]})"
+    layer = as_layer(p, "causal" if causal else "full", tables)
+    truth = Truth(p, X, digits=200)
+    truth.known[0] = truth.exact(0)
+    given: dict[str, Any] = {"radius": radius, "n": n}
+    if p.kind == "sigmoid":
+        given["x"] = torch.from_numpy(X[0])
+    found = ledger.guarded("cancelling: bounds", where, lambda: list(registry.applicable(layer, side="upper", **given)))
+    for bound in found or []:
+        if bound.norm == "Frobenius" and bound.kind in ("set", "local"):
+            truth.upper(ledger, f"cancelling: {bound.name}", bound.value, 0, f"{bound.name} at {where}", LAST_DIGITS)
+    for name in registry.names(layer):
+        if name.startswith("lower.") and name != "lower.measured":
+            call = partial(registry.evaluate, name, layer, radius=radius, n=n)
+            bound = ledger.guarded(f"cancelling: {name}", where, call)
+            if bound is not None:
+                reached = most_over_n(p, radius, causal) if bound.tokens is None else exact_sigma(p, bound.tokens.numpy())
+                short = not bound.value <= reached * (1 + LAST_DIGITS)
+                broken = f"{bound.value!r}, but at most {float(reached)!r} is reached at {where}" if short else None
+                ledger.record(f"cancelling: {name}", float(reached / bound.value) if bound.value else math.inf, broken)
+    return ledger
+
+
+def exact_sigma(p: Problem, X: Array) -> Any:
+    """σ at tokens (n, d) in 200 digits."""
+    return Truth(p, X[None], digits=200).exact(0)
+
+
+def most_over_n(p: Problem, radius: float, causal: bool) -> Any:
+    """What no supremum over n exceeds: Theorems 1 and 2 with exact Frobenius norms of A and V."""
+    exact = np.frompyfunc(mpmath.mpf, 1, 1)
+    with mpmath.workdps(200):
+        A, V = exact(p.k[0]).T @ exact(p.q[0]), exact(p.v[0]) if p.out is None else exact(p.out) @ exact(p.v[0])
+        a, v = (mpmath.sqrt(sum(entry * entry for entry in M.flat)) for M in (A, V))
+        a = p.scale * a * mpmath.mpf(radius) ** 2
+        top = (2 + mpmath.mpf(2) ** (mpmath.mpf(5) / 3) * a) if causal else mpmath.sqrt(1 + a * a)
+        return v * (top * mpmath.exp(a) + a)
 
 
 def check_hostile(seed: int, number: int) -> Ledger:

@@ -18,6 +18,7 @@ from ledger import Ledger, Truth
 from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.bounds import registry
 from lipscope.bounds.bound import Bound
+from lipscope.bounds.certificates import certified_upper
 from oracle import FLOATS, Array, Problem, forward, inside, jacobians, sigmas
 
 # Set bounds are formulas evaluated in float64 without a margin: their last digits are not part of the claim. Certificates
@@ -75,6 +76,11 @@ def intervals(ledger: Ledger, drawn: Draw, truth: Truth, where: str, number: int
         result = ledger.guarded("certified end" + label, where, lambda: measured(layer, X[-ASCENDED:], certificate=True))
         if result is not None:
             tightest(ledger, "certified end" + label, result.certified, truth, where)
+    if known and drawn.norm is None:
+        height, name = 1 + number % X.shape[1], "certified end, several strips"
+        ends = ledger.guarded(name, where, lambda: certified_upper(layer, X[-ASCENDED:], height=height))
+        if ends is not None:
+            tightest(ledger, name, ends, truth, f"{where} height {height}")
     if known and drawn.norm is None and layer.heads > 1:
         h, name = number % layer.heads, "interval: float64, dense, each head"
         last = X[-ASCENDED:]
@@ -186,6 +192,10 @@ def ball(ledger: Ledger, drawn: Draw, where: str, number: int) -> None:
 
 def check_lower(ledger: Ledger, found: Bound, others: Sequence[Bound], drawn: Draw, where: str) -> None:
     """A lower bound is reached by the tokens that it gives, or by a search over measures; and no upper bound is below it."""
+    if found.tokens is None and found.value > 1e60:
+        # Atoms so light that float64 cannot hold them would be needed: nothing is decided.
+        ledger.row(found.name).refused += 1
+        return
     everything, causal = "n" not in found.inputs, str(drawn.layer.mask) == "causal"  # it is for the supremum over n
     if found.tokens is not None:
         X = found.tokens.numpy()[None]

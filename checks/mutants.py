@@ -51,7 +51,7 @@ _HALVES = {"bart": _bart}
 
 def blocks(model: Any) -> nn.ModuleList:
     """The layers of a decoder or encoder."""
-    for path in ("layers", "h", "encoder.layer", "decoder.layers", "encoder.block"):
+    for path in ("layers", "h", "encoder.layer", "decoder.layers", "encoder.block", "transformer.layer"):
         part = model
         for name in path.split("."):
             part = getattr(part, name, None)
@@ -369,6 +369,48 @@ def slot(model: Any) -> str:
     return name_of(model, module)
 
 
+def in_eight_bits(x: Tensor) -> Tensor:
+    """Rounded to 8 bits with one scale for all tokens; derivatives pass straight through."""
+    scale = x.detach().abs().amax() / 127
+    return x + ((x / scale).round() * scale - x).detach()
+
+
+def last_come(x: Tensor) -> Tensor:
+    """Two experts of four places each, filled from the last token on; who finds no place is dropped."""
+    choice = (x.detach()[..., 0] > 0).long()
+    places = nn.functional.one_hot(choice, 2).flip(1).cumsum(1).flip(1)
+    return x * (places.gather(-1, choice[..., None]) <= 4)
+
+
+def stretched_positions(model: Any) -> str:
+    """Positions twice as far apart in sequences of more than ten tokens, as when a model is stretched to longer ones."""
+    module = model.rotary_emb
+    forward = module.forward
+    module.forward = lambda x, position_ids: forward(x, position_ids * (1 + (position_ids.shape[1] > 10)))
+    return name_of(model, module)
+
+
+def mean_with_padding(x: Tensor) -> Tensor:
+    """The mean over all tokens, padding among them."""
+    return x - 0.1 * x.mean(1, keepdim=True)
+
+
+def rounded_cache(model: Any) -> str:
+    """Keys of one layer are kept in 8 bits."""
+    module: Any = attention(blocks(model)[1])
+    forward = module.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        past = next((value for name, value in kwargs.items() if name in ("past_key_values", "layer_past")), None)
+        if past is not None and past.get_seq_length(1) > 1:
+            past.layers[1].keys = in_eight_bits(past.layers[1].keys)
+        return forward(*args, **kwargs)
+
+    leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+    module.forward = leaking
+    return name_of(model, module)
+
+
 _D = {"documents": DOCUMENTS}
 MUTANTS = [
     *(
@@ -419,4 +461,10 @@ MUTANTS = [
     *(Mutant("sequence before seen in the batch", f, "batch", after(mlp, sequence_before)) for f in ("bert", "bart")),
     Mutant("scaled by the number of sequences", "gpt2", "batch", after(mlp, larger_batch)),
     Mutant("two slots of the cache exchanged", "llama", "cache", slot, {"cache": True}),
+    Mutant("rounded to 8 bits with one scale for all tokens", "bloom", "causal", after(mlp, in_eight_bits)),
+    Mutant("experts filled from the last token on", "gpt_oss", "causal", after(mlp, last_come)),
+    Mutant("positions stretched in long sequences", "qwen2", "causal", stretched_positions),
+    Mutant("first token of a document sees the one before", "gemma2", "documents", after(mlp, at_one_place(5, 4)), _D),
+    Mutant("mean that counts padding", "distilbert", "padding right", after(mlp, mean_with_padding)),
+    Mutant("keys of the cache in 8 bits", "qwen2", "cache", rounded_cache, {"cache": True}),
 ]

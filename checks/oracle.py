@@ -165,10 +165,13 @@ def jacobians(p: Problem, X: Array, head: int | None = None) -> Array:
 
 
 def sigmas(J: Array) -> Array:
-    """The largest singular values (B,)."""
+    """The largest singular values (B,); NaN where float64 has no Jacobian."""
+    finite = np.isfinite(J).all(axis=(-2, -1), keepdims=True)
+    J = np.where(finite, J, 0.0)
     size = np.abs(J).max(axis=(-2, -1), keepdims=True)
     size = np.where(size > 0, size, 1.0)
-    return np.asarray(np.linalg.svd(J / size, compute_uv=False)[..., 0] * size[..., 0, 0])
+    values = np.linalg.svd(J / size, compute_uv=False)[:, :1, None] * size
+    return np.asarray(np.where(finite, values, np.nan)[:, 0, 0])
 
 
 def ascend(p: Problem, X: Array, radius: float, steps: int) -> Array:

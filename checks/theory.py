@@ -32,17 +32,18 @@ import torch
 
 from draws import INPUTS
 from ends import BATCH, DELTA, STRATA, check_ends, judge_ends, limits
-from hostile import check_hostile
+from hostile import check_cancelling, check_hostile
 from layers import check_layer
 from ledger import Ledger, Row
+from lipscope.bounds import registry
 from measures import check_measures
 from transport import check_transport
 
 ROOT = Path(__file__).parent.parent
 SHOWN = 5  # violations of one claim that are printed while searching
 CHECKS: dict[str, Callable[[int, int], Ledger]] = {
-    "layers": check_layer, "rounding": check_hostile, "transport": check_transport, "measures": check_measures,
-    "ends": check_ends,
+    "layers": check_layer, "rounding": check_hostile, "cancelling": check_cancelling, "transport": check_transport,
+    "measures": check_measures, "ends": check_ends,
 }  # fmt: skip
 MARKS = re.compile(r"(<!-- begin checks/theory.py -->\n).*?(<!-- end checks/theory.py -->)", re.DOTALL)
 
@@ -50,8 +51,9 @@ MARKS = re.compile(r"(<!-- begin checks/theory.py -->\n).*?(<!-- end checks/theo
 def sizes(cases: int) -> dict[str, int]:
     """Numbers of every kind for so many inputs of layers, and about as many solves."""
     rounds = max(1, math.ceil(1.25 * cases / BATCH / len(STRATA)))
-    return {"layers": math.ceil(cases / INPUTS), "rounding": math.ceil(cases / 10), "transport": math.ceil(cases / 10),
-            "measures": math.ceil(cases / 160), "ends": rounds * len(STRATA)}  # fmt: skip
+    return {"layers": math.ceil(cases / INPUTS), "rounding": math.ceil(cases / 10), "cancelling": math.ceil(cases / 20),
+            "transport": math.ceil(cases / 10), "measures": math.ceil(cases / 160),
+            "ends": rounds * len(STRATA)}  # fmt: skip
 
 
 def work(kind: str, seed: int, numbers: list[int], until: float) -> tuple[str, int, Ledger]:
@@ -113,6 +115,7 @@ TABLES = (
     ("lower.", "lower bound", "least σ reached/bound"),
     ("interval: ", "interval", "least upper end/σ"),
     ("rounding: ", "where rounding hurts", "least upper end or bound/σ"),
+    ("cancelling: ", "where products of weights cancel", "least bound/σ, or σ reached/lower bound"),
     ("transport: ", "distance against the linear programme", "least ratio"),
     ("every n: ", "bound for every n, on sets of tokens", "least bound/constant found"),
     ("mean field: ", "Lipschitz constant on measures", "least bound/ratio of distances"),
@@ -130,13 +133,15 @@ def page(ledger: Ledger, done: dict[str, int], counts: dict[str, int], seed: int
     short = [f"{done[kind]:,} of {count:,} numbers of {kind}" for kind, count in counts.items() if done[kind] < count]
     lines = [
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, commit {commit()}, seed {seed}, {minutes:.0f} minutes: "
-        f"{inputs:,} inputs of {done['layers']:,} layers, {done['rounding']:,} layers made for rounding, "
-        f"{done['transport']:,} pairs of measures, {done['measures']:,} sets of tokens, {solves:,} solves. "
+        f"{inputs:,} inputs of {done['layers']:,} layers, {done['rounding'] + done['cancelling']:,} layers made for "
+        f"rounding, {done['transport']:,} pairs of measures, {done['measures']:,} sets of tokens, {solves:,} solves. "
         f"**{sum(map(len, broken.values())):,} violations.**" + (f" Time ran out at {', '.join(short)}." if short else "")
     ]
     for name, found in broken.items():
         lines += ["", f"**{name}**: {len(found):,}, such as"]
         lines += [f"`{violation.replace('|', '/')[:400]}`" for violation in found[:2]]
+    if missing := [name for name in registry.names() if name not in rows]:
+        lines += ["", f"Registered, and of no layer here: {', '.join(missing)}."]
     for start, title, ratio in TABLES:
         chosen = [name for name in rows if name.startswith(start) and (start or not name.startswith(PREFIXES))]
         lines += table(title, {name: rows[name] for name in chosen}, ratio) if chosen else []
