@@ -131,9 +131,9 @@ def say() -> None:
             mine = [r for r in every if (r["weights"], r["layer"], r["tokens"]) == (weights, layer, tokens)]
             curve, climbed = [worst(mine, n, *BUILT) for n in LENGTHS], [worst(mine, n, "ascent") for n in CLIMBED]
             fit, last = fit_growth(LENGTHS, curve), next(r for r in mine if r["n"] == LENGTHS[-1])
-            borders = sorted(r["log_growth"] / math.log(10) for r in mine if r["what"] == "head")
+            borders = sorted(math.floor(r["log_growth"] / math.log(10)) for r in mine if r["what"] == "head")
             lines.append([
-                weights, str(layer), f"{tokens}, R = {last['radius']:.3g}", f"10^{borders[0]:.0f} … 10^{borders[-1]:.0f}",
+                weights, str(layer), f"{tokens}, R = {last['radius']:.3g}", f"10^{borders[0]} … 10^{borders[-1]}",
                 exponent(fit), verdict(fit.alpha_low, fit.alpha_high), f"{worst(mine, CLIMBED[-1], *BUILT):.3g}",
                 f"{climbed[-1]:.3g}", f"{last['refined']:.1e}", f"{last['castin2024']:.1e}",
             ])  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import lipscope
 from lipscope.models.corpora import read_text
-from lipscope.models.text import chunk_of
+from lipscope.models.text import chunks_of
 from lipscope.report.palette import palette
 
 FOLDER = Path(__file__).parent
@@ -31,7 +31,7 @@ class RealLayer:
 
     def __init__(self, layer: int, n: int, model: Any = MODEL, seed: int = 0) -> None:
         self.handle = lipscope.load(model)
-        self.ids = chunk_of(self.handle, read_text(TEXT), n, seed)[None]
+        self.ids = chunks_of(self.handle, read_text(TEXT), n, seed=seed)
         self.recording = self.handle.record(input_ids=self.ids)
         self.layer = layer
         attention = self.recording[layer].attention

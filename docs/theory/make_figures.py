@@ -149,7 +149,7 @@ def collect(mask: str, kind: str, cases: int = 200) -> dict[str, list[float]]:
 
 
 def wide_layers() -> str:
-    """The least certificate over σ for layers and heads in the shape of BERT, as Markdown."""
+    """The default certificate over σ for layers and heads in the shape of BERT, as Markdown."""
     width, heads, n = 768, 12, 98
     lines = ["| size of the weights | positions | σ of the layer | certificate/σ | median over heads | largest over heads |"]
     lines.append("|---|---|---|---|---|---|")
@@ -188,8 +188,9 @@ def main() -> None:
     (out / "ratios.md").write_text(
         f"# How far the bounds are from σ\n\n{note}: bound/σ, median and (largest) over 200 heads of width 1–8 with 2–32 "
         "tokens; random Gaussian tokens, and the tokens of `lower.groups` with R = 1.5.\n\n" + ratios() + "\n\n"
-        "## Wide layers\n\nThe least local certificate over σ for random layers with d = 768, 12 heads and n = 98 tokens, "
-        "and for their single heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
+        "## Wide layers\n\nThe default certificate (`fast`: of whole layers of this width `certificates.parts` alone, "
+        "without the row Gram) over σ for random layers with d = 768, 12 heads and n = 98 tokens, and for their single "
+        "heads. Larger weights make attention sharper.\n\n" + wide_layers() + "\n"
     )
     (out / "grid.md").write_text(grid(note))
 

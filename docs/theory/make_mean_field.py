@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -53,9 +54,9 @@ def write(name: str, header: list[str], lines: list[list[str]]) -> None:
     PAGE.write_text(page, encoding="utf-8")
 
 
-def power(log: float) -> str:
-    """A number of tokens: itself where it can be read, else a power of ten."""
-    return f"{math.exp(log):.3g}" if log < math.log(1e4) else f"10^{log / math.log(10):.3g}"
+def power(log: float, shown: Callable[[float, int], str]) -> str:
+    """A number of tokens: itself where it can be read, else a power of ten; rounded so that what is claimed of it holds."""
+    return shown(math.exp(log), 3) if log < math.log(1e4) else f"10^{shown(log / math.log(10), 3)}"
 
 
 def line(name: str, where: str, found: list[Regime], n: int) -> list[str]:
@@ -63,7 +64,7 @@ def line(name: str, where: str, found: list[Regime], n: int) -> list[str]:
     growth, plateau = [r.log_growth for r in found], [r.log_plateau for r in found]
     at = [r.at(n) for r in found]
     counts = ", ".join(f"{at.count(kind)} {kind}" for kind in dict.fromkeys(at))
-    ends = [power(min(growth)), power(max(growth)), power(min(plateau)), power(max(plateau))]
+    ends = [power(end(growth), round_down) for end in (min, max)] + [power(end(plateau), round_up) for end in (min, max)]
     return [name, where, " … ".join(dict.fromkeys(ends[:2])), " … ".join(dict.fromkeys(ends[2:])), str(n), counts]
 
 
