@@ -128,7 +128,7 @@ def measure_memory(n: int, steps: int) -> None:
     plan = plan_memory(layer, n, limit=MEMORY_GOALS.get(n))
     # The same number of kept vectors at every length, as far as the goal allows.
     bases = min(plan.room, TYPICAL_VECTORS * n * WIDTH * 4)
-    with plan.in_force():
+    with using_tiling(plan.tiling):
         operator = FewRealProducts(AttentionOperator.at(layer, tokens(n)), steps, products=2 if n <= TIMED else 1)
         lipscope.GolubKahan(max_steps=steps, memory=bases).solve(operator)
     expected = plan.matrices + plan.tokens + bases

@@ -18,7 +18,7 @@ from command import run
 from largest_tensor import LargestTensor
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import ScoreRule
-from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling
+from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling, using_tiling
 from lipscope.measure import sigma as certifying
 from lipscope.measure.memory import TYPICAL_PAIRS, TYPICAL_VECTORS, plan_memory
 from lipscope.models.memory import plan_layers, recorded_bytes
@@ -152,7 +152,7 @@ def test_one_plan_holds_for_layers_of_several_kinds(alternating, layers):
             continue
         tilings.add(plan.tiling)
         assert plan.total <= limit
-        with plan.in_force():
+        with using_tiling(plan.tiling):
             each = [plan_layers(alternating, n, [layer]) for layer in (0, 1)]
         for layer in layers:
             one = each[layer]
@@ -169,7 +169,7 @@ def test_the_tiling_of_alternating_layers_is_that_of_the_larger(alternating):
     assert free[0] < limit < free[1]
     plan = plan_layers(alternating, 2048, [0, 1], memory=limit)
     ids = torch.randint(3, 100, (1, 2048), generator=torch.Generator().manual_seed(1))
-    with plan.in_force():
+    with using_tiling(plan.tiling):
         recording = alternating.record(alternating.token_inputs(input_ids=ids))
         kept = [recording[layer].operator().core.kept for layer in (0, 1)]
     assert kept == [None, None]

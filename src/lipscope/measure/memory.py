@@ -12,10 +12,11 @@ find the next ones, count twice: they are copied to be handed over.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,8 @@ TYPICAL_VECTORS = 24
 HOLES, _HOLES_OF_SEVERAL = 1.4, 1.6
 # What the solver takes for its bases when nobody limits it.
 SOLVER_ROOM = 1 << 30
+# Numbers of two settings of the GNU C library, and blocks from which on it never keeps what is freed.
+_TRIM, _MMAP, _LARGE = -1, -3, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ class MemoryPlan:
     def fixed(self) -> int:
         """All of it but the bases, which are made to fit."""
         return self.matrices + self.tokens + self.vectors
-
-    def in_force(self) -> AbstractContextManager[None]:
-        """Inside, products are computed as planned."""
-        return using_tiling(self.tiling)
 
     def __str__(self) -> str:
         kind = "tiles" if self.tiled else "n×n matrices"
@@ -191,7 +190,7 @@ def plan_memory(
     """What one batch of σ at n tokens takes, and how to stay within ``limit`` bytes above the weights.
 
     ``triplets`` singular vectors of either side are held per input; see ``spectral.solvers.triplets``. Give ``plan.room`` to
-    the solver as its ``memory``, and compute inside ``plan.in_force()``.
+    the solver as its ``memory``, and compute inside ``within_memory(limit, plan.tiling)``.
 
     When memory is short, in this order: inputs one after the other, tiles instead of n×n matrices, no kept exponentials,
     smaller tiles, fewer Krylov vectors.
@@ -224,6 +223,28 @@ def first_fitting(plans: Sequence[MemoryPlan], n: int, vector: int, limit: int) 
     raise MemoryError(
         f"n = {n} tokens need at least {show_bytes(least)} above the weights, but memory is limited to {show_bytes(limit)}"
     )
+
+
+@contextmanager
+def within_memory(limit: int, tiling: Tiling) -> Iterator[None]:
+    """Inside, products are computed in these tiles, and freed blocks of more than 1/32 of ``limit`` bytes are given back.
+
+    The GNU C library would keep them, with holes between them: peaks were up to 2.6 times what the blocks hold, and
+    different from run to run. Other libraries are left as they are.
+    """
+    _return_blocks(min(_LARGE, max(1 << 17, limit // 32)))
+    try:
+        with using_tiling(tiling):
+            yield
+    finally:
+        _return_blocks(_LARGE)
+
+
+def _return_blocks(size: int) -> None:
+    with suppress(OSError, AttributeError, TypeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP, size)
+        library.mallopt(_TRIM, 2 * size)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:

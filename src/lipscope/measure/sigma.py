@@ -20,7 +20,7 @@ from lipscope.attention.validation import balanced, scaled_back
 from lipscope.attention.variants import Variant
 from lipscope.bounds.certificates import affordable, certified_and_sized, height_within
 from lipscope.bounds.verified import MEMORY, verified_upper
-from lipscope.measure.memory import plan_memory, read_bytes
+from lipscope.measure.memory import plan_memory, read_bytes, within_memory
 from lipscope.measure.scopes import LAYER_SCOPES, Certificate, Rung, check_certificate
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
@@ -101,21 +101,22 @@ def local_lipschitz(
     if attention is not None:
         layer, tokens, norm, power = _in_units(attention.to(compute, tokens.device), tokens, norm, scope)
         attention = layer
+    asked: dict[str, Any] = {"wanted": certificate, "norm": known, "memory": limit, "progress": progress}
     if attention is None or limit is None:
         result = sigma(layer.operator(tokens, scope, norm), solver, **about)
+        result = add_certificate(scaled_back(result, power), given, batched, **asked)
     else:
         inputs, n = tokens.shape[:2]
         how: dict[str, Any] = {"dtype": compute, "inputs": inputs, "limit": limit, "triplets": triplets(solver)}
         plan = plan_memory(attention, n, scope=scope, **how)
         kept = within(solver, plan.room)
-        with plan.in_force():
+        with within_memory(limit, plan.tiling):
             if plan.alone:
                 parts = (attention.for_input(b).operator(tokens[b : b + 1], scope, norm) for b in range(inputs))
                 result = join_batches([sigma(part, kept, **about) for part in parts])
             else:
                 result = sigma(attention.operator(tokens, scope, norm), kept, **about)
-    asked: dict[str, Any] = {"wanted": certificate, "norm": known, "memory": limit, "progress": progress}
-    result = add_certificate(scaled_back(result, power), given, batched, **asked)
+            result = add_certificate(scaled_back(result, power), given, batched, **asked)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 

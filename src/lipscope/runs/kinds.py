@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from lipscope.attention.tiled import Tiling, using_tiling
-from lipscope.measure.memory import read_bytes
+from lipscope.attention.tiled import Tiling
+from lipscope.measure.memory import read_bytes, within_memory
 from lipscope.models.corpora import read_text
 from lipscope.models.memory import batch_size, plan_layers, recorded_bytes
 from lipscope.models.model import Model
@@ -196,7 +196,9 @@ def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[s
 
 def _tiling(payload: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside, products are computed as planned; without a limit, as usual."""
-    return using_tiling(Tiling(**payload["memory"]["tiling"])) if "memory" in payload else nullcontext()
+    if "memory" not in payload:
+        return nullcontext()
+    return within_memory(payload["memory"]["limit"], Tiling(**payload["memory"]["tiling"]))
 
 
 def _texts(block: Block, handle: Model) -> Iterator[tuple[str, list[str], str]]:
