@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
@@ -19,7 +20,7 @@ from lipscope.attention.tiled import Tiling, using_tiling
 from lipscope.bounds import registry
 from lipscope.bounds.bound import Bound
 from lipscope.bounds.certificates import certified_upper
-from oracle import FLOATS, Array, Problem, forward, inside, jacobians, sigmas
+from oracle import DIGITS, FLOATS, Array, Problem, forward, inside, jacobians, sigmas
 
 # Set bounds are formulas evaluated in float64 without a margin: their last digits are not part of the claim. Certificates
 # and intervals say that they cover rounding, and are taken at their word.
@@ -192,15 +193,17 @@ def ball(ledger: Ledger, drawn: Draw, where: str, number: int) -> None:
 
 def check_lower(ledger: Ledger, found: Bound, others: Sequence[Bound], drawn: Draw, where: str) -> None:
     """A lower bound is reached by the tokens that it gives, or by a search over measures; and no upper bound is below it."""
-    if found.tokens is None and found.value > 1e60:
-        # Atoms so light that float64 cannot hold them would be needed: nothing is decided.
-        ledger.row(found.name).refused += 1
-        return
     everything, causal = "n" not in found.inputs, str(drawn.layer.mask) == "causal"  # it is for the supremum over n
     if found.tokens is not None:
         X = found.tokens.numpy()[None]
         far = float(np.linalg.norm(X, axis=-1).max()) > drawn.radius * (1 + 1e-12)
         reached = float("nan") if far else float(Truth(drawn.problem, X).sigma[0])
+    elif found.value > 1e60:
+        # Atoms so light that float64 cannot hold them are needed.
+        ledger.row(found.name).judged += 1
+        chosen = point_pairs(drawn.problem, drawn.radius)[:4]
+        share = max(light_atom(drawn.problem, at, E, 100) / found.value for E, at in chosen)
+        reached = float(share) * (averaging_norm() if causal else 1.0) * found.value
     else:
         reached = two_points(drawn.problem, drawn.radius, 0.96 * found.value, causal)
     # The supremum over n is not attained: a search comes close, under the causal mask as slowly as 1/log² of the length.
@@ -214,12 +217,8 @@ def check_lower(ledger: Ledger, found: Bound, others: Sequence[Bound], drawn: Dr
             ledger.record(found.name, math.inf, f"{found.value!r} exceeds {other.name} = {other.value!r} at {where}")
 
 
-def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
-    """The largest constant of W_2 (causal: d_2) found at measures in the ball that sit at two points u and w.
-
-    A light atom at u moves, and the heavy ones at w listen. Under the causal mask the light one comes first and the heavy
-    part in pieces, or ever larger pairs of both follow each other and all light atoms move; u = w is allowed.
-    """
+def point_pairs(p: Problem, radius: float) -> list[tuple[float, Array]]:
+    """Pairs of points (u, w) of the ball, u = w allowed, with E = (u − w)ᵀAw, the largest E first."""
     rng, d = np.random.default_rng(0), p.q.shape[2]
     A = p.scale * p.k[0].T @ p.q[0]
     unit = A / (np.abs(A).max() or 1.0)
@@ -234,10 +233,46 @@ def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
         w = inside(w + 0.3 / (np.linalg.norm(A, 2) or 1.0) * slope, radius)
     image = w @ A.T
     pairs += zip(radius * image / np.maximum(np.linalg.norm(image, axis=-1, keepdims=True), 1e-300), w, strict=True)
-    found: list[tuple[float, float, float, Array]] = []
     different = {(round(float((u - w) @ A @ w), 6), round(float(np.linalg.norm(p.v[0] @ (u - w))), 6)): np.stack([u, w])
                  for u, w in pairs}  # fmt: skip
-    for (E, _), at in sorted(different.items(), reverse=True)[:8]:
+    return [(E, at) for (E, _), at in sorted(different.items(), reverse=True)]
+
+
+def light_atom(p: Problem, at: Array, E: float, digits: int) -> mpmath.mpf:
+    """The constant of W_2 from moving an atom at u of mass e^{−E}, however small, while a heavy one at w listens."""
+    with mpmath.workdps(digits):
+        light, step, best = mpmath.exp(-mpmath.mpf(E)), mpmath.mpf(10) ** -(digits // 3), mpmath.mpf(0)
+        plain = dataclasses.replace(p, seen=np.ones((1, 2, 2), dtype=bool)).on(DIGITS)
+        x, shifts = DIGITS.array(at), DIGITS.array(np.eye(at.shape[1])) * step
+        for mass in DIGITS.array(np.logspace(-0.5, 0.8, 40)):
+            heard = dataclasses.replace(plain, added=np.array([[[mpmath.log(light), mpmath.log(mass)]] * 2]))
+            here = forward(heard, x, DIGITS)[1]
+            moved = [forward(heard, np.stack([x[0] + shift, x[1]]), DIGITS)[1] for shift in shifts]
+            J = np.stack([(there - here) / step for there in moved], -1)
+            size = max(abs(entry) for entry in J.flat)
+            if size:
+                best = max(best, mpmath.sqrt(mass / light) * size * float(np.linalg.norm((J / size).astype(float), 2)))
+        return best
+
+
+def averaging_norm() -> float:
+    """By how much d_2 exceeds W_2 at causal pairs of a light and a heavy atom that follow each other, ever larger.
+
+    All light atoms sit at u, so one of mass m_j among those of mass L_i that row i sees moves it by m_j/L_i of what all
+    would; the masses that are seen keep their ratio. What is left is the norm of an average over the past.
+    """
+    masses = np.exp(0.05 * np.arange(1200))
+    return float(np.linalg.norm(np.tril(np.sqrt(np.outer(masses, masses)) / np.cumsum(masses)[:, None]), 2))
+
+
+def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
+    """The largest constant of W_2 (causal: d_2) found at measures in the ball that sit at two points u and w.
+
+    A light atom at u moves, and the heavy ones at w listen. Under the causal mask the light one comes first and the heavy
+    part in pieces, or ever larger pairs of both follow each other and all light atoms move; u = w is allowed.
+    """
+    found: list[tuple[float, float, float, Array]] = []
+    for E, at in point_pairs(p, radius)[:8]:
         few = math.exp(-min(E, 300.0))
         for grid in (np.logspace(-6, 3, 10), np.logspace(-0.5, 0.5, 15)):
             heavy = grid if grid[0] < 1e-3 else grid * max(found[-10:], key=lambda one: one[0])[1]

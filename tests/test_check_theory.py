@@ -134,3 +134,16 @@ def test_names_of_the_tables_are_registered_and_closed_forms_are_met() -> None:
     bounds = {name for name in ledger if "." in name and not name.startswith("interval") and name != "ball.certify"}
     assert bounds <= set(registry.names())
     assert {"lower.pair", "lower.groups", "lower.meanfield"} <= bounds
+
+
+def test_lower_bounds_beyond_what_float64_can_hold_are_reached() -> None:
+    """The masses that are needed, e^{−1200}, are not float64 numbers; a bound twice as large would be found out."""
+    W = torch.eye(2, dtype=torch.float64)
+    p = Problem(600 * np.eye(2)[None], -np.eye(2)[None], np.eye(2)[None], None, np.ones((1, 2, 2), dtype=bool), scale=1.0)
+    E, at = layers.point_pairs(p, 1.0)[0]
+    for mask, more, near in (("full", 1.0, 2e-3), ("causal", layers.averaging_norm(), 0.05)):
+        layer = lipscope.Attention(q=600 * W, k=-W, v=W, mask=mask, scale=1.0)
+        bound = registry.table(layer, radius=1.0, n=4)["lower.meanfield"]
+        assert bound.value > 1e263
+        share = float(layers.light_atom(p, at, E, 100) * more / bound.value)
+        assert 1 - near < share < 1 + 1e-12
