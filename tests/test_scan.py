@@ -360,6 +360,11 @@ def test_results_are_short_in_a_console_and_whole_in_a_notebook(bert: Model) -> 
         assert "\n" not in repr(shown)
         assert shown._repr_html_() == f"<pre>{html.escape(str(shown))}</pre>"
         assert len(shown.to_pandas()) == len(shown.to_rows()) > 0
+    recorded = bert.record(text=TEXT[0][:8])
+    layer = recorded[0]
+    plain = [recorded, layer, layer.attention, layer.operator(), layer.operator("head"), lipscope.LayerNorm(torch.ones(64))]
+    for shown in (*plain, lipscope.variant("cosine", layer.attention)):
+        assert len(repr(shown)) < 100
     with pytest.raises(TypeError, match=r"an interval, not one number: .* \.upper"):
         float(result)
     with pytest.raises(TypeError, match=r"\.upper = \d"):

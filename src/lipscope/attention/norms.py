@@ -103,6 +103,9 @@ class _Normalisation:
         if not self.eps >= 0:
             raise ValueError(f"eps must not be negative, got {self.eps}")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(d={len(self.weight)}, eps={self.eps:g})"
+
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise tokens (…, d)."""
         at, offset = self.linearise(x), self.offset(x)
@@ -156,7 +159,7 @@ class _Normalisation:
         return min(simple, math.sqrt(best + float(beta.square().sum())))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerNorm(_Normalisation):
     """LayerNorm with gains g, offsets β and ε.
 
@@ -187,7 +190,7 @@ class LayerNorm(_Normalisation):
         return cls(weight, bias, module.eps)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RMSNorm(_Normalisation):
     """RMSNorm with gains g and ε; its image has radius √d·‖g‖_∞.
 

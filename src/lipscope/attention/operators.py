@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lipscope.attention.variants import Variant, VariantProjections
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class _CoreOperator(Operator):
     """What the operators below have in common: the attention core at one point."""
 
@@ -86,7 +86,7 @@ class _CoreOperator(Operator):
         return torch.stack([torch.cat([columns(item, part) for part in parts]).mT for item in range(self.batch)])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class AttentionOperator(_CoreOperator):
     """Input Jacobian of a whole layer (all heads and W_O, no residual) at tokens of shape (B, n, d)."""
 
@@ -173,7 +173,7 @@ class LayerProjections:
         return self if self.rotation is None else replace(self, rotation=self.rotation.select(items))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class HeadOperator(_CoreOperator):
     """Input Jacobians x ↦ o^h of every single head, before W_O, in reduced coordinates; items ordered (input, head)."""
 
@@ -285,7 +285,7 @@ class NormAttentionOperator(DerivedOperator):
         return NormAttentionOperator(self.base.select(items), self.norm.select(items))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class BlockOperator(_CoreOperator):
     """Blocks (rows[p], columns[p]) of one input's Jacobian; either all on the diagonal or all off it."""
 

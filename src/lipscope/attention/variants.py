@@ -67,7 +67,7 @@ class VariantProjections:
         return VariantProjections((q.select(items), k.select(items), v.select(items)), self.X[items])
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Variant(Layer):
     """A multi-head attention layer whose scores or weights are not those of ``Attention``; calling it applies it."""
 
@@ -89,6 +89,9 @@ class Variant(Layer):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         # The plain layer on the same weights says what does not fit together.
         _ = self.plain
+
+    def __repr__(self) -> str:
+        return repr(self.plain).replace("Attention", type(self).__name__, 1)
 
     @classmethod
     def _fitting(cls, mask: MaskLike) -> Mask:
@@ -193,7 +196,7 @@ class Variant(Layer):
             return (slope * right.reshape(X.shape)).flatten(1).sum(-1)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class DotProductVariant(Variant):
     """Linear features τ q_i, k_j and v_j."""
 
@@ -231,7 +234,7 @@ class _Softmax(Variant):
         return Linearisation.at(q, k, v - v.mean(-2, keepdim=True), ScoreRule(allowed=self.visible(q.shape[-2])))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class L2Attention(_Softmax):
     """L2 attention with tied queries and keys, Lipschitz on the whole space (Kim, Papamakarios, Mnih 2021).
 
@@ -264,7 +267,7 @@ class L2Attention(_Softmax):
         return q, LiftedKey(self.q, self.heads, q.z, self.t), Feature.at(X, self.value_weights(), self.heads)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CosineAttention(_Softmax):
     """Scaled cosine similarity attention of LipsFormer: queries, keys and values normalised (Qi et al. 2023)."""
 
@@ -285,7 +288,7 @@ class CosineAttention(_Softmax):
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class QKNormAttention(_Softmax):
     """Attention with normalised queries and keys (Henry et al. 2020, Dehghani et al. 2023); values as they are."""
 
@@ -311,7 +314,7 @@ class QKNormAttention(_Softmax):
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SigmoidAttention(DotProductVariant):
     """Attention with P_ij = sigmoid(τ q_i·k_j + b).
 
@@ -343,7 +346,7 @@ class SigmoidAttention(DotProductVariant):
         return Linearisation(q, k, v, P, P * (1 - P), torch.zeros_like(P[..., :1] * v), largest_product(q, k))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SinkhornAttention(DotProductVariant):
     """Attention with doubly stochastic weights; no mask, since a triangular doubly stochastic matrix is the identity.
 

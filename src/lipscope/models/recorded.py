@@ -37,6 +37,7 @@ from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, Recording
 from lipscope.models.scopes import HeadsOperator, scope_map, scope_tokens
 from lipscope.models.seam import CoreCall
+from lipscope.rounding import counted
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @checked
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Recorded(Recording):
     """One forward pass of a model; ``recorded[i]`` is its i-th attention layer at these tokens."""
 
@@ -58,6 +59,9 @@ class Recorded(Recording):
 
     def __len__(self) -> int:
         return len(self.model.layers)
+
+    def __repr__(self) -> str:
+        return f"<Recorded pass of {self.model.name}: {counted(len(self), 'attention layer')}>"
 
     def __getitem__(self, layer: int) -> RecordedLayer:
         where = self.model.layer(layer)
@@ -98,6 +102,9 @@ class RecordedLayer:
     def __init__(self, recorded: Recorded, layer: Layer) -> None:
         self.recorded, self.layer = recorded, layer
         self.model, self.index, self.heads = recorded.model, layer.index, layer.heads
+
+    def __repr__(self) -> str:
+        return f"<RecordedLayer {self.index} of {self.model.name}, {counted(self.heads, 'head')}>"
 
     @property
     def call(self) -> Call:

@@ -154,7 +154,7 @@ class HeatMap:
     y: str = "layer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Chart:
     """A grid of panels.
 
@@ -173,6 +173,15 @@ class Chart:
     words: str
     columns: int = 1
     note: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Chart {self.name}: {self.title}>"
+
+    def _repr_png_(self) -> bytes:
+        """The chart as a notebook shows it."""
+        from lipscope.report.draw_print import png
+
+        return png(self)
 
     @property
     def series(self) -> list[Series]:

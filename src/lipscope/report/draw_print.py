@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -114,6 +115,13 @@ def write_figures(
         file for stem, chart in named if chart is not None
         for file in draw(chart, *(stem.with_name(f"{stem.name}.{ending}") for ending in FORMATS))
     ]  # fmt: skip
+
+
+def png(chart: Chart) -> bytes:
+    """A chart as the bytes of a PNG file."""
+    file = io.BytesIO()
+    print_figure(chart).savefig(file, format="png")
+    return file.getvalue()
 
 
 def print_figure(chart: Chart) -> Any:

@@ -39,6 +39,10 @@ class Operator(ABC):
     dtype: torch.dtype
     device: torch.device
 
+    def __repr__(self) -> str:
+        M, N = self.shape
+        return f"<{type(self).__name__} of {self.batch} maps R^{N} → R^{M}, {str(self.dtype).removeprefix('torch.')}>"
+
     @property
     def shape(self) -> tuple[int, int]:
         """``(M, N)``: flattened output and input sizes of one map."""
