@@ -257,13 +257,11 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
         "mean_field.MeanFieldAttention": (mean_field.MeanFieldAttention, {"layer": head, "sink_length": None}),
         "mean_field.local_constant": (mean_field.local_constant, {"attention": field, "measure": points,
                                                                   "scope": "attention", "splitting": False}),
-        "mean_field.two_diracs": (mean_field.two_diracs, {"attention": field, "radius": 1.0}),
         "mean_field.wasserstein": (mean_field.wasserstein, {"mu": points, "nu": points, "p": 2.0}),
         "mean_field.convergence_study": (mean_field.convergence_study, {
             "attention": field, "law": mean_field.Ball(4, 1.0), "lengths": [2, 3], "repeats": 1, "seed": 0,
             "transport_up_to": 0,
         }),
-        "mean_field.empirical_constant": (mean_field.empirical_constant, {"attention": field, **small}),
         "variants.compare": (variants.compare, {"layer": head, "n": 3, "radius": 1.0, "lengths": [2, 3, 4], "inputs": 1,
                                                 "search": 0, "names": ["dot-product"], "seed": 0, "tokens": None}),
         "variants.random_layer": (variants.random_layer, {"width": 4, "heads": 2, "mask": None, "seed": 0}),
