@@ -18,7 +18,7 @@ from lipscope.models.capture import double_throughout
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.seam import CoreCall
-from lipscope.training.rescale.factors import factors_for_logits, largest_logits
+from lipscope.training.rescale import factors_for_logits, largest_logits
 from model_families import FAMILIES, enlarge
 from reference import head as reference_head
 
