@@ -188,7 +188,7 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
         "scan": (lipscope.scan, {"model": model, "text": ["a few words"], "layers": [0], "heads": [0], "lengths": [2],
                                  "inputs": 1, "scope": "head", "solver": None, "seed": 0, "pack": False, "memory": None,
                                  "certificate": False, "batch_tokens": 64, "views": 0, "progress": None}),
-        "smooth": (lipscope.smooth, {"model": module, "target": 1.0, "method": "clip-qk", "by": "max-logit", "layers": [0],
+        "smooth": (lipscope.smooth, {"model": module, "target": 1.0, "by": "max-logit", "layers": [0],
                                      "text": "python-docs", "heads": [0], "n": 4, "inputs": 1, "tokenizer": None,
                                      "inplace": False, "seed": 0, "solver": None, "input_ids": None}),
         "spectral_norm": (lipscope.spectral_norm, {"operator": lipscope.AutodiffOperator(torch.tanh, X[None]),

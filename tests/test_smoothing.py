@@ -280,7 +280,6 @@ def test_half_precision_is_widened():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "method must be one of clip-qk"),
         ({"by": "mood"}, "by must be one of max-logit, sigma"),
         ({"target": float("nan")}, "target must be a finite number"),
         ({"layers": [7]}, "layer must lie between 0 and 1"),

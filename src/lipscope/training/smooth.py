@@ -47,7 +47,7 @@ from lipscope.training.rescale import (
     split_factors,
 )
 
-METHODS, QUANTITIES = ("clip-qk",), ("max-logit", "sigma")
+QUANTITIES = ("max-logit", "sigma")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class Smoothing:
     model: nn.Module
     tokenizer: Any  # its tokenizer, or None
     name: str  # what was loaded
-    method: str  # how
     by: str  # what the target is for: ``max-logit`` or ``sigma``
     target: float  # what no head exceeds on the calibration text
     heads: Sequence[HeadChange]  # one entry per head that was looked at
@@ -93,6 +92,7 @@ class Smoothing:
     hidden_change: float  # ‖h' − h‖/‖h‖ of the last hidden state over the whole text
     text: str  # the calibration text in words
     notes: Sequence[str] = field(default=())  # remarks
+    method = "clip-qk"  # how
 
     @property
     def changed(self) -> list[HeadChange]:
@@ -160,7 +160,6 @@ def smooth(
     model: str | os.PathLike[str] | nn.Module,
     *,
     target: float,
-    method: str = "clip-qk",
     by: str = "max-logit",
     text: str | os.PathLike[str] = "python-docs",
     input_ids: Tensor | None = None,
@@ -178,7 +177,6 @@ def smooth(
     Args:
         model: a name, a directory, or a module in eval mode; a module is copied unless ``inplace``.
         target: what no chosen head may exceed on the text.
-        method: ``clip-qk``, the only one so far.
         by: ``max-logit``, the largest visible logit of a head, or ``sigma``, the upper end of σ of a head (scope head).
         text: a name from ``lipscope corpora``, a file or a directory.
         input_ids: calibration tokens (B, n) instead of a text.
@@ -207,8 +205,6 @@ def smooth(
         >>> all(change.logit_after <= 1.0 for change in report.heads)
         True
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if by not in QUANTITIES:
         raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
     if not target < float("inf") or target != target:
@@ -248,7 +244,7 @@ def smooth(
     ]
     moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
     return Smoothing(
-        model=module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=by, target=target,
+        model=module, tokenizer=handle.tokenizer, name=handle.name, by=by, target=target,
         heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
         loss_before=loss_before, loss_after=loss_after, loss_kind=kind, hidden_change=moved, text=about, notes=handle.notes,
     )  # fmt: skip
