@@ -25,8 +25,8 @@ from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.monitor import say
-from lipscope.training.rescale import largest_logits, refuse_unscalable
-from lipscope.training.smooth import Rescaler, language_loss, loss_kind
+from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
+from lipscope.training.smooth import language_loss, loss_kind
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ the factors asked for, and values not at all.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from lipscope.attention.layer import Attention
 from lipscope.measure.sigma import sigma
 from lipscope.models.anatomy import Layer, is_linear
 from lipscope.models.model import Model
+from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.models.seam import CoreCall
-from lipscope.spectral.solvers import Solver
+from lipscope.spectral.solvers import Auto, Solver
 
 
 class Factors(NamedTuple):
@@ -105,7 +106,7 @@ def head_sigma(layer: Attention, X: Tensor, gamma: Tensor, solver: Solver) -> Te
     """The upper end of σ of every head (H,) with its scores, hence its queries, times ``gamma``; the largest over X."""
     rows = gamma.to(layer.q).repeat_interleave(layer.head_width)
     bias = None if layer.q_bias is None else layer.q_bias * rows
-    operator = dataclasses.replace(layer, q=layer.q * rows[:, None], q_bias=bias).operator(X, "head")
+    operator = replace(layer, q=layer.q * rows[:, None], q_bias=bias).operator(X, "head")
     upper: Tensor = sigma(operator, solver, scope="head", shape=(operator.batch // layer.heads, layer.heads)).upper
     return upper.amax(0).cpu()
 
@@ -261,3 +262,67 @@ def refuse_unscalable(handle: Model, index: int) -> None:
 _SAME = 1e-5
 # Rows this many times the precision of the largest one are zero.
 _NOISE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Rescaler:
+    """Brings heads below a target on given inputs, one layer after the other."""
+
+    handle: Model
+    inputs: dict[str, Any]
+    by: str
+    target: float
+    solver: Solver = field(default_factory=Auto)
+
+    def record(self) -> Recorded:
+        """A pass with the weights as they are now."""
+        return self.handle.record(self.inputs, fresh=True)
+
+    def projections(self, layer: RecordedLayer) -> Projections:
+        """Where W_Q and W_K of a layer are stored."""
+        return Projections(layer.layer, layer.weights(), lambda: self.record()[layer.index].attention)
+
+    def rescale(self, index: int, chosen: list[int], undo: ExitStack) -> Tensor:
+        """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
+        layer = self.record()[index]
+        plain = layer.weights()
+        if self.by == "max-logit":
+            needed = factors_for_logits(layer.core(), self.target)
+        else:
+            needed = factors_for_sigma(plain, layer.tokens("head").contiguous(), self.target, self.solver)
+        gamma = torch.ones(layer.heads, dtype=torch.float64)
+        for h in chosen:
+            if not float(needed.gamma[h]) > 0:
+                raise ValueError(
+                    f"target {self.target:g} cannot be reached: {self.by} of layer {layer.index}, head {h} gets as low as "
+                    f"{float(needed.lowest[h]):.4g} on this text by rescaling W_Q and W_K, not lower. {_REST[self.by]}"
+                )
+            gamma[h] = float(needed.gamma[h])
+        if bool((gamma == 1).all()):
+            return gamma
+        projections = self.projections(layer)
+        for attempt in range(_ATTEMPTS):
+            # Rounding of the rescaled weights may ask for a little less, from the same weights.
+            tried = torch.where(gamma < 1, gamma * (1 - _MARGIN) ** attempt, gamma)
+            q, k = split_factors(tried, plain.kv_heads)
+            with ExitStack() as trial:
+                projections.scale(q, k, trial)
+                again = self.record()[index]
+                check_rescaled(plain, again.attention, q, k, f"layer {index} ({layer.layer.name})")
+                if bool((self._reached(again)[chosen] <= self.target).all()):
+                    undo.push(trial.pop_all())
+                    return tried
+        raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
+
+    def _reached(self, layer: RecordedLayer) -> Tensor:
+        if self.by == "max-logit":
+            return largest_logits(layer.core())
+        upper: Tensor = layer.sigma("head", solver=self.solver, certificate=False).upper
+        return upper.amax(0).cpu()
+
+
+_ATTEMPTS, _MARGIN = 8, 1e-5
+_REST = {
+    "max-logit": "What is left is the model's own position bias, which no factor of W_Q and W_K changes.",
+    "sigma": "What is left comes from W_V: even attention that is spread evenly passes its values on.",
+}

@@ -32,20 +32,12 @@ from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.load import load_with_head
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded, RecordedLayer
+from lipscope.models.recorded import Recorded
 from lipscope.models.text import chunks_of
 from lipscope.rounding import interval
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
-from lipscope.training.rescale import (
-    Projections,
-    check_rescaled,
-    factors_for_logits,
-    factors_for_sigma,
-    largest_logits,
-    refuse_unscalable,
-    split_factors,
-)
+from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
 
 QUANTITIES = ("max-logit", "sigma")
 
@@ -231,12 +223,12 @@ def smooth(
     for index in chosen:
         refuse_unscalable(handle, index)
     before, loss_before = work.record(), loss()
-    found = work.measure(before, chosen)
+    found = _measured(work, before, chosen)
     # When something fails, a module changed in place is given back as it was.
     with ExitStack() as undo:
         gamma = {index: work.rescale(index, chosen[index], undo) for index in sorted(chosen)}
         after, loss_after = work.record(), loss()
-        reached = work.measure(after, chosen)
+        reached = _measured(work, after, chosen)
         undo.pop_all()
     changes = [
         HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
@@ -250,73 +242,19 @@ def smooth(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Rescaler:
-    """Brings heads below a target on given inputs, one layer after the other."""
-
-    handle: Model
-    inputs: dict[str, Any]
-    by: str
-    target: float
-    solver: Solver = field(default_factory=Auto)
-
-    def record(self) -> Recorded:
-        """A pass with the weights as they are now."""
-        return self.handle.record(self.inputs, fresh=True)
-
-    def projections(self, layer: RecordedLayer) -> Projections:
-        """Where W_Q and W_K of a layer are stored."""
-        return Projections(layer.layer, layer.weights(), lambda: self.record()[layer.index].attention)
-
-    def rescale(self, index: int, chosen: list[int], undo: ExitStack) -> Tensor:
-        """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
-        layer = self.record()[index]
-        plain = layer.weights()
-        if self.by == "max-logit":
-            needed = factors_for_logits(layer.core(), self.target)
-        else:
-            needed = factors_for_sigma(plain, layer.tokens("head").contiguous(), self.target, self.solver)
-        gamma = torch.ones(layer.heads, dtype=torch.float64)
-        for h in chosen:
-            if not float(needed.gamma[h]) > 0:
-                raise ValueError(
-                    f"target {self.target:g} cannot be reached: {self.by} of layer {layer.index}, head {h} gets as low as "
-                    f"{float(needed.lowest[h]):.4g} on this text by rescaling W_Q and W_K, not lower. {_REST[self.by]}"
-                )
-            gamma[h] = float(needed.gamma[h])
-        if bool((gamma == 1).all()):
-            return gamma
-        projections = self.projections(layer)
-        for attempt in range(_ATTEMPTS):
-            # Rounding of the rescaled weights may ask for a little less, from the same weights.
-            tried = torch.where(gamma < 1, gamma * (1 - _MARGIN) ** attempt, gamma)
-            q, k = split_factors(tried, plain.kv_heads)
-            with ExitStack() as trial:
-                projections.scale(q, k, trial)
-                again = self.record()[index]
-                check_rescaled(plain, again.attention, q, k, f"layer {index} ({layer.layer.name})")
-                if bool((self._reached(again)[chosen] <= self.target).all()):
-                    undo.push(trial.pop_all())
-                    return tried
-        raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
-
-    def _reached(self, layer: RecordedLayer) -> Tensor:
-        if self.by == "max-logit":
-            return largest_logits(layer.core())
-        upper: Tensor = layer.sigma("head", solver=self.solver, certificate=False).upper
-        return upper.amax(0).cpu()
-
-    def measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
-        """Largest logit and σ of every layer and of the chosen heads."""
-        found: dict[tuple[int, int | None], tuple[float, Span]] = {}
-        for index, heads in chosen.items():
-            layer = recorded[index]
-            logits = largest_logits(layer.core())
-            whole = layer.sigma(solver=self.solver, certificate=False)
-            parts = layer.sigma("head", solver=self.solver, certificate=False)
-            found[index, None] = float(logits.max()), _span(whole, slice(None))
-            found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
-        return found
+def _measured(
+    work: Rescaler, recorded: Recorded, chosen: dict[int, list[int]]
+) -> dict[tuple[int, int | None], tuple[float, Span]]:
+    """Largest logit and σ of every layer and of the chosen heads."""
+    found: dict[tuple[int, int | None], tuple[float, Span]] = {}
+    for index, heads in chosen.items():
+        layer = recorded[index]
+        logits = largest_logits(layer.core())
+        whole = layer.sigma(solver=work.solver, certificate=False)
+        parts = layer.sigma("head", solver=work.solver, certificate=False)
+        found[index, None] = float(logits.max()), _span(whole, slice(None))
+        found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
+    return found
 
 
 def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
@@ -370,10 +308,5 @@ def _span(result: SpectralNorm, items: Any) -> Span:
     return Span(*(float(values[items].max()) for values in (result.lower, result.estimate, result.upper)))
 
 
-_ATTEMPTS, _MARGIN = 8, 1e-5
 _CAUSAL, _MASKED = ("LMHeadModel", "ForCausalLM"), ("ForMaskedLM",)
 _HIDDEN_SHARE = 0.15
-_REST = {
-    "max-logit": "What is left is the model's own position bias, which no factor of W_Q and W_K changes.",
-    "sigma": "What is left comes from W_V: even attention that is spread evenly passes its values on.",
-}
