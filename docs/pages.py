@@ -81,7 +81,7 @@ PAGES = (
     concept("training", "training.md", "sigma-training.svg"),
     concept(
         "mean-field", "mean-field.md", "mean-field-constants.svg", "mean-field-plateau.svg", "mean-field-gaussian.svg",
-        script="docs/concepts/make_mean_field_figures.py",
+        script="docs/concepts/make_mean_field_figures.py", follows=("docs/concepts/measure_pairs.py",),
     ),
     concept(
         "worst-case", "worst-case-numbers.md", "worst-case-n.svg", "worst-case-norm.svg",

@@ -33,7 +33,7 @@ from lipscope.models.corpora import read_text
 from lipscope.models.text import Chunker
 from lipscope.rounding import interval
 from lipscope.runs.fit import fit_growth
-from lipscope.training.model_penalty import ModelPenalty
+from lipscope.training.penalties import ModelPenalty
 
 # Weight of each penalty beside the loss in nats per token: large enough to be felt, small enough for the model to learn.
 STRENGTH = {"none": 0.0, "spectral": 0.01, "jasmin": 0.1, "max-logit": 1e-3, "weights": 0.03}

@@ -15,8 +15,9 @@ from lipscope.bounds.pairs import PlainHead, lower_meanfield
 from lipscope.masks import as_mask
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant
 from lipscope.studies.mean_field.attention import mean_field_operator
-from lipscope.studies.mean_field.pairs import ascend, pair_ratio, set_bound
+from lipscope.studies.mean_field.study import set_bound
 from lipscope.studies.worst_case import grouped_sigma, maximise
+from measure_pairs import ascend, pair_ratio
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 

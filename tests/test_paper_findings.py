@@ -17,7 +17,7 @@ from lipscope.runs.fit import fit_growth
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import NEAR, RIVALS, UNDECIDED, WIDEST, verdict
 from lipscope.studies.paper.charts import charts
-from lipscope.studies.paper.findings import MASKS, MODELS, NORM, SCRIPTS, TEXT, WORST, findings
+from lipscope.studies.paper.pages import MASKS, MODELS, NORM, SCRIPTS, TEXT, WORST, findings
 from lipscope.studies.paper.run import write_results
 from paper_cases import CAST, TINY, text_rows
 
@@ -25,7 +25,7 @@ ABOUT = {"mode": "quick", "measured_seconds": 12.0, "threads": 1, "text": "alice
 
 
 def said(rows: list[dict[str, Any]], topic: str) -> str:
-    return " ".join(f.text for f in findings(rows, CAST) if f.topic == topic)
+    return " ".join(findings(rows, CAST).get(topic, []))
 
 
 def scattered(rows: list[dict[str, Any]], size: float) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import lipscope
 from lipscope.attention.variants import VARIANTS, variant
 from lipscope.bounds import softmax_jacobian
 from lipscope.training import penalties as regularise
-from lipscope.training.model_penalty import ModelPenalty
+from lipscope.training.penalties import ModelPenalty
 from model_families import FAMILIES
 
 NAMES = ("q", "k", "v", "out", "q_bias", "k_bias", "v_bias")

@@ -18,7 +18,7 @@ from lipscope.models.capture import double_throughout
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.seam import CoreCall
-from lipscope.training.rescale.factors import factors_for_logits, largest_logits
+from lipscope.training.rescale import factors_for_logits, largest_logits
 from model_families import FAMILIES, enlarge
 from reference import head as reference_head
 
@@ -280,7 +280,6 @@ def test_half_precision_is_widened():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "method must be one of clip-qk"),
         ({"by": "mood"}, "by must be one of max-logit, sigma"),
         ({"target": float("nan")}, "target must be a finite number"),
         ({"layers": [7]}, "layer must lie between 0 and 1"),

@@ -25,9 +25,10 @@ from lipscope.bounds.pairs import PlainHead, lower_meanfield
 from lipscope.bounds.sets import castin2024_meanfield, refined_masked, refined_unmasked
 from lipscope.report.palette import palette
 from lipscope.rounding import round_up, span
-from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, empirical_constant, local_constant
+from lipscope.studies.mean_field import MeanFieldAttention, Measure, convergence_study, local_constant
 from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.study import PlateauStudy
+from measure_pairs import empirical_constant
 
 A = torch.diag(torch.tensor([-1.0, 0.5], dtype=torch.float64))
 V = torch.eye(2, dtype=torch.float64)

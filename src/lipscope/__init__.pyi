@@ -28,6 +28,6 @@ from .spectral.solvers import Dense as Dense
 from .spectral.solvers import spectral_norm as spectral_norm
 from .studies.sensitivity import sensitivity as sensitivity
 from .studies.worst_case.growth_in_n import attack as attack
-from .training.rescale.smooth import smooth as smooth
+from .training.smooth import smooth as smooth
 
 __version__: str

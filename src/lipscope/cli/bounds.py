@@ -234,7 +234,7 @@ def _print_regimes(
     rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
     if out is not None:
         from lipscope.studies.charts import regime_chart
-        from lipscope.studies.worst_case.regimes import regime_map
+        from lipscope.studies.worst_case.growth_in_n import regime_map
 
         chosen = max(rows, key=lambda row: row["exponent"])["head"] if head is None else head
         with progress_bar() as progress:

@@ -20,10 +20,9 @@ from lipscope.cli.bounds import attack, bounds
 from lipscope.cli.check import check
 from lipscope.cli.measure import measure, plan, scan, tokens
 from lipscope.cli.options import Debug, Quiet
-from lipscope.cli.sensitivity import sensitivity
 from lipscope.cli.show import corpora, describe, models, report, view
 from lipscope.cli.smooth import smooth
-from lipscope.cli.studies import compare_attention, meanfield, paper
+from lipscope.cli.studies import compare_attention, meanfield, paper, sensitivity
 from lipscope.cli.sweep import export, sweep
 from lipscope.cli.terminal import echo, filtered_logs, quietly, told_warnings
 

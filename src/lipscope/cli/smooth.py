@@ -12,7 +12,7 @@ from lipscope.cli.source import look_first
 from lipscope.cli.terminal import echo, notice, print_table, show
 
 if TYPE_CHECKING:
-    from lipscope.training.rescale.report import HeadChange, Smoothing
+    from lipscope.training.smooth import HeadChange, Smoothing
 
 
 Quantity = StrEnum("Quantity", {"max_logit": "max-logit", "sigma": "sigma"})
@@ -41,7 +41,7 @@ def smooth(
     look_first(model, text, chosen)
     if out is not None and out.exists():
         raise ValueError(f"--out {out} exists, and a checkpoint is never overwritten: choose another directory")
-    from lipscope.training.rescale.smooth import smooth as run
+    from lipscope.training.smooth import smooth as run
 
     report = run(
         model,

@@ -42,11 +42,12 @@ class Found:
 
     def identified(self, rows: list[Row], head: int | None = None, *, read: bool = True) -> list[Row]:
         """The rows of a study with whose they are; ``read`` when a model read the text."""
-        from lipscope.studies.rows import identified
-
-        if self.model is None:
-            return identified(rows, model=self.name, head=head)
-        return identified(rows, model=self.model.name, layer=self.layer, head=head, text=self.text if read else None)
+        who: Row = {"model": self.name, "layer": self.layer, "head": head, "text": None}
+        if self.model is not None:
+            who |= {"model": self.model.name, "text": self.text if read else None}
+        if head is not None:
+            who["scope"] = "head"
+        return [row | who for row in rows]
 
     def part(self, head: int | None) -> Attention:
         """The layer that is no model's, or one of its heads."""

@@ -124,8 +124,9 @@ def _passes(block: Block, handle: Model, *, packed: bool) -> Iterator[Pass]:
                     ids = inputs[first] if packed else inputs[first : first + together]
                     identity = {"text": fingerprint, "n": n, "first": first, "batch": digest(ids)}
                     payload: dict[str, Any] = {"ids": ids, "first": first}
-                    if limit:  # the documents of a chunk are recorded together, and each alone
-                        identity["memory"] = payload["memory"] = _beside(limit, handle, n, len(ids) + packed)
+                    if limit:  # a certificate may take what the passes leave: documents are recorded together, and alone
+                        beside = max(1, limit["limit"] - recorded_bytes(handle, n, len(ids) + packed))
+                        identity["memory"] = payload["memory"] = limit | {"certificate": beside}
                     yield Pass(identity, payload, n, 1 if packed else len(ids), name, settings)
 
 
@@ -187,11 +188,6 @@ def _limit(block: Block, handle: Model, settings: Settings, n: int, inputs: int)
     plan = plan_layers(handle, n, layers, inputs=inputs, scope=scope, memory=block.memory, triplets=triplets(solver))
     within(solver, plan.room)
     return {"limit": read_bytes(block.memory), "alone": plan.alone, "room": plan.room, "tiling": asdict(plan.tiling)}
-
-
-def _beside(limit: dict[str, Any], handle: Model, n: int, inputs: int) -> dict[str, Any]:
-    """The limit with the bytes that a certificate may take beside the recorded passes of so many inputs."""
-    return limit | {"certificate": max(1, limit["limit"] - recorded_bytes(handle, n, inputs))}
 
 
 def _tiling(payload: dict[str, Any]) -> AbstractContextManager[None]:

@@ -10,8 +10,7 @@ from lipscope.rounding import interval, round_down, round_up
 from lipscope.studies.mean_field.study import PlateauStudy
 from lipscope.studies.variants import Comparison
 from lipscope.studies.worst_case.ascent import Ascent
-from lipscope.studies.worst_case.growth_in_n import Growth
-from lipscope.studies.worst_case.regimes import RegimeMap
+from lipscope.studies.worst_case.growth_in_n import Growth, RegimeMap
 from lipscope.studies.worst_case.tokens import TokenAttack
 
 # Name in the legend, colour and look of every curve; constructions are called by their own name.

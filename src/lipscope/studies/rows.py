@@ -46,16 +46,6 @@ def sigma_row(sigma: SpectralNorm, **columns: Any) -> Row:
     return study_row(found, **columns)
 
 
-def identified(
-    rows: Sequence[Row], *, model: str | None = None, layer: int = 0, head: int | None = None, text: str | None = None
-) -> list[Row]:
-    """The rows of a study with whose layer it was: model, layer index, head (before W_O) and the text that was read."""
-    who: Row = {"model": model, "layer": layer, "head": head, "text": text}
-    if head is not None:
-        who["scope"] = "head"
-    return [row | who for row in rows]
-
-
 def write_study(place: Path, rows: Sequence[Row], *charts: Chart, endings: Sequence[str] = ("png", "html")) -> None:
     """Write ``rows.json``, ``rows.csv`` and charts into a directory, which is made when it does not exist."""
     place.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 from .huggingface import LipschitzCallback as LipschitzCallback
 from .huggingface import QKClipCallback as QKClipCallback
-from .model_penalty import ModelPenalty as ModelPenalty
 from .monitor import Monitor as Monitor
+from .penalties import ModelPenalty as ModelPenalty
 from .penalties import jasmin_penalty as jasmin_penalty
 from .penalties import max_logit_penalty as max_logit_penalty
 from .penalties import spectral_penalty as spectral_penalty

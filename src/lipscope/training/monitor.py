@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lipscope.doors import at_least
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
@@ -361,19 +362,12 @@ def check_options(
     *, every: int, inputs: int = 2, tokens: int = 64, scope: str = "attention", thresholds: Sequence[Any] = (), **_: Any
 ) -> None:
     """Refuse what a ``Monitor`` refuses, where it is said: not when training starts."""
-    check_counts(every=every, inputs=inputs, tokens=tokens)
+    at_least(1, every=every, inputs=inputs, tokens=tokens)
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r} (heads=True measures heads)")
     if scope != "attention" and any(getattr(line, "quantity", None) == "backward" for line in thresholds):
         raise ValueError(f"a threshold on backward needs scope attention, to which that bound belongs, got {scope!r}")
     Guard(thresholds)
-
-
-def check_counts(**counts: int) -> None:
-    """Refuse what is less than 1, by name."""
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def say(message: str) -> None:

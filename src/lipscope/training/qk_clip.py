@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.doors import at_least
 from lipscope.models.capture import model_dtype
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
-from lipscope.training.monitor import check_counts, say
-from lipscope.training.rescale.factors import largest_logits
-from lipscope.training.rescale.projections import refuse_unscalable
-from lipscope.training.rescale.smooth import Rescaler, language_loss, loss_kind
+from lipscope.training.monitor import say
+from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
+from lipscope.training.smooth import language_loss, loss_kind
 
 
 @dataclass(frozen=True)
@@ -174,4 +174,4 @@ def check_clip(tau: float, *, every: int = 10, inputs: int = 4, tokens: int = 25
     """Refuse what ``QKClip`` refuses, where it is said: not when training starts."""
     if not 0 < tau < float("inf"):
         raise ValueError(f"tau must be a positive number, got {tau}")
-    check_counts(every=every, inputs=inputs, tokens=tokens)
+    at_least(1, every=every, inputs=inputs, tokens=tokens)

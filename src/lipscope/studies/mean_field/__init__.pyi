@@ -6,7 +6,5 @@ from .measures import Gaussian as Gaussian
 from .measures import GaussianMixture as GaussianMixture
 from .measures import Measure as Measure
 from .measures import Sphere as Sphere
-from .pairs import empirical_constant as empirical_constant
-from .pairs import two_diracs as two_diracs
 from .study import convergence_study as convergence_study
 from .transport import wasserstein as wasserstein

@@ -254,39 +254,27 @@ class Gaussian:
         return f"gaussian:{self.std:g}"
 
 
-@dataclass(frozen=True, eq=False)
 class GaussianMixture:
     """Σ_k c_k N(m_k, s_k² I); with all s_k = 0 a mixture of Dirac masses, which has a finite radius.
 
-    Attributes:
+    Args:
         means: m_k (K, d).
         stds: s_k ≥ 0, one per centre.
         weights: c_k (K,), of sum 1.
     """
 
-    means: Tensor
-    stds: tuple[float, ...]
-    weights: Tensor
-
-    def __post_init__(self) -> None:
-        if self.means.ndim != 2 or self.weights.ndim != 1:
+    def __init__(self, means: Tensor, stds: tuple[float, ...], weights: Tensor) -> None:
+        if means.ndim != 2 or weights.ndim != 1:
             raise ValueError(
-                f"means must have shape (m, d) and weights (m,), got {tuple(self.means.shape)}, {tuple(self.weights.shape)}"
+                f"means must have shape (m, d) and weights (m,), got {tuple(means.shape)}, {tuple(weights.shape)}"
             )
-        if len(self.stds) != len(self.means) or len(self.weights) != len(self.means):
-            raise ValueError(f"{len(self.means)} means need as many stds and weights")
-        if not all(0 <= s < math.inf for s in self.stds):
-            raise ValueError(f"std must be non-negative and finite, got {self.stds}")
-
-    @property
-    def dimension(self) -> int:
-        """The d of R^d."""
-        return int(self.means.shape[1])
-
-    @property
-    def radius(self) -> float:
-        """Infinite, unless every component is a Dirac mass."""
-        return math.inf if any(self.stds) else float(self.means[self.weights > 0].norm(dim=-1).max())
+        if len(stds) != len(means) or len(weights) != len(means):
+            raise ValueError(f"{len(means)} means need as many stds and weights")
+        if not all(0 <= s < math.inf for s in stds):
+            raise ValueError(f"std must be non-negative and finite, got {stds}")
+        self.means, self.stds, self.weights = means, stds, weights
+        self.dimension = int(means.shape[1])
+        self.radius = math.inf if any(stds) else float(means[weights > 0].norm(dim=-1).max())
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """A component for every token, then normal noise."""
@@ -299,24 +287,13 @@ class GaussianMixture:
         return f"mixture of {len(self.means)} Gaussians of deviation {spread}"
 
 
-@dataclass(frozen=True, eq=False)
 class Empirical:
     """Draws with replacement from given tokens, e.g. what a layer of a model really receives on a text."""
 
-    tokens: TensorLike
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", as_points(self.tokens))
-
-    @property
-    def dimension(self) -> int:
-        """The d of R^d."""
-        return int(self.tokens.shape[1])
-
-    @property
-    def radius(self) -> float:
-        """Largest norm of a token."""
-        return float(self.tokens.norm(dim=-1).max())
+    def __init__(self, tokens: TensorLike) -> None:
+        self.tokens = as_points(tokens)
+        self.dimension = int(self.tokens.shape[1])
+        self.radius = float(self.tokens.norm(dim=-1).max())
 
     def sample(self, size: int, seed: int = 0) -> Tensor:
         """Rows chosen with equal chances."""

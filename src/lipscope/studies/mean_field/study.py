@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from lipscope.doors import at_least
+from lipscope.bounds.sets import refined_masked, refined_unmasked
+from lipscope.doors import at_least, positive
 from lipscope.rounding import Shown, round_up
 from lipscope.runs.fit import GrowthFit, PlateauFit, fit_growth, fit_plateau
 from lipscope.spectral.solvers import Solver
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
 from lipscope.studies.mean_field.measures import Law, Measure
-from lipscope.studies.mean_field.pairs import set_bound
 from lipscope.studies.mean_field.transport import wasserstein
 from lipscope.studies.rows import Row, study_row
 
@@ -195,6 +195,12 @@ def convergence_study(
     if math.isfinite(law.radius):
         bound = set_bound(attention, law.radius)
     return PlateauStudy(tuple(rows), str(law), law.radius, mask, bound, seed)
+
+
+def set_bound(attention: MeanFieldAttention, radius: float, p: float = 2.0) -> float:
+    """The ``refined`` bound for every number of atoms: of the W_p constant, or of the d_p constant of a causal layer."""
+    positive(radius=radius)
+    return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius, p=p).value
 
 
 def _ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure) -> tuple[float, float | None]:

@@ -43,12 +43,6 @@ class Plan:
     target: Tensor
     mass: Tensor
 
-    def cost(self, x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
-        """Σ_k mass_k‖x_source − y_target‖^p, differentiable in x and y with the plan held fixed."""
-        gaps = x[self.source] - y[self.target]
-        costs: Tensor = gaps.square().sum(-1) if p == 2 else torch.linalg.vector_norm(gaps, dim=-1) ** p
-        return (self.mass * costs).sum()
-
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2.0) -> float:
     """W_p(μ, ν) for the Euclidean distance on R^d, exact up to rounding; d_p(μ̄, ν̄) for measures with positions.
@@ -87,31 +81,6 @@ def wasserstein(mu: Measure, nu: Measure, p: float = 2.0) -> float:
     return unit * math.pow(float((plan.mass * lengths**p).sum()), 1 / p)
 
 
-def resolution(mu: Measure, nu: Measure, p: float = 2.0) -> float:
-    """Distances up to this may be rounding of the weights alone: (n·eps)^{1/p}·max‖x_i − y_j‖, and 0 where masses are exact.
-
-    They are exact between uniform clouds, between the same weights in the same order, and when one side is a single atom.
-    With positions each position counts with its mass: (Σ_s θ(s) r_s^p)^{1/p}.
-
-    Example:
-        >>> resolution(Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]]))
-        0.0
-    """
-    _check(mu, nu, p)
-    if mu.positions is not None and not same_positions(mu, nu):
-        return 0.0  # the distance is infinite
-    parts = []
-    for i, j, a, b, mass in _by_position(mu, nu):
-        if not (min(len(a), len(b)) == 1 or (_uniform(a) and _uniform(b)) or torch.equal(a, b)):
-            farthest = torch.cdist(mu.points[i], nu.points[j], compute_mode="donot_use_mm_for_euclid_dist").max()
-            share = math.pow(max(len(a), len(b)) * torch.finfo(torch.float64).eps, 1 / p)
-            parts.append((float(mass), float(farthest) * share))
-    unit = max((size for _, size in parts), default=0.0)
-    if unit == 0:
-        return 0.0
-    return unit * math.pow(math.fsum(mass * (size / unit) ** p for mass, size in parts), 1 / p)
-
-
 def optimal_plan(mu: Measure, nu: Measure, p: float = 2.0) -> Plan:
     """A plan that attains the distance, with atoms numbered as in the measures; refuses different laws of positions."""
     _check(mu, nu, p)
@@ -123,7 +92,7 @@ def optimal_plan(mu: Measure, nu: Measure, p: float = 2.0) -> Plan:
             # One atom at every position on both sides: each goes to the one that shares its position.
             return Plan(mu.positions.argsort(), nu.positions.argsort(), masses)
     parts: list[Plan] = []
-    for i, j, a, b, mass in _by_position(mu, nu):
+    for i, j, a, b, mass in by_position(mu, nu):
         inside = _plan(mu.points[i], nu.points[j], a, b, p)
         parts.append(Plan(i[inside.source], j[inside.target], mass * inside.mass))
     return Plan(*(torch.cat([getattr(part, name) for part in parts]) for name in ("source", "target", "mass")))
@@ -137,7 +106,7 @@ def same_positions(mu: Measure, nu: Measure) -> bool:
     return bool(((a - b).abs() <= MASS_TOLERANCE * torch.maximum(a, b)).all())
 
 
-def _by_position(mu: Measure, nu: Measure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+def by_position(mu: Measure, nu: Measure) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """At every position: the atoms of μ and ν that carry mass there, their shares of it, and it; without positions, all."""
     if mu.positions is None:
         i, j = mu.weights.nonzero()[:, 0], nu.weights.nonzero()[:, 0]

@@ -71,13 +71,6 @@ class Ascent:
     # the same interval again.
     start_seed: int
 
-    def restarts(self) -> list[dict[str, Any]]:
-        """One plain dictionary per restart: where it began, σ there and at its end."""
-        return [
-            {"restart": i, "from": label, "start": float(self.starts[i]), "end": float(self.ends[i]), "best": i == self.best}
-            for i, label in enumerate(self.labels)
-        ]
-
     def __str__(self) -> str:
         s = self.sigma
         return (

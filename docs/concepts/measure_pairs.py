@@ -22,13 +22,13 @@ from torch import Tensor
 from lipscope.bounds.domain import ball
 from lipscope.bounds.exponent import best_pair
 from lipscope.bounds.pairs import lower_measured, matrices, real_eigenvectors
-from lipscope.bounds.sets import refined_masked, refined_unmasked
-from lipscope.doors import at_least, positive
+from lipscope.doors import at_least
 from lipscope.rounding import round_down, round_up
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.mean_field.attention import MeanFieldAttention, local_constant
 from lipscope.studies.mean_field.measures import Ball, Measure
-from lipscope.studies.mean_field.transport import optimal_plan, resolution, wasserstein
+from lipscope.studies.mean_field.study import set_bound
+from lipscope.studies.mean_field.transport import Plan, by_position, optimal_plan, same_positions, wasserstein
 
 # Pairs closer than this fraction of R say no more than the local constant, and start to lose digits.
 _CLOSEST = 1e-5
@@ -101,10 +101,35 @@ def pair_ratio(attention: MeanFieldAttention, mu: Measure, nu: Measure, p: float
     return PairRatio(after / before, before, after, mu, nu, **about)
 
 
-def set_bound(attention: MeanFieldAttention, radius: float, p: float = 2.0) -> float:
-    """The ``refined`` bound for every number of atoms: of the W_p constant, or of the d_p constant of a causal layer."""
-    positive(radius=radius)
-    return (refined_masked if attention.causal else refined_unmasked)(attention.constants, radius, p=p).value
+def resolution(mu: Measure, nu: Measure, p: float = 2.0) -> float:
+    """Distances up to this may be rounding of the weights alone: (n·eps)^{1/p}·max‖x_i − y_j‖, and 0 where masses are exact.
+
+    They are exact between uniform clouds, between the same weights in the same order, and when one side is a single atom.
+    With positions each position counts with its mass: (Σ_s θ(s) r_s^p)^{1/p}.
+
+    Example:
+        >>> resolution(Measure([[0.0], [1.0]]), Measure([[0.0], [1.0], [2.0]]))
+        0.0
+    """
+    if mu.positions is not None and not same_positions(mu, nu):
+        return 0.0  # the distance is infinite
+    parts = []
+    for i, j, a, b, mass in by_position(mu, nu):
+        if not (min(len(a), len(b)) == 1 or (bool((a == a[0]).all()) and bool((b == b[0]).all())) or torch.equal(a, b)):
+            farthest = torch.cdist(mu.points[i], nu.points[j], compute_mode="donot_use_mm_for_euclid_dist").max()
+            share = math.pow(max(len(a), len(b)) * torch.finfo(torch.float64).eps, 1 / p)
+            parts.append((float(mass), float(farthest) * share))
+    unit = max((size for _, size in parts), default=0.0)
+    if unit == 0:
+        return 0.0
+    return unit * math.pow(math.fsum(mass * (size / unit) ** p for mass, size in parts), 1 / p)
+
+
+def transport_cost(plan: Plan, x: Tensor, y: Tensor, p: float = 2.0) -> Tensor:
+    """Σ_k mass_k‖x_source − y_target‖^p, differentiable in x and y with the plan held fixed."""
+    gaps = x[plan.source] - y[plan.target]
+    costs: Tensor = gaps.square().sum(-1) if p == 2 else torch.linalg.vector_norm(gaps, dim=-1) ** p
+    return (plan.mass * costs).sum()
 
 
 def empirical_constant(
@@ -195,8 +220,8 @@ def ascend(
     for _ in range(steps):
         Y = X + Z if together else Z
         out_X, out_Y = gamma_mu(X), gamma_nu(Y)
-        before = optimal_plan(mu.push(X), nu.push(Y), p).cost(X, Y, p)
-        after = optimal_plan(mu.push(out_X), nu.push(out_Y), p).cost(out_X, out_Y, p)
+        before = transport_cost(optimal_plan(mu.push(X), nu.push(Y), p), X, Y, p)
+        after = transport_cost(optimal_plan(mu.push(out_X), nu.push(out_Y), p), out_X, out_Y, p)
         if before.item() <= (_CLOSEST * radius) ** p or after.item() == 0:
             break
         history.append((after.item() / before.item()) ** (1 / p))

@@ -13,11 +13,15 @@ change of its last hidden state stands in.
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,22 +32,126 @@ from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.load import load_with_head
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded, RecordedLayer
+from lipscope.models.recorded import Recorded
 from lipscope.models.text import chunks_of
+from lipscope.rounding import interval
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
-from lipscope.training.rescale.factors import factors_for_logits, factors_for_sigma, largest_logits, split_factors
-from lipscope.training.rescale.projections import Projections, check_rescaled, refuse_unscalable
-from lipscope.training.rescale.report import HeadChange, Smoothing, Span
+from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
 
-METHODS, QUANTITIES = ("clip-qk",), ("max-logit", "sigma")
+QUANTITIES = ("max-logit", "sigma")
+
+
+@dataclass(frozen=True)
+class Span:
+    """σ as an interval."""
+
+    lower: float  # σ is at least this
+    estimate: float  # best estimate
+    upper: float  # σ is at most this
+
+    def __str__(self) -> str:
+        return interval(self.lower, self.upper)
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """One head, or one layer (``head`` None), on the calibration text: largest values over its inputs."""
+
+    layer: int
+    head: int | None  # index of the head, or None for the whole layer (scope attention)
+    factor: float | None  # γ, what its scores were multiplied by; None for a layer
+    logit_before: float  # largest visible logit before
+    logit_after: float  # the same after
+    sigma_before: Span  # σ before, scope head (attention for a layer)
+    sigma_after: Span  # σ after
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothing:
+    """The report of ``lipscope.smooth``. Nothing is written before ``save`` is called."""
+
+    model: nn.Module
+    tokenizer: Any  # its tokenizer, or None
+    name: str  # what was loaded
+    by: str  # what the target is for: ``max-logit`` or ``sigma``
+    target: float  # what no head exceeds on the calibration text
+    heads: Sequence[HeadChange]  # one entry per head that was looked at
+    layers: Sequence[HeadChange]  # one entry per layer
+    loss_before: float | None  # loss in nats per token on the calibration text, or None
+    loss_after: float | None  # the same after
+    loss_kind: str | None  # ``causal``, ``masked``, or None when the model has no head for it
+    hidden_change: float  # ‖h' − h‖/‖h‖ of the last hidden state over the whole text
+    text: str  # the calibration text in words
+    notes: Sequence[str] = field(default=())  # remarks
+    method = "clip-qk"  # how
+
+    @property
+    def changed(self) -> list[HeadChange]:
+        """The heads whose scores were rescaled."""
+        return [change for change in self.heads if change.factor is not None and change.factor < 1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the model: numbers, strings and lists only."""
+        kept = ("name", "method", "by", "target", "loss_before", "loss_after", "loss_kind", "hidden_change", "text")
+        return {name: getattr(self, name) for name in kept} | {
+            "notes": list(self.notes),
+            "heads": [asdict(change) for change in self.heads],
+            "layers": [asdict(change) for change in self.layers],
+        }
+
+    def cost(self) -> str:
+        """The change of the loss, or of the hidden state, in one sentence."""
+        moved = f"last hidden state moved by {self.hidden_change:.2%}"
+        if self.loss_before is None or self.loss_after is None:
+            return f"no loss: the model has no language-model head; its {moved}"
+        return (
+            f"{self.loss_kind} loss {self.loss_before:.4f} → {self.loss_after:.4f} nats per token "
+            f"({self.loss_after - self.loss_before:+.4f}); {moved}"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the model (safetensors), its tokenizer and ``smoothing.json`` into a new directory; overwrites nothing."""
+        directory = Path(path)
+        if directory.exists() or directory.is_symlink():
+            raise FileExistsError(f"{directory} exists, and a checkpoint is never overwritten: choose another directory")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its place and then renamed, so that no half-written checkpoint is ever found there.
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        try:
+            save_pretrained: Any = getattr(self.model, "save_pretrained", None)
+            if save_pretrained is not None:
+                save_pretrained(unfinished)
+            else:
+                from safetensors.torch import save_model
+
+                save_model(self.model, str(unfinished / "model.safetensors"))
+            if hasattr(self.tokenizer, "save_pretrained"):
+                self.tokenizer.save_pretrained(unfinished)
+            (unfinished / "smoothing.json").write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+            unfinished.chmod(0o755)
+            unfinished.rename(directory)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        return directory
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, {self.method}: {self.by} ≤ {self.target:g} on {self.text}"]
+        lines += [f"  note: {note}" for note in self.notes]
+        for change in self.changed:
+            lines.append(
+                f"  layer {change.layer} head {change.head}: scores × {change.factor:.4g}, largest logit "
+                f"{change.logit_before:.4g} → {change.logit_after:.4g}, σ {change.sigma_before} → {change.sigma_after}"
+            )
+        lines.append(f"  {len(self.changed)} of {len(self.heads)} heads rescaled")
+        return "\n".join([*lines, f"  {self.cost()}"])
 
 
 def smooth(
     model: str | os.PathLike[str] | nn.Module,
     *,
     target: float,
-    method: str = "clip-qk",
     by: str = "max-logit",
     text: str | os.PathLike[str] = "python-docs",
     input_ids: Tensor | None = None,
@@ -61,7 +169,6 @@ def smooth(
     Args:
         model: a name, a directory, or a module in eval mode; a module is copied unless ``inplace``.
         target: what no chosen head may exceed on the text.
-        method: ``clip-qk``, the only one so far.
         by: ``max-logit``, the largest visible logit of a head, or ``sigma``, the upper end of σ of a head (scope head).
         text: a name from ``lipscope corpora``, a file or a directory.
         input_ids: calibration tokens (B, n) instead of a text.
@@ -90,8 +197,6 @@ def smooth(
         >>> all(change.logit_after <= 1.0 for change in report.heads)
         True
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if by not in QUANTITIES:
         raise ValueError(f"by must be one of {', '.join(QUANTITIES)}, got {by!r}")
     if not target < float("inf") or target != target:
@@ -118,12 +223,12 @@ def smooth(
     for index in chosen:
         refuse_unscalable(handle, index)
     before, loss_before = work.record(), loss()
-    found = work.measure(before, chosen)
+    found = _measured(work, before, chosen)
     # When something fails, a module changed in place is given back as it was.
     with ExitStack() as undo:
         gamma = {index: work.rescale(index, chosen[index], undo) for index in sorted(chosen)}
         after, loss_after = work.record(), loss()
-        reached = work.measure(after, chosen)
+        reached = _measured(work, after, chosen)
         undo.pop_all()
     changes = [
         HeadChange(index, h, None if h is None else float(gamma[index][h]), logit, logit_after, span, span_after)
@@ -131,79 +236,25 @@ def smooth(
     ]
     moved = float((after.last_hidden - before.last_hidden).norm() / before.last_hidden.norm())
     return Smoothing(
-        model=module, tokenizer=handle.tokenizer, name=handle.name, method=method, by=by, target=target,
+        model=module, tokenizer=handle.tokenizer, name=handle.name, by=by, target=target,
         heads=[c for c in changes if c.head is not None], layers=[c for c in changes if c.head is None],
         loss_before=loss_before, loss_after=loss_after, loss_kind=kind, hidden_change=moved, text=about, notes=handle.notes,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Rescaler:
-    """Brings heads below a target on given inputs, one layer after the other."""
-
-    handle: Model
-    inputs: dict[str, Any]
-    by: str
-    target: float
-    solver: Solver = field(default_factory=Auto)
-
-    def record(self) -> Recorded:
-        """A pass with the weights as they are now."""
-        return self.handle.record(self.inputs, fresh=True)
-
-    def projections(self, layer: RecordedLayer) -> Projections:
-        """Where W_Q and W_K of a layer are stored."""
-        return Projections(layer.layer, layer.weights(), lambda: self.record()[layer.index].attention)
-
-    def rescale(self, index: int, chosen: list[int], undo: ExitStack) -> Tensor:
-        """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
-        layer = self.record()[index]
-        plain = layer.weights()
-        if self.by == "max-logit":
-            needed = factors_for_logits(layer.core(), self.target)
-        else:
-            needed = factors_for_sigma(plain, layer.tokens("head").contiguous(), self.target, self.solver)
-        gamma = torch.ones(layer.heads, dtype=torch.float64)
-        for h in chosen:
-            if not float(needed.gamma[h]) > 0:
-                raise ValueError(
-                    f"target {self.target:g} cannot be reached: {self.by} of layer {layer.index}, head {h} gets as low as "
-                    f"{float(needed.lowest[h]):.4g} on this text by rescaling W_Q and W_K, not lower. {_REST[self.by]}"
-                )
-            gamma[h] = float(needed.gamma[h])
-        if bool((gamma == 1).all()):
-            return gamma
-        projections = self.projections(layer)
-        for attempt in range(_ATTEMPTS):
-            # Rounding of the rescaled weights may ask for a little less, from the same weights.
-            tried = torch.where(gamma < 1, gamma * (1 - _MARGIN) ** attempt, gamma)
-            q, k = split_factors(tried, plain.kv_heads)
-            with ExitStack() as trial:
-                projections.scale(q, k, trial)
-                again = self.record()[index]
-                check_rescaled(plain, again.attention, q, k, f"layer {index} ({layer.layer.name})")
-                if bool((self._reached(again)[chosen] <= self.target).all()):
-                    undo.push(trial.pop_all())
-                    return tried
-        raise ValueError(f"target {self.target:g} was missed by rounding in layer {layer.index}: use a model in float64")
-
-    def _reached(self, layer: RecordedLayer) -> Tensor:
-        if self.by == "max-logit":
-            return largest_logits(layer.core())
-        upper: Tensor = layer.sigma("head", solver=self.solver, certificate=False).upper
-        return upper.amax(0).cpu()
-
-    def measure(self, recorded: Recorded, chosen: dict[int, list[int]]) -> dict[tuple[int, int | None], tuple[float, Span]]:
-        """Largest logit and σ of every layer and of the chosen heads."""
-        found: dict[tuple[int, int | None], tuple[float, Span]] = {}
-        for index, heads in chosen.items():
-            layer = recorded[index]
-            logits = largest_logits(layer.core())
-            whole = layer.sigma(solver=self.solver, certificate=False)
-            parts = layer.sigma("head", solver=self.solver, certificate=False)
-            found[index, None] = float(logits.max()), _span(whole, slice(None))
-            found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
-        return found
+def _measured(
+    work: Rescaler, recorded: Recorded, chosen: dict[int, list[int]]
+) -> dict[tuple[int, int | None], tuple[float, Span]]:
+    """Largest logit and σ of every layer and of the chosen heads."""
+    found: dict[tuple[int, int | None], tuple[float, Span]] = {}
+    for index, heads in chosen.items():
+        layer = recorded[index]
+        logits = largest_logits(layer.core())
+        whole = layer.sigma(solver=work.solver, certificate=False)
+        parts = layer.sigma("head", solver=work.solver, certificate=False)
+        found[index, None] = float(logits.max()), _span(whole, slice(None))
+        found |= {(index, h): (float(logits[h]), _span(parts, (slice(None), h))) for h in heads}
+    return found
 
 
 def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
@@ -257,10 +308,5 @@ def _span(result: SpectralNorm, items: Any) -> Span:
     return Span(*(float(values[items].max()) for values in (result.lower, result.estimate, result.upper)))
 
 
-_ATTEMPTS, _MARGIN = 8, 1e-5
 _CAUSAL, _MASKED = ("LMHeadModel", "ForCausalLM"), ("ForMaskedLM",)
 _HIDDEN_SHARE = 0.15
-_REST = {
-    "max-logit": "What is left is the model's own position bias, which no factor of W_Q and W_K changes.",
-    "sigma": "What is left comes from W_V: even attention that is spread evenly passes its values on.",
-}
