@@ -21,6 +21,7 @@ from lipscope.runs.registry import QUANTITIES, Trust, quantity_path
 from lipscope.runs.store import Store
 from lipscope.runs.sweep import dry_run
 from lipscope.runs.work import model_fingerprint, run_job
+from lipscope.studies.mean_field.attention import model_layer
 from sweep_cases import LOADER, plan_of, save_models, with_bytes
 
 
@@ -280,8 +281,8 @@ def test_rows_are_those_of_a_scan(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "packed"])
-def test_a_scan_and_a_sweep_read_the_same_inputs_of_a_long_text(place: Path, tmp_path: Path, kind: str) -> None:
-    """More than a million letters: both take the same excerpt, and a seed draws the same inputs from it."""
+def test_all_commands_read_the_same_inputs_of_a_long_text(place: Path, tmp_path: Path, kind: str) -> None:
+    """More than a million letters: all take the same excerpt, and a seed draws the same inputs from it."""
     text = tmp_path / "long.txt"
     words = [f"{(7 * i * i + i // 5) % 99991:x}" for i in range(300_000)]
     text.write_text("\n\n".join(" ".join(words[i : i + 5]) for i in range(0, len(words), 5)), encoding="utf-8")
@@ -295,6 +296,10 @@ def test_a_scan_and_a_sweep_read_the_same_inputs_of_a_long_text(place: Path, tmp
         swept = {(row["input"], row["document"]): row["estimate"] for row in store.rows()}
     scan = lipscope.scan(handle, text, pack=kind == "packed", solver=lipscope.Auto(**plan.blocks[0].solver), **settings)
     assert {(row["input"], row["document"]): row["estimate"] for row in scan.rows} == swept
+    if kind == "text":
+        layer, tokens = model_layer(handle, 0, str(text), n=8, inputs=2)
+        studied = lipscope.local_lipschitz(layer, tokens.reshape(2, 8, -1)).estimate
+        assert studied.tolist() == pytest.approx([swept[0, None], swept[1, None]], rel=1e-3)
 
 
 def test_packed_documents_and_quantities(place: Path, tmp_path: Path) -> None:

@@ -107,11 +107,9 @@ def _on_text(found: Found, n: int, inputs: int, seed: int) -> tuple[Attention, T
     import torch
 
     from lipscope.models.corpora import read_text
-    from lipscope.models.text import Chunker
+    from lipscope.models.text import chunks_of
 
-    found.model.check_lengths([n])
-    pieces = Chunker(read_text(found.text), found.model.tokenizer).chunks([n], inputs, seed)[n]
-    at = found.model.record(input_ids=torch.tensor(pieces))[found.layer]
+    at = found.model.record(input_ids=chunks_of(found.model, read_text(found.text), n, inputs, seed))[found.layer]
     return at.weights().for_input(0).to(torch.float64), at.tokens().double()
 
 

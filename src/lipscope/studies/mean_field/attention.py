@@ -35,9 +35,8 @@ from lipscope.attention.masks import Causal, Full, Mask
 from lipscope.bounds.constants import Constants
 from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
-from lipscope.models.inputs import require_tokenizer
 from lipscope.models.model import Model
-from lipscope.models.text import Chunker
+from lipscope.models.text import chunks_of
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
@@ -282,8 +281,7 @@ def model_layer(
 
     Refuses a layer without weights in closed form, and one whose positions, score bias or mask count tokens.
     """
-    chunks = Chunker(read_text(text), require_tokenizer(model)).chunks([n], inputs, seed)[n]
-    at = model.record(input_ids=torch.tensor(chunks))[layer]
+    at = model.record(input_ids=chunks_of(model, read_text(text), n, inputs, seed))[layer]
     at.weights()
     if at.at_any_length is None:
         raise ValueError(

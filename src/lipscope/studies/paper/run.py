@@ -15,7 +15,7 @@ import torch
 
 from lipscope.attention.layer import Attention
 from lipscope.models.corpora import read_text
-from lipscope.models.text import Chunker
+from lipscope.models.text import chunks_of
 from lipscope.report import draw
 from lipscope.report.html import needed
 from lipscope.runs.engines import Engine
@@ -127,8 +127,8 @@ def _textbook(
         weights = weights_of(handle, layer)
         if weights is None or weights.kv_heads != weights.heads:
             continue
-        ids = Chunker(read_text(paper_text()), handle.tokenizer).chunks([n], 1)[n]
-        samples.append((weights, handle.record(input_ids=torch.tensor(ids))[layer].tokens()[0]))
+        ids = chunks_of(handle, read_text(paper_text()), n)
+        samples.append((weights, handle.record(input_ids=ids)[layer].tokens()[0]))
     if not samples or not points:
         return {}
     own = sum(row["seconds"] for row in ours)

@@ -40,7 +40,7 @@ from lipscope.models.inputs import require_tokenizer
 from lipscope.models.load import load
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
-from lipscope.models.text import Chunker, parse_lengths
+from lipscope.models.text import Chunker, excerpt_for, parse_lengths
 from lipscope.rounding import Shown, round_down
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
@@ -276,7 +276,8 @@ def attack(
         handle.check_heads(index, [head])
     if min(sizes, default=2) < 2:
         raise ValueError(f"lengths must be at least 2, got {min(sizes)}")
-    chunker = Chunker(read_text(os.fspath(text)), require_tokenizer(handle))
+    documents = excerpt_for(read_text(os.fspath(text)), sizes, 1, seed)
+    chunker = Chunker(documents, require_tokenizer(handle))
     extra = len(chunker.prefix) + len(chunker.suffix)
     if skipped := [n for n in sizes if n <= extra]:
         sizes = [n for n in sizes if n > extra]
