@@ -88,7 +88,7 @@ def intervals(ledger: Ledger, drawn: Draw, truth: Truth, where: str, number: int
         result = ledger.guarded(name, where, lambda: lipscope.local_lipschitz(layer, last, scope="head", certificate=True))
         if result is not None:
             alone = Truth(drawn.problem, drawn.X[-ASCENDED:], h)
-            ends = SimpleNamespace(lower=result.lower[:, h], upper=result.upper[:, h], rounding=result.rounding)
+            ends = SimpleNamespace(lower=result.lower[:, h], upper=result.upper[:, h], rounding=result.rounding[:, h])
             alone.interval(ledger, name, ends, f"{where} head {h}")
             tightest(ledger, "certified end, each head", result.certified[:, h], alone, f"{where} head {h}")
 

@@ -136,6 +136,6 @@ class Truth:
                 exact, outside = sigma[at], -depth[at]
                 fine = outside <= 1e-9
             if not fine:
-                span = f"[{low[at]:.17g}, {high[at]:.17g}], rounding {result.rounding:.1e},"
+                span = f"[{low[at]:.17g}, {high[at]:.17g}], rounding {np.atleast_1d(result.rounding)[at]:.1e},"
                 broken = f"σ = {float(exact)!r} is {float(outside):.1e} outside {span} at {where} input {i}"
         ledger.record(name, float(np.where(sigma > 0, high / size, math.inf).min()), broken, len(items))

@@ -261,7 +261,7 @@ def judge(one: Case, outcome: Outcome) -> None:
         if bool(result.converged[item]):
             # Values are asked for to rtol of themselves, and known to the rounding of the largest.
             off = (result.singular_values[item] - one.truth[item]).abs()
-            allowed = one.solver.rtol * one.truth[item] + 4 * result.rounding * exact + 8 * least
+            allowed = one.solver.rtol * one.truth[item] + 4 * float(result.rounding[item]) * exact + 8 * least
             if bool((off > allowed).any()):
                 worst = float((off / (one.solver.rtol * one.truth[item]).clamp_min(5e-324)).max())
                 outcome.wrong.append(f"{about}, item {item}: off by {worst:.1f} rtol, {int(result.iterations[item])} steps")

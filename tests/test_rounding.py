@@ -277,6 +277,85 @@ def test_what_cancels_inside_a_differentiated_map_is_allowed_for(case):
     assert found.rounding < 0.05
 
 
+def cancelling_forwards(x, b=1.2345678e4):
+    """x₀ − x₁ thrice: J·u adds and takes away b times its mean part, Jᵀ·g has it cancel exactly. σ = √6."""
+    common = b * (x[..., 0, :] + x[..., 1, :])
+    d = (x[..., 0, :] + common) - (x[..., 1, :] + common)
+    return torch.stack([d, -d, d], -2)
+
+
+def cancelling_backwards(x, b=1.2345678e4):
+    more, less = b * x, -b * x
+    return torch.stack([x[..., 0, :] + (more + less).sum(-2), (more + less)[..., 1, :] - x[..., 1, :]], -2)
+
+
+def far_from_zero(x, b=1e4):
+    """x + b has few digits of x, and the last digits of x are not among them."""
+    z = x + b
+    return (z - z.mean(-1, keepdim=True)) / (z.std(-1, keepdim=True) + 1)
+
+
+@pytest.mark.parametrize("function", [cancelling_forwards, cancelling_backwards, far_from_zero])
+@pytest.mark.parametrize("solver", [Auto(), Dense(), GolubKahan(interval=1e-3)], ids=lambda s: type(s).__name__)
+def test_the_allowance_of_a_differentiated_map_sees_both_products_and_every_number(function, solver):
+    for seed in range(4):
+        X = normal(1, 2, 100, seed=seed, dtype=torch.float32)
+        exact = lipscope.local_lipschitz(function, X.double(), solver=Dense()).estimate
+        found = lipscope.local_lipschitz(function, X, solver=solver)
+        assert found.lower <= exact <= found.upper
+        assert float(found.rounding) < 0.09
+
+
+def test_other_last_digits_change_nothing_but_digits():
+    """Maps that write in place, into views, by way of vmap or checkpoints are what they were."""
+    from torch.utils.checkpoint import checkpoint
+
+    def in_place(x):
+        y = x.clone()
+        y[:, 0] = 0
+        y.view(len(y), -1).mul_(2)
+        return torch.relu_(y)
+
+    def masked(x):  # rows that see nobody: the least number stands for −∞
+        return torch.softmax(x @ x.mT + torch.finfo(x.dtype).min, -1) @ x
+
+    maps = (
+        in_place,
+        masked,
+        torch.vmap(torch.func.grad(lambda x: x.pow(3).sum())),
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=False),
+        lambda x: x.mT,
+    )
+    X = normal(3, 6, 8, dtype=torch.float32)
+    for function in maps:
+        assert float(lipscope.local_lipschitz(function, X).rounding.max()) < 2e-5
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e25, 1e36])
+def test_differentiated_maps_of_any_scale(scale):
+    found = lipscope.local_lipschitz(lambda x: scale * torch.tanh(x), torch.zeros(2, 4))
+    assert found.lower <= float(torch.tensor(scale)) <= found.upper
+    assert found.upper < 1.001 * scale
+
+
+def test_the_interval_of_an_item_does_not_depend_on_the_others():
+    """Tokens far from zero cost digits of their own item only."""
+    X = normal(3, 4, 40, seed=1, dtype=torch.float32)
+    X[1] += 1e4
+    for solver in (Dense(), GolubKahan(), GolubKahan(k=2), GolubKahan(memory=1)):
+        together = lipscope.local_lipschitz(far_from_zero_by_input, X, solver=solver)
+        assert float(together.rounding[1]) > 10 * float(together.rounding[0])
+        assert [row["rounding"] for row in together.to_rows()] == together.rounding.tolist()
+        for b in range(3):
+            alone = lipscope.local_lipschitz(far_from_zero_by_input, X[b : b + 1], solver=solver)
+            for name in ("rounding", "lower", "upper"):
+                torch.testing.assert_close(getattr(alone, name)[0], getattr(together, name)[b], rtol=2e-6, atol=0)
+
+
+def far_from_zero_by_input(x):
+    return far_from_zero(x, 0.0)
+
+
 def test_a_map_whose_digits_all_cancel_is_refused_for_that():
     with pytest.raises(FloatingPointError, match=r"there are no digits to measure\. Compute in float64"):
         lipscope.local_lipschitz(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -568,6 +569,57 @@ def test_the_dense_solver_has_a_second_driver(monkeypatch):
     torch.testing.assert_close(
         (found.left * found.right.sum(-1, True)).abs(), (expected.left * expected.right.sum(-1, True)).abs()
     )
+
+
+class Vanishing(DenseOperator):
+    """Maps beside terms of some size that cancel exactly, unless they overflow."""
+
+    def __init__(self, matrices, size):
+        super().__init__(matrices)
+        self.matrices, self.size = matrices, size
+
+    def matvec(self, u):
+        return super().matvec(u) + (self.size * u - self.size * u)
+
+    def rmatvec(self, g):
+        return super().rmatvec(g) + (self.size * g - self.size * g)
+
+    def select(self, items):
+        return Vanishing(self.matrices[items], self.size)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [(torch.float32, (8.5, 8.75, 23.5, 31.25, 35)), (torch.float64, (7.25, 7.5, 157.75, 158, 303.75))],
+)
+def test_factors_are_reduced_whenever_a_product_overflows(k, dtype, exponents):
+    A = cases.random(3, 40, 40, seed=0, dtype=dtype)
+    A[0] = 0
+    plain = lipscope.GolubKahan(k=k).solve(DenseOperator(A))
+    for exponent in exponents:
+        found = lipscope.GolubKahan(k=k).solve(Vanishing(A, 10.0**exponent))
+        assert found.estimate[0] == found.upper[0] == found.residual[0] == 0
+        torch.testing.assert_close(found.estimate[1:], plain.estimate[1:], rtol=1e-4, atol=0)
+        assert bool(torch.isfinite(found.residual).all())
+
+
+@pytest.mark.parametrize("number", [np.int64(2**40), np.int64(-5), np.uint8(255), np.int32(3)], ids=repr)
+def test_integers_of_numpy_are_integers(number):
+    """Not only where they come in by a public name."""
+
+    @dataclass(frozen=True)
+    class Own(lipscope.GolubKahan):
+        pass
+
+    operator = DenseOperator(torch.diag(torch.linspace(1, 0.1, 100, dtype=torch.float64)))
+    found = Own(seed=number, k=np.uint8(2), max_steps=np.uint8(90), memory=np.uint16(60_000)).solve(operator)
+    expected = lipscope.GolubKahan(seed=int(number), k=2, max_steps=90, memory=60_000).solve(operator)
+    assert torch.equal(found.upper, expected.upper)
+    assert torch.equal(found.singular_values, expected.singular_values)
+    for options in ({"k": 2.0}, {"seed": 1.5}, {"seed": True}, {"max_steps": 30.5}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} must be an integer"):
+            Own(**options)
 
 
 def test_a_start_opposite_to_the_random_one():

@@ -274,14 +274,13 @@ def _print_result(result: SpectralNorm) -> None:
 
 
 def _caption(result: SpectralNorm) -> str:
-    kinds = " or ".join(dict.fromkeys(row["upper_kind"] for row in result.to_rows()))
+    rows = result.to_rows()
+    kinds, rounding = " or ".join(dict.fromkeys(row["upper_kind"] for row in rows)), max(row["rounding"] for row in rows)
     if "probabilistic" in kinds:
         return f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
     if kinds == "verified":
-        return (
-            f"upper is verified, its rounding included; lower is attained up to the rounding allowance {result.rounding:.1e}"
-        )
-    return f"{kinds}, up to the rounding allowance {result.rounding:.1e}"
+        return f"upper is verified, its rounding included; lower is attained up to the rounding allowance {rounding:.1e}"
+    return f"{kinds}, up to the rounding allowance {rounding:.1e}"
 
 
 # From these on: the cap of Gemma 2 changes a logit by 1 % (c·tanh(s/c), c = 50), and the clip of Kimi K2 rescales (τ = 100).

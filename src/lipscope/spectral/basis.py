@@ -187,6 +187,15 @@ def random_direction(size: int, seed: int, like: Tensor | Operator) -> Tensor:
     return unit.to(dtype=like.dtype, device=like.device)
 
 
+def as_integers(options: object, *names: str) -> None:
+    """Make the named options of a solver Python's integers, say of numpy's, which overflow; refuses what is none."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        object.__setattr__(options, name, value.__index__())
+
+
 def check_delta(delta: float) -> None:
     """Refuse failure probabilities that are none, or too small for the quantile to be computed."""
     if not 0.5e-30 <= delta < 1:  # two solves may share the least one

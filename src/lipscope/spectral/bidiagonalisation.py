@@ -175,10 +175,9 @@ class Bidiagonalisation:
 
     def _negligible(self) -> Tensor:
         """Norms up to this level are rounding errors of the recurrence; in a bound they count as this much."""
-        level = 8 * torch.finfo(self.operator.dtype).eps
-        if self.one_sided and not self.V.complete:
-            level = max(level, self.operator.rounding_error)
-        return level * self._largest()
+        level, largest = 8 * torch.finfo(self.operator.dtype).eps, self._largest()
+        cut = self.one_sided and not self.V.complete
+        return self.operator.rounding_errors.clamp_min(level) * largest if cut else level * largest
 
     def _fresh_direction(self, step: int) -> Tensor:
         """A random direction orthogonal to the basis so far; zero when the basis spans the space."""
@@ -199,7 +198,7 @@ class Bidiagonalisation:
         if not bool(torch.isfinite(self.alpha + self.beta).all()):
             raise FloatingPointError(_NON_FINITE)
         ritz = RitzPairs(self.alpha[:, :step], self.beta[:, :step], self.config.k, one_sided=self.one_sided)
-        rounding, asked = self.operator.rounding_error, self.config.interval
+        rounding, asked = self.operator.rounding_errors, self.config.interval
         settled = ritz.relative_error(rounding) <= self.config.rtol
         shown, ended = self._exhaustive(step), self.fresh == step
         bounds = torch.full_like(self.known, torch.inf)
@@ -208,8 +207,8 @@ class Bidiagonalisation:
             bounds[rows] = self._upper(ritz, rows, step)
             self.known = torch.where(ended[:, None], bounds, self.known)
             # Nothing narrower than the rounding of the products can be had.
-            widths = [max(width, 4 * rounding) for width in (asked or torch.inf, self.config.rtol)]
-            shown |= settled & (bounds <= (1 + bounds.new_tensor(widths)) * ritz.values[:, :1]).all(1)
+            widths = torch.maximum(4 * rounding[:, None], bounds.new_tensor([asked or torch.inf, self.config.rtol]))
+            shown |= settled & (bounds <= (1 + widths) * ritz.values[:, :1]).all(1)
         # Without a guard the estimate alone decides; many starts that find nothing new tell all that rounding lets be told.
         stopped = shown | settled & ((self.restarts >= _MOST_STARTS) | (asked is None))
         recorded = self.output.iterations[self.active] > 0
@@ -305,7 +304,7 @@ class Bidiagonalisation:
         rtol = self.config.rtol**2 / 2 if self.config.vectors else self.config.rtol
         short = replace(self.config, k=1, vectors=True, interval=None, max_steps=max(2, fitting - 1), rtol=rtol)
         rounds = self.config.max_steps // short.max_steps if self.config.vectors else 0
-        close = max(self.config.rtol, operator.rounding_error)
+        close = operator.rounding_errors.clamp_min(self.config.rtol)
         for number in range(max(_MOST_RECURRENCES, rounds)):
             found = Bidiagonalisation(short, operator, right[:, 0], pure=True).solve()
             right = found.vectors[0]

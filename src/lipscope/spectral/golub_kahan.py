@@ -18,7 +18,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import check_delta, pairs_within, random_direction, scaled_norm, together_within, unit_rows
+from lipscope.spectral.basis import (
+    as_integers,
+    check_delta,
+    pairs_within,
+    random_direction,
+    scaled_norm,
+    together_within,
+    unit_rows,
+)
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import DerivedOperator, Operator
 from lipscope.spectral.result import SolverOutput, Status
@@ -64,6 +72,7 @@ class GolubKahan:
     memory: int = 1 << 30
 
     def __post_init__(self) -> None:
+        as_integers(self, "max_steps", "k", "seed", "memory")
         if not 0 < self.rtol < 1:
             raise ValueError(f"rtol must lie strictly between 0 and 1, got {self.rtol}")
         check_delta(self.delta)
@@ -219,7 +228,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
     for attempt in range(1, 2 * k + 4):
         # Where there are as many values as dimensions nothing is left. Zeros do not count: of a wide map they may belong to
         # directions that it ignores, with others left that it does not.
-        positive = values > operator.rounding_error * values.amax(1, keepdim=True)
+        positive = values > operator.rounding_errors[:, None] * values.amax(1, keepdim=True)
         pending = pending[positive.sum(1)[pending] < min(operator.shape)]
         if not pending.numel():
             break
@@ -237,7 +246,7 @@ def leading(operator: Operator, found: SolverOutput, rtol: float, solve: Solve) 
         further = solve(deflated, attempt)
         found.iterations[pending] += further.iterations
         found.doubt(pending, further.status)
-        counts = further.estimate > (1 + rtol / 2) * least + operator.rounding_error * largest
+        counts = further.estimate > (1 + rtol / 2) * least + deflated.rounding_errors * largest
         rest[pending] = further.estimate.masked_fill(counts, 0.0)
         # In the place of the least value, which needs no deflation: nothing below the new least counts.
         next_right, next_left = map(
@@ -271,7 +280,7 @@ def _rotated(operator: Operator, found: SolverOutput, rest: Tensor, rtol: float)
     )
     r, gap = scaled_norm(residuals)[:, None], (values - (1 + rtol) * rest[:, None]).clamp_min(0)
     error = torch.minimum(r, r * (r / (2 * gap).clamp_min(torch.finfo(torch.float64).tiny)))
-    shown = (error <= rtol * values + 4 * operator.rounding_error * values[:, :1]).all(1)
+    shown = (error <= rtol * values + 4 * operator.rounding_errors[:, None] * values[:, :1]).all(1)
     everyone = torch.arange(operator.batch, device=operator.device)
     found.doubt(everyone, [Status.EXACT if ok else Status.ESTIMATED for ok in shown.tolist()])
     found.record_energy(everyone, operator.token_energy(right[:, 0]))

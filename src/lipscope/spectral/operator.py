@@ -50,11 +50,16 @@ class Operator(ABC):
 
     @property
     def rounding_error(self) -> float:
-        """Relative error to allow for one product in ``dtype``; every interval is widened by it.
+        """Relative error to allow for one product in ``dtype``, the largest of all items.
 
         By default that of inner products as long as the larger side.
         """
         return torch.finfo(self.dtype).eps * float(16 + 4 * max(self.shape) ** 0.5)
+
+    @property
+    def rounding_errors(self) -> Tensor:
+        """The same of every item, (B,) in float64, by which its interval is widened; by default the largest."""
+        return torch.full((self.batch,), self.rounding_error, dtype=torch.float64, device=self.device)
 
     @property
     def rounding_floor(self) -> Tensor | float:
@@ -121,6 +126,11 @@ class DerivedOperator(Operator):
     def rounding_error(self) -> float:
         """That of the base."""
         return self.base.rounding_error
+
+    @property
+    def rounding_errors(self) -> Tensor:
+        """Those of the base, and what this map adds to the largest."""
+        return self.base.rounding_errors + (self.rounding_error - self.base.rounding_error)
 
 
 class DenseOperator(Operator):

@@ -173,7 +173,7 @@ class SpectralNorm(Shown):
         dtype: dtype of the computation.
         input_dtype: dtype of the data that was handed in.
         solver: name of the solver.
-        rounding: relative rounding allowance that was added to both ends, the largest of a batch.
+        rounding: relative rounding allowance that was added to both ends.
         token_energy: share of the worst direction on each token, last dimension n, summing to one.
         right: leading right singular vectors (unit input directions), when asked for.
         left: leading left singular vectors (the matching output directions), when asked for.
@@ -198,7 +198,7 @@ class SpectralNorm(Shown):
     dtype: str
     input_dtype: str
     solver: str
-    rounding: float
+    rounding: Numbers
     token_energy: Tensor | None = None
     right: Tensor | None = None
     left: Tensor | None = None
@@ -251,7 +251,7 @@ class SpectralNorm(Shown):
             | {"typical": one.typical, "stable_rank": one.stable_rank}
             | {"iterations": one.iterations, "residual": one.residual, "converged": one.converged}
             | {"status": str(one.status), "solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
-            | {"rounding": self.rounding}
+            | {"rounding": one.rounding}
             for index, one in self._one_by_one()
         ]
 
@@ -290,9 +290,9 @@ def summarise(
     input_dtype: str | None = None,
 ) -> SpectralNorm:
     """Turn a solver's raw output into a batched ``SpectralNorm``, adding the rounding allowance to both ends."""
-    allowance = operator.rounding_error
+    allowance = operator.rounding_errors.to(output.estimate.device)
     floor = torch.as_tensor(operator.rounding_floor, dtype=torch.float64, device=output.estimate.device)
-    relative = torch.where(output.estimate > 0, floor / output.estimate, 0.0).clamp(allowance, 1.0)
+    relative = torch.where(output.estimate > 0, floor / output.estimate, 0.0).maximum(allowance).clamp_max(1.0)
     everyone = torch.arange(operator.batch, device=output.estimate.device)
     hidden = (floor > _NO_DIGIT * output.estimate).expand(operator.batch).tolist()
     output.doubt(everyone, [Status.ESTIMATED if lost else Status.EXACT for lost in hidden])
@@ -324,7 +324,7 @@ def summarise(
         dtype=dtype_name(operator.dtype),
         input_dtype=input_dtype or dtype_name(operator.dtype),
         solver=output.solver,
-        rounding=float(relative.max()),
+        rounding=relative,
         token_energy=output.token_energy,
         right=right,
         left=left,
@@ -332,8 +332,8 @@ def summarise(
 
 
 def join_batches(results: Sequence[SpectralNorm]) -> SpectralNorm:
-    """Flat batches of the same kind of problem as one; the rounding allowance is the largest."""
-    return replace(results[0], **_joined(results), rounding=max(result.rounding for result in results))
+    """Flat batches of the same kind of problem as one."""
+    return replace(results[0], **_joined(results))
 
 
 def reshape_batch(result: SpectralNorm, shape: tuple[int, ...]) -> SpectralNorm:
@@ -381,8 +381,8 @@ def _with_fields(
     result: SpectralNorm, number: Callable[[Any], Any], tensor: Callable[[Any], Any], word: Callable[[Any], Any]
 ) -> SpectralNorm:
     """The result with functions applied to its fields: one value per problem, one row per problem, one word per problem."""
-    numbers = ("lower", "estimate", "upper", "iterations", "residual", "converged", "certified", "typical", "stable_rank")
-    changes = dict.fromkeys(numbers, number)
+    changes = dict.fromkeys(("lower", "estimate", "upper", "iterations", "residual", "converged", "rounding"), number)
+    changes |= dict.fromkeys(("certified", "typical", "stable_rank"), number)
     changes |= dict.fromkeys(("singular_values", "token_energy", "right", "left"), tensor)
     changes |= dict.fromkeys(("status", "upper_kind"), word)
     given = ((name, change, getattr(result, name)) for name, change in changes.items())

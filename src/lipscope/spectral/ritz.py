@@ -38,7 +38,7 @@ class RitzPairs:
             self.right = right_t.transpose(1, 2)
             self.residual = beta[:, -1:] * self.left[:, -1, :].abs()
 
-    def relative_error(self, rounding: float) -> Tensor:
+    def relative_error(self, rounding: Tensor) -> Tensor:
         """Estimated relative error of the k leading values: the largest of min(r, r²/2gap)/θ over them."""
         k, values = self.k, self.values
         r, theta = self.residual[:, :k], values[:, :k]
@@ -48,7 +48,7 @@ class RitzPairs:
         # Of the symmetric form [[0, J], [Jᵀ, 0]] the unit vector (u, v)/√2 has residual r/√2: hence the factor ½.
         refined = r * (r / (2 * gap).clamp_min(_TINY))
         error = torch.minimum(r, refined) / theta.clamp_min(_TINY)
-        negligible = r <= rounding * values[:, :1]
+        negligible = r <= rounding[:, None] * values[:, :1]
         return error.masked_fill(negligible, 0.0).amax(-1)
 
 

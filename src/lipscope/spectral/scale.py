@@ -26,37 +26,42 @@ class ExtremeScaleError(ArithmeticError):
 
 
 class ScaledOperator(DerivedOperator):
-    """The maps 2^e·J of every item, e = ``exponent`` (B,)."""
+    """The maps 2^e·J of every item, e = ``exponent`` (B,), of which ``items`` are kept.
 
-    def __init__(self, base: Operator, exponent: Tensor) -> None:
+    What vanishes may do so between numbers that are not small: a factor with which a product overflows is halved.
+    """
+
+    def __init__(self, base: Operator, exponent: Tensor, items: Tensor | None = None) -> None:
         super().__init__(base)
-        self.exponent = exponent
-        self._factor = torch.exp2(exponent).to(base.dtype)[:, None]
+        self.exponent, self._items = exponent, torch.arange(base.batch, device=base.device) if items is None else items
+        self._factor = torch.exp2(exponent[self._items]).to(base.dtype)[:, None]
 
     def matvec(self, u: Tensor) -> Tensor:
         """The product 2^e·J·u."""
-        return self.base.matvec(self._factor * u)
+        return self._in_range(self.base.matvec(self._factor * u))
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """The product 2^e·Jᵀ·g."""
-        return self.base.rmatvec(self._factor * g)
+        return self._in_range(self.base.rmatvec(self._factor * g))
 
     def select(self, items: Tensor) -> ScaledOperator:
         """Keep the listed items."""
-        return ScaledOperator(self.base.select(items), self.exponent[items])
+        return ScaledOperator(self.base.select(items), self.exponent, self._items[items])
+
+    def _in_range(self, product: Tensor) -> Tensor:
+        beyond = self._items[~torch.isfinite(product).all(1)]
+        if bool((self.exponent[beyond] > 0).any()):
+            less = self.exponent.clone()
+            less[beyond] = torch.minimum(less, (less / 2).floor())[beyond]
+            raise ExtremeScaleError(less)
+        return product
 
 
 def refuse_extreme_scales(operator: Operator, size: Tensor) -> None:
-    """Raise when the size (B,) of first products is too large, too small or zero for some maps; scaled ones may be zero.
-
-    What vanishes may do so between numbers that are not small: a factor with which they overflow is reduced.
-    """
-    least, most, largest = _RANGE[operator.dtype]
+    """Raise when the size (B,) of first products is too large, too small or zero for some maps; scaled ones may be zero."""
     if isinstance(operator, ScaledOperator):
-        beyond = ~torch.isfinite(size) & (operator.exponent > 0)
-        if bool(beyond.any()):
-            raise ExtremeScaleError(torch.where(beyond, (operator.exponent / 2).floor(), operator.exponent))
         return
+    least, most, largest = _RANGE[operator.dtype]
     size = size.nan_to_num(torch.inf, posinf=torch.inf)
     exponent = (-size.log2().round()).clamp(-largest, largest).masked_fill((size > least) & (size < most), 0.0)
     if bool(exponent.any()):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import check_delta, overlap_quantile, random_direction, scaled_norm, unit_rows
+from lipscope.spectral.basis import as_integers, check_delta, overlap_quantile, random_direction, scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
@@ -35,6 +35,7 @@ class Dense:
     vectors: bool = False
 
     def __post_init__(self) -> None:
+        as_integers(self, "k")
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
 
