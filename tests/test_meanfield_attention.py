@@ -15,7 +15,6 @@ from lipscope.bounds.constants import Constants
 from lipscope.bounds.pairs import PlainHead, lower_meanfield
 from lipscope.bounds.sets import refined_masked, refined_unmasked
 from lipscope.spectral.operator import DenseOperator
-from lipscope.spectral.solvers import Power
 from lipscope.studies.mean_field import MeanFieldAttention, Measure, local_constant, wasserstein
 from lipscope.studies.mean_field.attention import WeightedOperator, mean_field_operator
 
@@ -185,7 +184,6 @@ def test_operator_is_the_dense_jacobian_in_the_weighted_metric(mask, extras, gro
     for solver in (
         lipscope.Dense(),
         lipscope.GolubKahan(rtol=1e-8, interval=1e-3),
-        Power(rtol=1e-10, max_steps=5000),
     ):
         result = local_constant(F, mu, solver=solver)
         assert result.estimate == pytest.approx(exact, rel=1e-6)

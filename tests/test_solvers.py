@@ -22,11 +22,9 @@ from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 from lipscope.spectral.operator import DenseOperator
 from lipscope.spectral.result import Status
 from lipscope.spectral.ritz import polynomial_upper_bound
-from lipscope.spectral.solvers import Power
 
 SOLVERS = {
     "golub_kahan": lipscope.GolubKahan(rtol=1e-8),
-    "power": Power(rtol=1e-12, max_steps=5000),
     "dense": lipscope.Dense(),
 }
 
@@ -72,7 +70,7 @@ def test_interval_contains_the_largest_singular_value(M, N, batch, rank, magnitu
     A = cases.random(batch, M, min(rank, N), seed=seed) @ cases.random(batch, min(rank, N), N, seed=seed + 1) * magnitude
     A = A.to(dtype)
     truth = torch.linalg.svdvals(A.double())[:, 0]
-    for solver in (lipscope.GolubKahan(rtol=rtol), Power(rtol=rtol), lipscope.Dense()):
+    for solver in (lipscope.GolubKahan(rtol=rtol), lipscope.Dense()):
         out = lipscope.spectral_norm(DenseOperator(A), solver)
         lower, estimate, upper = (torch.as_tensor(x, dtype=torch.float64) for x in (out.lower, out.estimate, out.upper))
         assert (lower <= estimate).all()
@@ -275,7 +273,7 @@ def test_not_converged_says_so_and_stays_valid():
 
 def test_non_finite_products_are_refused():
     A = torch.full((3, 3), float("nan"))
-    for solver in (lipscope.GolubKahan(), Power(), lipscope.Dense()):
+    for solver in (lipscope.GolubKahan(), lipscope.Dense()):
         with pytest.raises(FloatingPointError):
             lipscope.spectral_norm(DenseOperator(A), solver)
 
@@ -287,7 +285,6 @@ def test_non_finite_products_are_refused():
         for solver, names in (
             (lipscope.GolubKahan, "rtol delta max_steps k interval"),
             (lipscope.Auto, "rtol delta max_steps k interval"),
-            (Power, "rtol delta max_steps"),
             (lipscope.Dense, "k"),
         )
         for options in ({"rtol": 0}, {"rtol": 2}, {"delta": 0}, {"delta": 1}, {"max_steps": 0}, {"k": 0}, {"interval": 0})
@@ -311,7 +308,7 @@ def test_fewer_steps_than_triplets_are_refused():
         lipscope.GolubKahan(k=5, max_steps=3)
 
 
-@pytest.mark.parametrize("solver", [lipscope.GolubKahan(), Power(), lipscope.Dense()], ids=str)
+@pytest.mark.parametrize("solver", [lipscope.GolubKahan(), lipscope.Dense()], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "exponents"), [(torch.float32, (-36, -22, 18, 30)), (torch.float64, (-250, -160, 160, 250))]
 )

@@ -42,9 +42,8 @@ _EXPLANATIONS = {
     ),
     Status.ESTIMATED: (
         "The error estimate of the value fell below rtol, which does not show that no larger value was overlooked: nobody "
-        "asked (interval=None, or power iteration), or rounding hides what would have to be seen. So it does where it may "
-        "be more than a tenth of the value, which then has no correct digit. The interval is valid. Ask for an interval, or "
-        "compute in float64."
+        "asked (interval=None), or rounding hides what would have to be seen. So it does where it may be more than a tenth "
+        "of the value, which then has no correct digit. The interval is valid. Ask for an interval, or compute in float64."
     ),
     Status.MAX_STEPS: (
         "The iteration used up max_steps before its error estimate fell below rtol or its interval was narrow enough. "

@@ -1,20 +1,14 @@
-"""``spectral_norm``, and the solvers to choose from: dense SVD, Golub–Kahan, the cheaper of the two, power iteration.
-
-``Dense`` forms the Jacobian: exact, for small problems and for tests. ``Power`` iterates JᵀJ: the textbook method, kept for
-comparison. After k steps ‖(JᵀJ)^k v₁‖ ≥ γ·σ^{2k} with the overlap γ of the start with the top right singular vector, hence
-σ ≤ (‖(JᵀJ)^k v₁‖ / g(δ))^{1/2k} except with probability δ.
-"""
+"""``spectral_norm``, and the solvers to choose from: dense SVD, Golub–Kahan, the cheaper of the two."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lipscope.spectral.basis import as_integers, check_delta, overlap_quantile, random_direction, scaled_norm, unit_rows
+from lipscope.spectral.basis import as_integers
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm, Status, reshape_batch, summarise
@@ -82,71 +76,8 @@ class Auto(GolubKahan):
         return super().solve(operator, start)
 
 
-@dataclass(frozen=True)
-class Power:
-    """Power iteration on JᵀJ, stopped when ‖Jv‖ grows by less than ``rtol`` relative to itself in one step.
-
-    A slow growth does not mean a small error: prefer :class:`GolubKahan`, which needs a fraction of the products.
-    """
-
-    rtol: float = 1e-4  # relative growth of ‖Jv‖ at which an item stops
-    max_steps: int = 1000  # most operator pairs (J, Jᵀ)
-    delta: float = 1e-6  # allowed probability that ``upper`` fails
-    vectors: bool = False  # also return the singular vectors
-    seed: int = 0  # seed of the start vector
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rtol < 1:
-            raise ValueError(f"rtol must lie strictly between 0 and 1, got {self.rtol}")
-        if self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
-        check_delta(self.delta)
-
-    def solve(self, operator: Operator) -> SolverOutput:
-        """Largest singular value of every item of ``operator``."""
-        return at_any_scale(operator, self._solve)
-
-    def _solve(self, operator: Operator) -> SolverOutput:
-        _, N = operator.shape
-        out = SolverOutput.empty(operator, 1, self.vectors, "power", self.delta)
-        v = random_direction(operator.shape[1], self.seed, operator).expand(operator.batch, N)
-        overlap = math.log(overlap_quantile(N, self.delta))
-        log_growth = torch.zeros(operator.batch, dtype=torch.float64, device=operator.device)
-        previous = torch.zeros_like(log_growth)
-        for step in range(1, self.max_steps + 1):
-            u = operator.matvec(v)
-            theta = scaled_norm(u)
-            if step == 1:
-                refuse_extreme_scales(operator, theta)
-            if not bool(torch.isfinite(theta).all()):
-                raise FloatingPointError("A product with the Jacobian returned NaN or infinity: does the map overflow here?")
-            u = unit_rows(u, theta)
-            w = operator.rmatvec(u)
-            growth = scaled_norm(w)
-            log_growth = log_growth + theta.log() + growth.log()
-            done = (theta - previous) <= self.rtol * theta
-            leaving = (done | (step == self.max_steps)) & (out.iterations == 0)
-            items = leaving.nonzero()[:, 0]
-            if items.numel():
-                out.estimate[items] = theta[items]
-                out.singular_values[items, 0] = theta[items]
-                out.upper[items] = torch.maximum(((log_growth[items] - overlap) / (2 * step)).exp(), theta[items])
-                out.iterations[items] = step
-                out.residual[items] = scaled_norm(w[items].double() - theta[items, None] * v[items].double())
-                for item in items.tolist():
-                    out.status[item] = Status.ESTIMATED if bool(done[item]) else Status.MAX_STEPS
-                out.record_energy(items, operator.token_energy(v[items]))
-                if self.vectors:
-                    out.record_vectors(items, v[items, None], u[items, None])
-            if bool((out.iterations > 0).all()):
-                break
-            previous = theta
-            v = unit_rows(w, growth)
-        return out
-
-
 class Solver(Protocol):
-    """Anything that turns an operator into singular values: ``GolubKahan``, ``Power``, ``Dense``, ``Auto``."""
+    """Anything that turns an operator into singular values: ``GolubKahan``, ``Dense``, ``Auto``."""
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every batch item."""

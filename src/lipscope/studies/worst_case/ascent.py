@@ -39,7 +39,7 @@ from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
-from lipscope.spectral.solvers import Auto, Power, Solver
+from lipscope.spectral.solvers import Auto, Solver
 from lipscope.studies.worst_case.constructions import Construction, check_length, construct
 
 Given: TypeAlias = Tensor | Mapping[str, Tensor] | None
@@ -151,7 +151,7 @@ def maximise(
     first, last = measured[: len(begin)], measured[len(begin) :]
     winner = int(measured.argmax())
     start_seed = unseen(candidates[winner], *(W for W in (plain.q, plain.k, plain.v, plain.out) if W is not None))
-    final = replace(solver or Auto(), seed=start_seed) if isinstance(solver, GolubKahan | Power | None) else solver
+    final = replace(solver or Auto(), seed=start_seed) if isinstance(solver, GolubKahan | None) else solver
     return Ascent(
         tokens=candidates[winner],
         sigma=local_lipschitz(precise, candidates[winner], solver=final, certificate=isinstance(attention, Attention)),
