@@ -26,7 +26,7 @@ from lipscope.measure.scopes import check_scope
 from lipscope.models.anatomy import Cut, Layer
 from lipscope.models.capture import Call, Recording, last_hidden_state, replay_until, replaying
 from lipscope.spectral.autodiff import TensorMap
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 
 
 def scope_tokens(layer: Layer, recording: Recording, scope: str) -> Tensor:
@@ -75,32 +75,26 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
     return function
 
 
-class HeadsOperator(Operator):
-    """One head of every item of ``parent``, whose outputs are all heads side by side, (n, H·dv): rows of its Jacobians."""
+class HeadsOperator(DerivedOperator):
+    """One head of every item of ``base``, whose outputs are all heads side by side, (n, H·dv): rows of its Jacobians."""
 
-    def __init__(self, parent: Operator, head: Tensor, heads: int) -> None:
-        n, width = parent.output_shape
+    def __init__(self, base: Operator, head: Tensor, heads: int) -> None:
+        super().__init__(base)
+        n, width = base.output_shape
         if width % heads:
             raise ValueError(f"{heads} heads do not divide the {width} inputs of the output projection")
-        self.parent, self.head, self.heads = parent, head, heads
-        self.batch, self.dtype, self.device = parent.batch, parent.dtype, parent.device
-        self.input_shape, self.output_shape = parent.input_shape, (n, width // heads)
+        self.head, self.heads, self.output_shape = head, heads, (n, width // heads)
 
     @classmethod
-    def of(cls, parent: Operator, chosen: Sequence[int], heads: int) -> HeadsOperator:
-        """The chosen heads of every item of ``parent``, ordered (item, head)."""
-        items = torch.arange(parent.batch, device=parent.device).repeat_interleave(len(chosen))
-        return cls(parent.select(items), torch.tensor(chosen, device=parent.device).repeat(parent.batch), heads)
-
-    @property
-    def rounding_error(self) -> float:
-        """That of the parent."""
-        return self.parent.rounding_error
+    def of(cls, base: Operator, chosen: Sequence[int], heads: int) -> HeadsOperator:
+        """The chosen heads of every item of ``base``, ordered (item, head)."""
+        items = torch.arange(base.batch, device=base.device).repeat_interleave(len(chosen))
+        return cls(base.select(items), torch.tensor(chosen, device=base.device).repeat(base.batch), heads)
 
     def matvec(self, u: Tensor) -> Tensor:
         """The head's columns of J·u."""
         n, dv = self.output_shape
-        image = self.parent.matvec(u).reshape(-1, n, self.heads, dv)
+        image = self.base.matvec(u).reshape(-1, n, self.heads, dv)
         return image[torch.arange(self.batch, device=self.device), :, self.head].flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
@@ -108,11 +102,11 @@ class HeadsOperator(Operator):
         n, dv = self.output_shape
         full = g.new_zeros(self.batch, n, self.heads, dv)
         full[torch.arange(self.batch, device=self.device), :, self.head] = g.reshape(-1, n, dv)
-        return self.parent.rmatvec(full.flatten(1))
+        return self.base.rmatvec(full.flatten(1))
 
     def select(self, items: Tensor) -> HeadsOperator:
         """Keep the listed items."""
-        return HeadsOperator(self.parent.select(items), self.head[items], self.heads)
+        return HeadsOperator(self.base.select(items), self.head[items], self.heads)
 
 
 def _model_map(model: nn.Module, first: Layer, recording: Recording) -> TensorMap:
