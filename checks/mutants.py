@@ -411,7 +411,7 @@ def rounded_cache(model: Any) -> str:
     return name_of(model, module)
 
 
-_D = {"documents": DOCUMENTS}
+_D = {"documents": DOCUMENTS, "use_cache": False}
 MUTANTS = [
     *(
         Mutant("mask dropped in one layer", f, "causal", masked(everything))
