@@ -241,6 +241,19 @@ def test_outputs_without_a_signal_are_refused() -> None:
         lipscope.check(Mute(), inputs=TOKENS, causal=True)
 
 
+def test_channels_are_not_taken_for_tokens() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv1d(12, 12, 3, padding=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x.mT)[..., : x.shape[1]].mT
+
+    torch.manual_seed(0)
+    assert lipscope.check(Convolution(), inputs={"tokens": torch.randn(1, 12, 12)}, causal=True).held is True
+
+
 # ── who lets it through ──
 
 

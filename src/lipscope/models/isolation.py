@@ -185,7 +185,7 @@ def _claims(
 def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None) -> Found:
     """Both instruments; substitution at a few of the boundaries when there are many, or where a derivative crosses one."""
     found, n = subject.seen[0], subject.shape[1]
-    if not cuts[0].ends(subject.seen):
+    if not subject.ends(cuts[0], subject.seen):
         raise CannotCheckError(f"outputs of shape {tuple(found.shape)} do not belong to the {n} tokens one by one")
     few = {int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()}
     try:
@@ -202,9 +202,8 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
         other, noted = None, f"by derivative alone: {line(error)}"
     if leak is not None and other is not None:
         leak = replace(leak, instrument="derivative and substitution")
-    inner = (
-        "" if cuts[0].rows(found) is not None else f"outputs of shape {tuple(found.shape)}: tested on what they are made of"
-    )
+    whose = "outputs that are always the same" if subject.tally.mute else f"outputs of shape {tuple(found.shape)}"
+    inner = "" if found is subject.ends(cuts[0], subject.seen)[0] else f"{whose}: tested on what they are made of"
     return boundaries or len(cuts), leak or other, "; ".join(filter(None, (inner, remark, noted)))
 
 
@@ -354,7 +353,7 @@ def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str, row
     inner = torch.ones(alone.shape, dtype=torch.bool, device=one.device)
     held = one.shape[:2] if whole else alone.inputs.get("decoder_input_ids", inner).shape
     cut = Cut(~inner, torch.ones(held, dtype=torch.bool, device=one.device), inner, whole)
-    if not cut.ends(alone.seen) or (cut.rows(one) is not None and pick(other).shape != one.shape):
+    if not alone.ends(cut, alone.seen) or (cut.rows(one) is not None and pick(other).shape != one.shape):
         raise CannotCheckError(f"outputs of shape {tuple(one.shape)} do not belong to the tokens one by one")
     leak, remark = agreed(alone, among, cut, instrument, pick)
     if leak is not None:

@@ -41,7 +41,7 @@ def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, s
     output, leaf, events = subject.traced()
     worst, across, token = 0.0, cuts[0], None
     for cut in cuts:
-        gains = _gains(subject, leaf, _watched(cut, (output, events)))
+        gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
         inside = torch.where(cut.hidden, gains, 0.0)
         size = float(inside.max() / gains.max().clamp_min(torch.finfo(gains.dtype).tiny))
         if size > worst:
@@ -51,7 +51,7 @@ def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, s
     if worst <= torch.finfo(leaf.dtype).eps and (leaf.dtype == torch.float64 or not _stays(subject, across, worst)):
         rounding = "which may be rounding" if leaf.dtype == torch.float64 else "by rounding: not in float64"
         return None, f"derivatives of {worst:.1e} of the scale {rounding}"
-    ends = [end for end in across.ends((output, events)) if end.shape[:2] == across.watched.shape]
+    ends = [end for end in subject.ends(across, (output, events)) if end.shape[:2] == across.watched.shape]
     places = across.watched.nonzero()
     while len(places) > 1 and ends:
         half = torch.zeros_like(across.watched)
@@ -67,9 +67,9 @@ def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, s
     return described(subject, leak, culprit(events, depends), events, across), ""
 
 
-def _watched(cut: Cut, seen: Seen) -> list[tuple[Tensor, Tensor]]:
+def _watched(subject: Subject, cut: Cut, seen: Seen) -> list[tuple[Tensor, Tensor]]:
     """The ends of a pass with the rows of each that must not see."""
-    return [(end, rows) for end in cut.ends(seen) if (rows := cut.rows(end)) is not None]
+    return [(end, rows) for end in subject.ends(cut, seen) if (rows := cut.rows(end)) is not None]
 
 
 def _stays(subject: Subject, cut: Cut, size: float) -> bool:
@@ -77,7 +77,7 @@ def _stays(subject: Subject, cut: Cut, size: float) -> bool:
     try:
         with _in_float64(subject.model):
             output, leaf, events = subject.widened().traced()
-            gains = _gains(subject, leaf, _watched(cut, (output, events)))
+            gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
             return float(torch.where(cut.hidden, gains, 0.0).max() / gains.max()) > size / 1024
     except Exception as error:  # whatever its code raises
         told = f"derivatives of {size:.1e} of the scale, which may be rounding, and float64 cannot tell: {line(error)}"
@@ -178,7 +178,7 @@ def compared(
         found = None if tensor is None else gap(tensor)
         return None if tensor is None or found is None else found.size / tolerance(tensor.dtype)
 
-    leak = next((gap(end) for end in cut.ends(one) if (steps(end) or 0.0) > 1), None)
+    leak = next((gap(end) for end in subject.ends(cut, one) if (steps(end) or 0.0) > 1), None)
     if leak is None or not same:
         return leak, False
     event = culprit(before, lambda tensor: (steps(tensor) or 0.0) > 1)
@@ -202,10 +202,12 @@ def refuse_unsteady(subject: Subject, two: Subject) -> None:
     """Refuse a model that gives other outputs after a pass on other tokens, or the same ones whatever the tokens."""
     refuse_non_finite(subject.seen[0])
     rows = torch.ones(len(subject.seen[0]), 1, dtype=torch.bool, device=subject.seen[0].device)
-    ends = list[Tensor]()
+    signal = True
     with suppress(Exception):  # what does not run on two sequences says so where it is tested
-        ends = Cut(~rows, rows.expand(2, 1), whole=True).ends(two.seen)
-    if ends and all(torch.equal(end[0], end[1]) for end in ends):
+        output, both = two.seen[0], Cut(~rows, rows.expand(2, 1), whole=True)
+        subject.tally.mute = len(output) == 2 and torch.equal(output[0], output[1])
+        signal = not subject.tally.mute or any(not torch.equal(*end) for end in two.ends(both, two.seen))
+    if not signal:
         raise CannotCheckError("the outputs are the same for other tokens, so no leak would be seen in them")
     # Some kernels add in any order.
     leak, _ = compared(subject, subject.seen, replace(subject).seen, Cut(~rows, rows, whole=True), "", Tensor.detach)

@@ -47,26 +47,15 @@ class Cut:
             return self.watched[:, :1].expand(tensor.shape[:2])
         return places[0] if places else None
 
-    def ends(self, seen: Seen) -> list[Tensor]:
-        """Where a pass is watched: its outputs, and the last tensors (B, n, d) before them, which no constant head hides."""
-        output, (first, *events) = seen
-        fit = [e for e in events if e.output is not None and e.output.ndim == 3 and self.rows(e.output) is not None]
-        last = max(fit, key=lambda event: event.exit, default=None)
-        before = () if last is None else (last.output, last.tokens)
-        known = {id(given) for given in (output, *first.inputs)}
-        return [
-            end for end in (output, *before)
-            if end is not None and self.rows(end) is not None and (end is output or (end.ndim == 3 and id(end) not in known))
-        ]  # fmt: skip
-
 
 @dataclass
 class Tally:
-    """What all subjects of one check share: random numbers, and the passes that they took."""
+    """What all subjects of one check share: random numbers, the passes that they took, and whether outputs are constant."""
 
     generator: torch.Generator
     forwards: int = 0
     backwards: int = 0
+    mute: bool = False
 
 
 @dataclass
@@ -118,6 +107,17 @@ class Subject:
         """A pass without derivatives."""
         with torch.no_grad(), watching(self.model.modules()) as events:
             return self.run(), events
+
+    def ends(self, cut: Cut, seen: Seen) -> list[Tensor]:
+        """Where a pass is watched: its outputs, or where these say nothing, the last tensors (B, n, d) before them."""
+        output, (first, *events) = seen
+        if not self.tally.mute and cut.rows(output) is not None:
+            return [output]
+        fit = [e for e in events if e.output is not None and e.output.ndim == 3 and cut.rows(e.output) is not None]
+        last = max(fit, key=lambda event: event.exit, default=None)
+        behind = () if last is None else (last.output, last.tokens)
+        known = {id(given) for given in (output, *first.inputs)}
+        return [e for e in behind if e is not None and e.ndim == 3 and cut.rows(e) is not None and id(e) not in known]
 
     def widened(self) -> Subject:
         """The same inputs in float64."""
