@@ -101,6 +101,18 @@ def test_a_window_holds_for_keys_from_another_tensor() -> None:
     assert verdict_on("window 3", Wrapper(3), inputs=TOKENS, window=3).held
 
 
+def test_layers_that_are_local_have_a_window() -> None:
+    model: Any = FAMILIES["gpt_neo"]().float()
+    width = model.config.window_size = 4
+    (mask,) = (part for name, part in model.h[1].named_buffers() if name.endswith("attn.attention.bias"))
+    assert lipscope.check(model, n=9, padding="none").verdicts[2].claim == "window 4"
+    places = torch.arange(mask.shape[-1])
+    mask.copy_(((places[:, None] - places >= 0) & (places[:, None] - places < width))[None, None])
+    assert verdict_on("window 4", model, n=9).held
+    mask.copy_((places[:, None] >= places)[None, None])
+    assert verdict_on("window 4", model, n=9).leak.layer == 1
+
+
 def test_a_claim_of_the_configuration_that_is_not_tested_does_not_hold() -> None:
     model: Any = FAMILIES["mistral"]().float()
     model.config.sliding_window = 40
@@ -150,7 +162,48 @@ def test_a_multimodal_model_is_checked_by_its_text() -> None:
     assert leak.module.split(" ")[0] == "model.language_model.layers.1.mlp"
 
 
+@pytest.mark.parametrize("kind", ["Qwen2VL", "PaliGemma", "CLIP", "Blip2", "Speech2Text"])
+def test_what_cannot_be_made_up_is_one_line(kind: str) -> None:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    text: Any = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
+    text |= {"intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    image |= {"image_size": 16, "patch_size": 8}
+    model: Any
+    if kind == "Qwen2VL":  # its vocabulary is that of its text, and so is what it claims
+        turns = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+        seer = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 16, "patch_size": 8}
+        special = {"image_token_id": 59, "video_token_id": 58, "vision_start_token_id": 57, "vision_end_token_id": 56}
+        config: Any = tf.Qwen2VLConfig(text_config={**text, "rope_parameters": turns}, vision_config=seer, **special)
+        model = tf.Qwen2VLForConditionalGeneration(config).eval()
+        assert {v.claim: v.held for v in lipscope.check(model, n=12).verdicts}["causal"] is True
+    elif kind == "PaliGemma":  # its configuration names more ids than it embeds
+        config = tf.PaliGemmaConfig(text_config=tf.GemmaConfig(**text), vision_config=tf.SiglipVisionConfig(**image))
+        model = tf.PaliGemmaForConditionalGeneration(config).eval()
+        assert {v.claim: v.held for v in lipscope.check(model, n=12).verdicts}["batch"] is True
+    else:
+        model = {
+            "CLIP": lambda: tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=image)),
+            "Blip2": lambda: tf.Blip2Model(
+                tf.Blip2Config(vision_config=image, qformer_config=text, text_config={"model_type": "opt", **text})
+            ),
+            "Speech2Text": lambda: tf.Speech2TextModel(tf.Speech2TextConfig(vocab_size=50, d_model=16, encoder_layers=1)),
+        }[kind]()
+        with pytest.raises(CannotCheckError, match=r"^no inputs can be made up for"):
+            lipscope.check(model.eval(), n=12)
+
+
 # ── small leaks ──
+
+
+def test_a_small_leak_without_a_derivative_is_seen_in_half_precision() -> None:
+    model = FAMILIES["llama"]().bfloat16()
+    after(mlp, lambda x: x + 0.01 * x.detach().roll(-1, 1))(model)
+    leak = verdict_on("causal", model, n=9).leak
+    assert leak.instrument == "substitution"
+    assert leak.module.split(" ")[0] == "layers.1.mlp"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -302,6 +355,13 @@ def test_a_second_argument_brings_a_leak_along(leak: str, where: str) -> None:
     name = leak if leak != "between" else "a"
     detached.get_submodule(name).register_forward_hook(lambda module, args, out: out + 0.1 * out.detach().roll(-1, 1))
     assert verdict_on("causal", detached, inputs=TOKENS, causal=True, batch=False).leak.module.split(" ")[0] == name
+
+
+def test_a_mask_that_one_of_two_passes_has_does_not_hide_the_place() -> None:
+    model = FAMILIES["llama"]().float()
+    after(mlp, lambda x: x + (0.1 if len(x) == 1 else 0.0) * x.roll(-1, 1))(model)
+    found = lipscope.check(model, n=9)
+    assert {v.leak.module.split(" ")[0] for v in found.verdicts} == {"layers.1.mlp"}
 
 
 # ── state and chance ──

@@ -32,11 +32,15 @@ def claims_causality(model: nn.Module) -> str | None:
         return "is_decoder in the configuration"
     from transformers.models.auto import modeling_auto as auto
 
-    kind = str(getattr(config, "model_type", ""))
-    masked = {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    if kind not in masked and {kind, kind.removesuffix("_text")} & {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}:
-        return f"{kind} is a causal language model"
+    kind, whole = (str(getattr(part, "model_type", "")) for part in (config, getattr(model, "config", None)))
+    causal = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    causal |= {*getattr(auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", ())}
+    if not {kind, whole} & {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, *_BOTH_WAYS}:
+        return f"{kind} is a causal language model" if {kind, kind.removesuffix("_text"), whole} & causal else None
     return None
+
+
+_BOTH_WAYS = ("diffusion_gemma", "paligemma", "pi0", "xlnet")  # language models whose prompts see themselves, or all tokens
 
 
 def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | None]:
@@ -63,16 +67,19 @@ def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | No
 def claimed_windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]:
     """How far attention looks back, and in which modules: all when a window is asked for, else as the configuration says."""
     config = _text_config(model)
-    kinds = getattr(config, "layer_types", None)
-    wide = window if window is not None else getattr(config, "sliding_window", None)
-    claimed = getattr(config, "use_sliding_window", True) is not False and (not kinds or "sliding_attention" in kinds)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    wide = window if window is not None else getattr(config, "sliding_window", getattr(config, "window_size", None))
+    claimed = getattr(config, "use_sliding_window", True) is not False and (not kinds or bool({*kinds} & {*_SLIDING}))
     if not isinstance(wide, int) or (window is None and not claimed):
         return 0, set()
     found = set()
     for name, module in model.named_modules():
-        number = getattr(module, "layer_idx", None)
-        sliding = isinstance(number, int) and (not kinds or kinds[number] == "sliding_attention")
+        number = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+        sliding = isinstance(number, int) and (not kinds or kinds[number] in _SLIDING)
         words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         if ("attn" in words or "attention" in words) and (window is not None or sliding):
             found.add(module)
     return wide, found
+
+
+_SLIDING = ("sliding_attention", "local")

@@ -65,13 +65,13 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """How many token ids a model knows: what its configuration says, else the rows of its input embeddings."""
+    """How many token ids a model knows: by its configuration and by the rows of its input embeddings."""
     known = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(known, int):
-        return known
+    found = [known] if isinstance(known, int) else []
     with suppress(AttributeError, NotImplementedError):
-        return len(cast(Any, model).get_input_embeddings().weight)
-    return None
+        table = cast(Any, model).get_input_embeddings()
+        found += [len(table.weight)] if isinstance(table, nn.Embedding) else []
+    return min(found, default=None)
 
 
 def position_limit(model: nn.Module) -> int | None:

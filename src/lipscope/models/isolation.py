@@ -136,7 +136,10 @@ def _subject(
         if room is not None and n > room:
             raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
-        inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
+        try:
+            inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
+        except (AttributeError, ValueError) as error:
+            raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
         if accepts(model, "decoder_input_ids"):
             known = vocabulary(model) or 2
             ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)

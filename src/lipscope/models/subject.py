@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class Subject:
         fit = [e for e in events if e.output is not None and e.output.ndim == 3 and cut.rows(e.output) is not None]
         last = max(fit, key=lambda event: event.exit, default=None)
         behind = () if last is None else (last.output, last.tokens)
-        known = {id(given) for given in (output, *first.inputs)}
+        known = {id(given) for given in (output, *first.inputs.values())}
         return [e for e in behind if e is not None and e.ndim == 3 and cut.rows(e) is not None and id(e) not in known]
 
     def widened(self) -> Subject:
@@ -160,6 +161,8 @@ class Subject:
 
 def chosen_output(output: Any) -> Tensor:
     """The logits, else the last hidden state, else the first tensor."""
+    if type(output) is dict:
+        output = SimpleNamespace(**{"logits": next(iter(output.values()), None)} | output)
     for name in ("logits", "last_hidden_state"):
         if isinstance(found := getattr(output, name, None), Tensor):
             return found
