@@ -64,6 +64,18 @@ def test_a_mask_among_the_inputs_says_where_padding_is() -> None:
         assert verdict_on("padding right", model, inputs=inputs).held
 
 
+def test_documents_by_a_mask_of_the_users_own() -> None:
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 4, 3]))
+    seen = (owner[:, None] == owner) & torch.ones(12, 12, dtype=torch.bool).tril()
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    places = torch.cat([torch.arange(length) for length in (5, 4, 3)])[None]
+    inputs = {"input_ids": torch.arange(10, 22)[None], "attention_mask": mask, "position_ids": places}
+    model = FAMILIES["llama"]().float()
+    assert lipscope.check(model, inputs=inputs, documents=[5, 4, 3], padding="none").held is True
+    (said,) = [v.skipped for v in lipscope.check(model, inputs=inputs).verdicts if v.held is None]
+    assert said == "the inputs hold an attention_mask that is not one of padding"
+
+
 # ── windows ──
 
 

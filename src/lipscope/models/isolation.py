@@ -303,7 +303,9 @@ class _Tests:
         yield _tested(self.two, [Cut(at >= t, at < t) for t in pairs], len(places))
         half = self.alone.places[0] < n // 2
         yield _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
-        if self.source in _PADDED and self.source == self.alone.tokens and accepts(self.alone.model, "attention_mask"):
+        plain = self.source in _PADDED and self.source == self.alone.tokens
+        plain = plain and (self.given is None or self.given.shape == self.two.shape)
+        if plain and accepts(self.alone.model, "attention_mask"):
             yield _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
 
     def padding(self) -> Iterator[Found]:
