@@ -113,6 +113,15 @@ def test_a_window_holds_for_keys_from_another_tensor() -> None:
     assert verdict_on("window 3", Wrapper(3), inputs=TOKENS, window=3).held
 
 
+def test_the_windows_of_images_are_no_claim() -> None:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
+    found = lipscope.check(tf.SwinModel(tf.SwinConfig(**sizes)).eval())
+    assert {v.claim: v.held for v in found.verdicts} == {"batch": True}
+
+
 def test_layers_that_are_local_have_a_window() -> None:
     model: Any = FAMILIES["gpt_neo"]().float()
     width = model.config.window_size = 4

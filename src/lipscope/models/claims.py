@@ -67,8 +67,9 @@ def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | No
 def claimed_windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]:
     """How far attention looks back, and in which modules: all when a window is asked for, else as the configuration says."""
     config = _text_config(model)
-    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    wide = window if window is not None else getattr(config, "sliding_window", getattr(config, "window_size", None))
+    local = getattr(config, "attention_layers", None)  # of GPT-Neo; images have a window_size of their own
+    kinds = getattr(config, "layer_types", None) or local
+    wide = window if window is not None else getattr(config, "window_size" if local else "sliding_window", None)
     claimed = getattr(config, "use_sliding_window", True) is not False and (not kinds or bool({*kinds} & {*_SLIDING}))
     if not isinstance(wide, int) or (window is None and not claimed):
         return 0, set()
