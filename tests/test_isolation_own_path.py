@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import lipscope
+from architectures import tiny_model
 from lipscope.cli.main import app
 from lipscope.models.subject import CannotCheckError
 from lipscope.models.verdicts import Verdict
@@ -111,6 +112,11 @@ def test_a_window_holds_for_keys_from_another_tensor() -> None:
     assert verdict.leak.module == "attention (Crossed)"
     assert verdict.leak.picture.splitlines()[-2].split()[1:] == ["■"] * 9
     assert verdict_on("window 3", Wrapper(3), inputs=TOKENS, window=3).held
+
+
+def test_a_window_is_tested_beside_rotations_of_a_wider_type() -> None:
+    model = tiny_model("olmo3", implementation="sdpa", dtype=torch.bfloat16)
+    assert verdict_on("window 6", model, n=16).held is True
 
 
 def test_the_windows_of_images_are_no_claim() -> None:

@@ -355,10 +355,8 @@ class Again(nn.Module):
     def __init__(self, event: Event) -> None:
         super().__init__()
         self.call = Call.record(event.module, event.args, event.kwargs)
-        shape = self.call.tokens.shape[:2]
-        given = (
-            part for part in event.inputs.values() if part.is_floating_point() and part.ndim > 2 and part.shape[:2] == shape
-        )
+        shape, dtype = self.call.tokens.shape[:2], self.call.tokens.dtype  # rotations by position may be of a wider type
+        given = (part for part in event.inputs.values() if part.dtype == dtype and part.ndim > 2 and part.shape[:2] == shape)
         # Self-attention in torch's own words is module(x, x, x).
         self.parts = {(part.data_ptr(), part.shape): part.detach() for part in given}
         self.tokens = torch.cat([part.flatten(2) for part in self.parts.values()], -1)
