@@ -68,8 +68,8 @@ def look_for_false_alarms(implementation: str, dtype: torch.dtype, n: int = 16) 
         said += [f"{kind}: {v.claim} {v.remark}" for v in found.verdicts if v.remark]
         broken = [verdict for verdict in found.verdicts if verdict.held is False]
         if not broken:
-            counts["passed"] += 1
-            passed.append(kind)
+            counts["passed" if found.held else "not tested"] += 1
+            passed += [kind] if found.held else []
         elif kind in BY_DESIGN or kind in NOT_DONE:
             counts["by design" if kind in BY_DESIGN else "not done"] += 1
         else:
@@ -127,13 +127,14 @@ def main() -> int:
         for dtype in (torch.float32, torch.bfloat16):
             counts, passed, said = look_for_false_alarms(implementation, dtype)
             alarms += counts["alarms"]
-            cells = (counts[name] for name in ("passed", "by design", "not done", "alarms", "did not run", "not made"))
+            columns = ("passed", "by design", "not done", "alarms", "not tested", "did not run", "not made")
+            cells = (counts[name] for name in columns)
             rows.append(f"| {implementation}, {str(dtype)[6:]} | " + " | ".join(map(str, cells)) + " |")
             names |= {*passed}
             remarks += [f"- {implementation}, {str(dtype)[6:]}: {line}" for line in said]
             print(rows[-1], flush=True)
-    head = "| path | passed | see it by design | claim what they do not do | alarms | did not run | not made tiny |"
-    lines += [head, "|---|---|---|---|---|---|---|", *rows, ""]
+    head = "| path | passed | see it by design | claim what they do not do | alarms | not tested | did not run | not made |"
+    lines += [head, "|---|---|---|---|---|---|---|---|", *rows, ""]
     for title, listed in (("By design", BY_DESIGN), ("Claimed and not done", NOT_DONE)):
         lines += [f"{title}: {'; '.join(f'{kind} ({why})' for kind, why in listed.items())}.", ""]
     lines += [*remarks, ""]

@@ -46,7 +46,14 @@ def _bart() -> nn.Module:
     return enlarge(tf.BartModel(tf.BartConfig(vocab_size=50, max_position_embeddings=32, **sizes, **heads)))
 
 
-_HALVES = {"bart": _bart}
+def _whisper() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 1, "max_target_positions": 32}
+    return tf.WhisperModel(tf.WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=12, **sizes, **heads)).eval()
+
+
+_HALVES = {"bart": _bart, "whisper": _whisper}
 
 
 def blocks(model: Any) -> nn.ModuleList:
@@ -411,7 +418,72 @@ def rounded_cache(model: Any) -> str:
     return name_of(model, module)
 
 
-_D = {"documents": DOCUMENTS}
+def cross_shaped(model: Any) -> str:
+    """Keys and values of one layer come from another tensor than its queries, and the window is not applied to them."""
+
+    class Crossed(nn.Module):
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            return torch.softmax((x @ memory.mT).masked_fill(later, -torch.inf), -1) @ memory
+
+    class Norming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.crossed_attention, self.norm = Crossed(), nn.LayerNorm(16)
+            self.crossed_attention.layer_idx = 1
+
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+            return self.crossed_attention(self.norm(hidden_states), hidden_states), None
+
+    blocks(model)[1].self_attn = Norming()
+    return "layers.1.self_attn.crossed_attention"
+
+
+def with_a_cache(model: Any) -> str:
+    """One layer sees the next token where a cache is made, as it is unless it is refused."""
+    module: Any = attention(blocks(model)[1])
+    forward = module.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = forward(*args, **kwargs)
+        return (out if kwargs.get("past_key_values") is None else ahead(0.1)(out), *rest)
+
+    module.forward = leaking
+    return name_of(model, module)
+
+
+def mute(model: Any) -> str:
+    """The next token on one layer, below a last norm that makes every output zero."""
+    model.norm.weight.data.zero_()
+    return after(mlp, ahead(0.1))(model)
+
+
+def in_bfloat16(size: float) -> Callable[[Any], str]:
+    """The next token times a number, in bfloat16."""
+    return lambda model: after(mlp, ahead(size))(model.bfloat16())
+
+
+def in_the_encoder(change: Callable[[Tensor], Tensor]) -> Callable[[Any], str]:
+    """Change what the last layer of the encoder makes."""
+
+    def inject(model: Any) -> str:
+        module = model.encoder.layers[-1].fc2
+        forward = module.forward
+        module.forward = lambda x: change(forward(x))
+        return name_of(model, module)
+
+    return inject
+
+
+def encoder_attention(model: Any) -> str:
+    """The encoder sees its padding in one layer."""
+    module = model.encoder.layers[1].self_attn
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+    return name_of(model, module)
+
+
+_D = {"documents": DOCUMENTS, "use_cache": False}
 MUTANTS = [
     *(
         Mutant("mask dropped in one layer", f, "causal", masked(everything))
@@ -467,4 +539,21 @@ MUTANTS = [
     Mutant("first token of a document sees the one before", "gemma2", "documents", after(mlp, at_one_place(5, 4)), _D),
     Mutant("mean that counts padding", "distilbert", "padding right", after(mlp, mean_with_padding)),
     Mutant("keys of the cache in 8 bits", "qwen2", "cache", rounded_cache, {"cache": True}),
+    *(
+        Mutant(
+            "documents mixed by a plain call", f, "documents", lambda model: "layers.0.self_attn", {"documents": DOCUMENTS}
+        )
+        for f in ("llama", "qwen2")
+    ),
+    Mutant("next token where a cache is made", "qwen3", "causal", with_a_cache),
+    Mutant("keys from another tensor, without the window", "mistral", "window 3", cross_shaped),
+    *(Mutant("leak of 5e-4 in bfloat16", f, "causal", in_bfloat16(5e-4)) for f in ("llama", "gpt2")),
+    Mutant("leak of relative size 1e-8", "llama", "causal", after(mlp, ahead(3e-8))),
+    *(Mutant("leak below outputs that are zero", f, "causal", mute) for f in ("llama", "qwen3")),
+    *(
+        Mutant("statistics over the batch in the encoder", f, "batch", in_the_encoder(across_batch))
+        for f in ("whisper", "bart")
+    ),
+    Mutant("scaled by the number of sequences in the encoder", "whisper", "batch", in_the_encoder(larger_batch)),
+    Mutant("encoder's padding seen in the encoder", "bart", "padding right", encoder_attention),
 ]

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from lipscope.models.verdicts import Isolation
 
 
-Side = StrEnum("Side", ["left", "right"])
+Side = StrEnum("Side", ["left", "right", "none"])
 Stored = StrEnum("Stored", ["float32", "float64", "bfloat16", "float16"])
 
 
 def check(
     model: opt.ModelName,
-    causal: Annotated[
-        bool, option("No output sees a later token; by default what the configuration claims.", "--causal")
-    ] = False,
-    window: Annotated[int | None, option("No attention layer sees a token so many places back.")] = None,
+    causal: Annotated[bool | None, option("No output sees a later token; by default what the configuration claims.")] = None,
+    window: Annotated[
+        int | None, option("No attention layer sees a token so many places back; 0 tests none that is claimed.")
+    ] = None,
     documents: Annotated[
         str | None, option("Lengths of packed documents that must not see each other, such as 5,9,4.")
     ] = None,
-    padding: Annotated[Side | None, option("Where padding stands that must not be seen.")] = None,
+    padding: Annotated[Side | None, option("Where padding stands that must not be seen; none tests none.")] = None,
     batch: Annotated[bool, option("Sequences of a batch must not see each other.", default=True)] = True,
     cache: Annotated[bool, option("Decoding with the cache gives the outputs of one pass.", "--cache")] = False,
+    use_cache: Annotated[bool | None, option("What the model is told; nothing by default, as when you call it.")] = None,
     n: Annotated[int | None, option("Number of tokens, 32 by default or as many as the documents have.", "--n")] = None,
     attn_implementation: Annotated[str | None, option("The model's attention: eager, sdpa, …; its own by default.")] = None,
     dtype: Annotated[Stored | None, option("Run in this type; that of the weights by default.")] = None,
@@ -56,9 +57,10 @@ def check(
     module = module if dtype is None else module.to(as_dtype(dtype))
     lengths = None if documents is None else numbers("documents", documents, "lengths such as 5,9,4")
     side = None if padding is None else padding.value
-    claims: dict[str, Any] = {"causal": causal or None, "window": window, "documents": lengths, "padding": side}
+    claims: dict[str, Any] = {"causal": causal, "window": window, "documents": lengths, "padding": side}
     with waiting(f"checking {model}"):
-        seen = replace(examine(module, n=n, **claims, batch=batch, cache=cache, seed=seed), name=found.name)
+        seen = examine(module, n=n, **claims, batch=batch, cache=cache, use_cache=use_cache, seed=seed)
+    seen = replace(seen, name=found.name)
     show(seen.to_rows(), as_json, lambda: _print(seen))
     if out is not None:
         from lipscope.runs.writing import write_file
@@ -75,7 +77,8 @@ def _rows(seen: Isolation) -> list[list[str]]:
     for verdict in seen.verdicts:
         leak = verdict.leak
         size = "" if leak is None else f"{leak.size:.1e}"
-        where = verdict.skipped or verdict.remark if leak is None else f"{leak.where}, by {leak.instrument}"
+        found = "" if leak is None else f"{leak.where}, by {leak.instrument}"
+        where = "; ".join(filter(None, (found, verdict.skipped or verdict.remark)))
         rows.append([verdict.claim, verdict.word, str(verdict.boundaries), size, where])
     return rows
 

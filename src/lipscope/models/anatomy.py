@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from lipscope.models.seam import CoreCall, observing_core
 
@@ -63,6 +64,13 @@ class Event:
     enter: int
     exit: int = -1
     output: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[Any, Tensor]:
+        """Every tensor among its arguments, and in tuples, lists and tables of them, by its place; caches are none."""
+        plain = (tuple, list, dict)
+        parts, _ = tree_flatten_with_path((self.args, self.kwargs), is_leaf=lambda part: not isinstance(part, plain))
+        return {place: part for place, part in parts if isinstance(part, Tensor)}
 
     def inside(self, other: Event) -> bool:
         """Whether the other call made this one, or is it."""

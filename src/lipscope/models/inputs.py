@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
@@ -45,8 +46,10 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
     match kind:
         case "input_ids":
             short = min(short, position_limit(model) or short)
-            low = min(10, config.vocab_size - 1)
-            return {"input_ids": torch.randint(low, config.vocab_size, (2, short), generator=generator).to(device)}
+            ids = vocabulary(model)
+            if ids is None:
+                raise ValueError(f"{type(model).__name__} does not say how many token ids it knows")
+            return {"input_ids": torch.randint(min(10, ids - 1), ids, (2, short), generator=generator).to(device)}
         case "pixel_values":
             size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
             return {"pixel_values": gaussian(1, config.num_channels, size, size)}
@@ -59,6 +62,16 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
             return {"input_values": gaussian(1, samples)}
         case other:
             raise ValueError(f"{type(model).__name__} takes {other}, an input that lipscope does not know how to probe")
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """How many token ids a model knows: by its configuration and by the rows of its input embeddings."""
+    known = getattr(getattr(model, "config", None), "vocab_size", None)
+    found = [known] if isinstance(known, int) else []
+    with suppress(AttributeError, NotImplementedError):
+        table = cast(Any, model).get_input_embeddings()
+        found += [len(table.weight)] if isinstance(table, nn.Embedding) else []
+    return min(found, default=None)
 
 
 def position_limit(model: nn.Module) -> int | None:
@@ -200,14 +213,14 @@ def require_tokenizer(handle: Model) -> Any:
     )
 
 
-def runner(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Runs the model on these inputs, without a KV cache."""
+def runner(model: nn.Module, inputs: dict[str, Any], *, use_cache: bool | None = False) -> Callable[[], Any]:
+    """Runs the model on these inputs, without a KV cache; None leaves it to the model."""
     if "tokens" in inputs:
         return lambda: model(inputs["tokens"])
     if getattr(model, "config", None) is None:
         raise ValueError(f"{type(model).__name__} takes its tokens (B, n, d) as inputs={{'tokens': …}}, got {[*inputs]}")
-    extra = {"use_cache": False} if accepts(model, "use_cache") else {}
-    return lambda: model(**inputs, **extra)
+    extra = {"use_cache": use_cache} if use_cache is not None and accepts(model, "use_cache") else {}
+    return lambda: model(**extra | inputs)
 
 
 def accepts(model: nn.Module, argument: str) -> bool:

@@ -13,25 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import Event, first_tensor, watching
-from lipscope.models.capture import Call, last_hidden_state
-from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, runner
+from lipscope.models.anatomy import watching
+from lipscope.models.claims import claimed_windows, claims_causality
+from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, vocabulary
 from lipscope.models.leaks import (
-    CannotCheckError,
-    Cut,
-    Subject,
-    Tally,
+    Again,
     agreed,
     by_derivative,
     by_substitution,
-    chosen_output,
     compared,
     described,
-    difference,
     judged,
     line,
-    refuse_random,
+    refuse_unsteady,
 )
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, chosen_output
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
 
@@ -46,6 +42,7 @@ def check(
     padding: str | None = None,
     batch: bool = True,
     cache: bool = False,
+    use_cache: bool | None = None,
     seed: int = 0,
 ) -> Isolation:
     """Test whether outputs depend on tokens they must not see.
@@ -57,19 +54,21 @@ def check(
         inputs: the model's keyword arguments for one sequence or more; for a plain module ``{"tokens": X}``.
         causal: no output sees a later token, or how many there are; by default what the configuration claims.
         window: no attention layer lets an output see a token ``window`` or more places back; by default what the
-            configuration claims.
+            configuration claims, 0 tests none.
         documents: lengths of documents that are packed into one sequence and must not see each other.
         padding: ``"left"`` or ``"right"``: real tokens must not see padding there; by default left for causal models and
-            right for others that take an ``attention_mask``.
+            right for others that take an ``attention_mask``, ``"none"`` tests none.
         batch: one sequence of a batch must not see another.
-        cache: decoding token by token with the cache gives the outputs of one pass.
+        cache: decoding token by token with the cache gives the outputs of one pass without it.
+        use_cache: what the model is told; by default nothing, and most make a cache in every pass.
         seed: of everything drawn.
 
     Returns:
         The verdicts, with the largest leak of every broken claim and the module that lets it through.
 
     Raises:
-        CannotCheckError: when nothing can be compared: fewer than two tokens, dropout that is on, non-finite outputs.
+        CannotCheckError: when nothing can be compared: fewer than two tokens, dropout that is on, state that is kept
+            between calls, outputs that are not finite or the same whatever the tokens.
 
     Example:
         >>> import torch, lipscope
@@ -81,12 +80,14 @@ def check(
     """
     name, module = _opened(model)
     alone = _subject(module, n, documents, inputs, Tally(torch.Generator().manual_seed(seed)))
+    alone = alone if use_cache is None else alone.like(use_cache=use_cache)
+    tests = _Tests(alone, padding)
     try:
-        refuse_random(alone)
+        refuse_unsteady(alone, tests.two)
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
         raise CannotCheckError(kind + line(error)) from error
-    verdicts = tuple(_verdict(*claim) for claim in _claims(alone, causal, window, documents, padding, batch, cache))
+    verdicts = tuple(_verdict(*claim) for claim in _claims(tests, causal, window, documents, batch, cache))
     return Isolation(name, alone.shape[1], verdicts, alone.tally.forwards, alone.tally.backwards)
 
 
@@ -135,9 +136,13 @@ def _subject(
         if room is not None and n > room:
             raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
-        inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
+        try:
+            inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
+        except (AttributeError, ValueError) as error:
+            raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
         if accepts(model, "decoder_input_ids"):
-            ids = torch.randint(0, config.vocab_size, (1, n), generator=tally.generator).to(next(model.parameters()).device)
+            known = vocabulary(model) or 2
+            ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
             short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
             inputs = inputs | short | {"decoder_input_ids": ids}
@@ -151,22 +156,18 @@ def _subject(
 
 
 def _claims(
-    alone: Subject, causal: bool | None, window: int | None, documents: Sequence[int] | None, padding: str | None,
-    batch: bool, cache: bool,
-) -> list[Claim]:  # fmt: skip
+    tests: _Tests, causal: bool | None, window: int | None, documents: Sequence[int] | None, batch: bool, cache: bool
+) -> list[Claim]:
     """What was asked for, and what the configuration claims."""
-    model, n = alone.model, alone.shape[1]
-    claimed = claims_causality(model)
-    if padding not in (None, "left", "right"):
-        raise CannotCheckError(f"padding must be left or right, got {padding!r}")
-    tests = _Tests(alone, padding or ("left" if claimed and alone.tokens != "decoder_input_ids" else "right"))
+    alone = tests.alone
+    model, n, claimed = alone.model, alone.shape[1], claims_causality(alone.model)
     found: list[Claim] = [("batch", "every model owes it", tests.batch())] if batch else []
     if causal or (causal is None and claimed):
         found.append(("causal", ASKED if causal else str(claimed), tests.causal()))
-    wide, windows = _windows(model, window)
-    if window is not None and not 0 < window < n:
-        raise CannotCheckError(f"a window must lie between 1 and n - 1 = {n - 1}, got {window}")
-    if windows or window is not None:
+    if window is not None and not 0 <= window < n:
+        raise CannotCheckError(f"a window must lie between 1 and n - 1 = {n - 1}, got {window}; 0 tests none")
+    wide, windows = claimed_windows(model, window)
+    if wide:
         why = ASKED if window else "sliding_window of the configuration"
         found.append((f"window {wide}", why, _window(alone, windows, wide)))
     if documents is not None:
@@ -174,70 +175,39 @@ def _claims(
         if len(lengths) < 2 or min(lengths) < 1 or sum(lengths) != n:
             raise CannotCheckError(f"documents must be two or more lengths that add up to n = {n}, got {lengths}")
         found.append(("documents", ASKED, _documents(alone, lengths)))
-    if padding or (tests.source in _PADDED and accepts(model, "attention_mask") and "attention_mask" not in alone.inputs):
-        why = ASKED if padding else "a model that takes an attention_mask owes it"
+    asked = tests.padding_side in ("left", "right")
+    if asked or (tests.padding_side is None and tests.source in _PADDED and accepts(model, "attention_mask")):
+        why = ASKED if asked else "a model that takes an attention_mask owes it"
         found.append((f"padding {tests.side}", why, tests.padding()))
     return [*found, ("cache", ASKED, _cache(alone))] if cache else found
-
-
-def claims_causality(model: nn.Module) -> str | None:
-    """Why a model is taken to be causal: what its configuration says; None when it is not."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "use_bidirectional_attention", False):
-        return None
-    if getattr(config, "is_encoder_decoder", False):
-        return "the decoder of an encoder–decoder model" if accepts(model, "decoder_input_ids") else None
-    if getattr(config, "is_decoder", False):
-        return "is_decoder in the configuration"
-    from transformers.models.auto import modeling_auto as auto
-
-    kind = str(getattr(config, "model_type", ""))
-    masked = {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    if kind not in masked and {kind, kind.removesuffix("_text")} & {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}:
-        return f"{kind} is a causal language model"
-    return None
-
-
-def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | None]:
-    """The last hidden state with the model's own attention, and why it should be causal where it is not, else None.
-
-    A model that claims causality reads its tokens twice in one batch, the second time with others in their later half.
-    """
-    claim = claims_causality(model)
-    if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
-        return last_hidden_state(runner(model, inputs)()), None
-    subject = Subject(model, inputs, "input_ids", Tally(torch.Generator().manual_seed(0)))
-    later = (subject.places >= subject.shape[1] // 2).expand(subject.shape)
-    both = inputs | {"input_ids": torch.cat([inputs["input_ids"], subject.substituted(later)])}
-    own, changed = last_hidden_state(runner(model, both)()).chunk(2)
-    try:
-        return own, None if difference(own, changed, ~later, "substitution") is None else claim
-    except CannotCheckError:  # non-finite outputs are refused elsewhere, by name
-        return own, None
 
 
 # ── one function per claim ──
 
 
 def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None) -> Found:
-    """Both instruments; substitution at a few of the boundaries when there are many."""
+    """Both instruments; substitution at a few of the boundaries when there are many, or where a derivative crosses one."""
     found, n = subject.seen[0], subject.shape[1]
-    if found.shape[:2] != cuts[0].watched.shape:
+    if not subject.ends(cuts[0], subject.seen):
         raise CannotCheckError(f"outputs of shape {tuple(found.shape)} do not belong to the {n} tokens one by one")
     few = {int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()}
     try:
-        leak, remark = by_derivative(subject, cuts), ""
-    except (CannotCheckError, RuntimeError) as error:  # kernels for inference alone have no derivative
+        leak, remark = by_derivative(subject, cuts)
+    except (NoDerivativeError, RuntimeError) as error:  # kernels for inference alone have no derivative
         leak, remark = None, f"by substitution alone: {line(error)}"
+    if leak is not None:
+        few = {k for k, cut in enumerate(cuts) if bool(cut.watched[leak.output]) and bool(cut.hidden[leak.token])}
     try:
-        other, noted = by_substitution(subject, [cuts[k] for k in sorted(few)])
+        other, noted = by_substitution(subject, [cuts[k] for k in sorted(few)[: _SUBSTITUTIONS if leak is None else 1]])
     except CannotCheckError as error:
         if leak is None:
             raise
         other, noted = None, f"by derivative alone: {line(error)}"
     if leak is not None and other is not None:
         leak = replace(leak, instrument="derivative and substitution")
-    return boundaries or len(cuts), leak or other, "; ".join(filter(None, (remark, noted)))
+    whose = "outputs that are always the same" if subject.tally.mute else f"outputs of shape {tuple(found.shape)}"
+    inner = "" if found is subject.ends(cuts[0], subject.seen)[0] else f"{whose}: tested on what they are made of"
+    return boundaries or len(cuts), leak or other, "; ".join(filter(None, (inner, remark, noted)))
 
 
 _SUBSTITUTIONS = 6
@@ -250,7 +220,17 @@ class _Tests:
     """The claims about a batch of two sequences: other ones, one of them padded."""
 
     alone: Subject
-    side: str
+    padding_side: str | None
+
+    def __post_init__(self) -> None:
+        if self.padding_side not in (None, "left", "right", "none"):
+            raise CannotCheckError(f"padding must be left, right or none, got {self.padding_side!r}")
+
+    @property
+    def side(self) -> str:
+        """Where padding stands."""
+        left = claims_causality(self.alone.model) and self.alone.tokens != "decoder_input_ids"
+        return self.padding_side or ("left" if left else "right")
 
     @property
     def source(self) -> str:
@@ -271,10 +251,20 @@ class _Tests:
         """All places (n,) of the sequence."""
         return torch.ones_like(self.alone.places[0], dtype=torch.bool)
 
+    @property
+    def given(self) -> Tensor | None:
+        """The mask among the inputs, where it hides something."""
+        mask = self.two.inputs.get("attention_mask")
+        return mask if isinstance(mask, Tensor) and not bool(mask.all()) else None
+
     @cached_property
     def real(self) -> Tensor:
-        """Where tokens are real, (2, n): everywhere in the first sequence."""
+        """Where tokens are real, (2, n): everywhere in the first sequence, or where the mask that was given says."""
         source = replace(self.two, tokens=self.source)
+        if self.given is not None:
+            if self.given.shape != source.shape:
+                raise CannotCheckError("the inputs hold an attention_mask that is not one of padding")
+            return self.given.bool()
         n, pads = source.shape[1], max(1, source.shape[1] // 4)
         inner = source.places >= pads if self.side == "left" else source.places < n - pads
         return torch.cat([torch.ones_like(inner), inner])
@@ -282,8 +272,8 @@ class _Tests:
     @cached_property
     def padded(self) -> Subject:
         """Two sequences, the second one padded."""
-        positions = None
-        if self.side == "left" and accepts(self.alone.model, "position_ids"):
+        positions = self.two.inputs.get("position_ids")
+        if self.given is None and positions is None and self.side == "left" and accepts(self.alone.model, "position_ids"):
             positions = (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
         return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
 
@@ -293,12 +283,10 @@ class _Tests:
         if output.shape[:1] != (2,):
             raise CannotCheckError(f"outputs of shape {tuple(output.shape)} do not belong to the sequences one by one")
         for name in dict.fromkeys((self.alone.tokens, self.source)):
-            two = replace(self.two, tokens=name)
-            rows = torch.tensor([[True], [False]], device=two.places.device)
-            yield _tested(
-                two, [Cut(~r.expand(two.shape), r.expand(output.shape[:2]), r.expand(two.shape)) for r in (rows, ~rows)]
-            )
-        yield _compared(self.alone, self.two, self.everywhere, "comparison with the sequence alone")
+            two = self.two if name == self.two.tokens else replace(self.two, tokens=name)
+            both, rows = output.shape[:2], torch.tensor([[True], [False]], device=two.places.device)
+            yield _tested(two, [Cut(~r.expand(two.shape), r.expand(both), whole=True) for r in (rows, ~rows)])
+        yield _compared(self.alone, self.two, self.everywhere, "comparison with the sequence alone", whole=True)
 
     def causal(self) -> Iterator[Found]:
         """Outputs before t, tokens from t on; with padding too, whose mask may take the place of the causal one.
@@ -315,8 +303,9 @@ class _Tests:
         yield _tested(self.two, [Cut(at >= t, at < t) for t in pairs], len(places))
         half = self.alone.places[0] < n // 2
         yield _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
-        masked = self.source in _PADDED and self.source == self.alone.tokens and "attention_mask" not in self.alone.inputs
-        if masked and accepts(self.alone.model, "attention_mask"):
+        plain = self.source in _PADDED and self.source == self.alone.tokens
+        plain = plain and (self.given is None or self.given.shape == self.two.shape)
+        if plain and accepts(self.alone.model, "attention_mask"):
             yield _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
 
     def padding(self) -> Iterator[Found]:
@@ -328,6 +317,8 @@ class _Tests:
         yield _tested(padded, [Cut(~real, watched, real)])
         for row in (0, 1) if self.side == "right" or "position_ids" in padded.inputs else ():
             alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
+            if bool(real[row].all()) and not {"attention_mask", "position_ids"} & {*self.alone.inputs}:
+                alone = self.alone if self.source == self.alone.tokens else alone
             yield _compared(alone, padded, real[row], "comparison without padding", row)
 
 
@@ -337,46 +328,43 @@ def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
     if accepts(alone.model, "position_ids") and "position_ids" not in alone.inputs:
         starts = torch.cat([torch.arange(length) for length in lengths])[None].to(owner.device)
         restarted["position_ids"] = starts + first_position(alone.model)
+
+    def tests(packed: Subject) -> Iterator[Found]:
+        yield _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
+        for k in range(min(len(lengths), _SUBSTITUTIONS) if alone.tokens in _PADDED else 0):
+            mine = (owner == k)[0]
+            yield _compared(packed.part(0, mine, position_ids=None), packed, mine, "comparison with the document alone")
+
     packed = alone.like(**restarted)
-    yield _tested(packed, [Cut(owner != k, owner == k) for k in range(len(lengths))])
-    for k in range(min(len(lengths), _SUBSTITUTIONS) if alone.tokens in _PADDED else 0):
-        mine = (owner == k)[0]
-        yield _compared(packed.part(0, mine, position_ids=None), packed, mine, "comparison with the document alone")
+    for boundaries, leak, remark in tests(packed):
+        # Transformers reads positions that start again only where there is no cache.
+        free = leak is not None and accepts(alone.model, "use_cache") and "use_cache" not in alone.inputs
+        if free and all(other is None for _, other, _ in tests(packed.like(use_cache=False))):
+            remark = "held with use_cache=False"
+        yield boundaries, leak, remark
 
 
-def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str, row: int = 0) -> Found:
+def _picked(tensor: Tensor, mine: Tensor, row: int = 0) -> Tensor:
+    """One sequence, at the places ``mine`` (n,) where it has places."""
+    tensor = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
+    return tensor[:, mine] if tensor.shape[1] == len(mine) else tensor
+
+
+def _compared(alone: Subject, among: Subject, mine: Tensor, instrument: str, row: int = 0, *, whole: bool = False) -> Found:
     """The same tokens alone and among others, where they stand in the places ``mine`` (n,) of a row."""
     one, other = alone.seen[0], among.seen[0]
 
-    def pick(tensor: Tensor) -> Tensor:
-        tensor = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
-        return tensor[:, mine] if tensor.shape[1] == len(mine) else tensor
-
-    if pick(other).shape != one.shape:
+    pick = partial(_picked, mine=mine, row=row)
+    inner = torch.ones(alone.shape, dtype=torch.bool, device=one.device)
+    held = one.shape[:2] if whole else alone.inputs.get("decoder_input_ids", inner).shape
+    cut = Cut(~inner, torch.ones(held, dtype=torch.bool, device=one.device), inner, whole)
+    if not alone.ends(cut, alone.seen) or (cut.rows(one) is not None and pick(other).shape != one.shape):
         raise CannotCheckError(f"outputs of shape {tuple(one.shape)} do not belong to the tokens one by one")
-    inner, seen = (torch.ones(shape, dtype=torch.bool, device=one.device) for shape in (alone.shape, one.shape[:2]))
-    leak, remark = agreed(alone, among, Cut(~inner, seen, inner), instrument, pick)
+    leak, remark = agreed(alone, among, cut, instrument, pick)
     if leak is not None:
         place = int(mine.nonzero()[leak.output[1]]) if pick(other).shape[1] != other.shape[1] else leak.output[1]
         leak = replace(leak, output=(row, place), picture="")
     return 0, leak, remark
-
-
-def _windows(model: nn.Module, window: int | None) -> tuple[int, set[nn.Module]]:
-    """How far attention looks back, and in which modules: all when a window is asked for, else as the configuration says."""
-    config = getattr(model, "config", None)
-    wide = window if window is not None else getattr(config, "sliding_window", None)
-    if not isinstance(wide, int) or (window is None and getattr(config, "use_sliding_window", True) is False):
-        return 0, set()
-    kinds = getattr(config, "layer_types", None)
-    found = set()
-    for name, module in model.named_modules():
-        number = getattr(module, "layer_idx", None)
-        sliding = isinstance(number, int) and (kinds is None or kinds[number] == "sliding_attention")
-        words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-        if ("attn" in words or "attention" in words) and (window is not None or sliding):
-            found.add(module)
-    return wide, found
 
 
 def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Iterator[Found]:
@@ -390,26 +378,18 @@ def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Iterator[Fo
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
     at, events = subject.places, subject.seen[1]
     cuts = [Cut(at <= t - reach, at >= t) for t in sorted({reach, (reach + n - 1) // 2, n - 1})]
-    called = [event for event in events if event.module in windows and cuts[0].rows(event.tokens) is not None]
+    called = [
+        event for event in events
+        if event.module in windows and event.tokens is not None and event.tokens.ndim > 2
+        and cuts[0].rows(event.tokens) is not None
+    ]  # fmt: skip
     if not called:
         raise CannotCheckError("no attention module with a window was called with tokens (B, n, d)")
     for event in called:
-        again = _Again(event)
-        part = Subject(again, {"tokens": again.call.tokens}, "tokens", Tally(subject.tally.generator))
+        again = Again(event)
+        part = Subject(again, {"tokens": again.tokens}, "tokens", Tally(subject.tally.generator))
         boundaries, leak, remark = _tested(part, cuts)
         yield boundaries, leak and described(subject, leak, event, events, cuts[0]), remark
-
-
-class _Again(nn.Module):
-    """A recorded call, as a module on its tokens."""
-
-    def __init__(self, event: Event) -> None:
-        super().__init__()
-        self.module, self.call = event.module, Call.record(event.module, event.args, event.kwargs)
-
-    def forward(self, tokens: Tensor) -> Tensor | None:
-        """The output."""
-        return first_tensor(self.call(tokens))
 
 
 _DECODED = 6
@@ -419,7 +399,7 @@ def _cache(subject: Subject) -> Iterator[Found]:
     """Prefill, then one token at a time with the cache, against one pass."""
     if not accepts(subject.model, "past_key_values") or "input_ids" not in subject.tokens:
         raise CannotCheckError("the model takes no cache (past_key_values) beside its tokens")
-    leak, remark = judged(_decoded, subject)
+    leak, remark = judged(_decoded, subject.like(use_cache=False) if accepts(subject.model, "use_cache") else subject)
     yield _DECODED + 1, leak and replace(leak, picture=""), remark
 
 
@@ -435,12 +415,13 @@ def _decoded(subject: Subject) -> tuple[Leak | None, bool]:
             given["attention_mask"] = mask[:, :last]
         subject.tally.forwards += 1
         with torch.no_grad(), watching(subject.model.modules()) as events:
-            output = subject.model(**subject.inputs | given, past_key_values=past, use_cache=True)
+            output = subject.model(**subject.inputs | given | {"past_key_values": past, "use_cache": True})
         past = getattr(output, "past_key_values", None)
         if past is None:
             raise CannotCheckError("the model returns no cache")
         now = torch.ones(1, last - first, dtype=torch.bool, device=subject.places.device)
-        step, pick = (chosen_output(output), events), partial(torch.narrow, dim=1, start=first, length=last - first)
+        mine = (subject.places[0] >= first) & (subject.places[0] < last)
+        step, pick = (chosen_output(output), events), partial(_picked, mine=mine)
         leak, sudden = compared(subject, step, subject.seen, Cut(~now, now), "comparison without a cache", pick)
         if leak is not None:
             return replace(leak, output=(0, first + leak.output[1])), sudden

@@ -9,201 +9,98 @@ change, as they do with the tokens of an expert, and a later layer or a router m
 few units in the last place is looked at twice: a module that makes much where all before it is equal bit for bit lets it
 through; anything else must be there in float64 too, where rounding is not.
 
-The culprit is the innermost module whose output depends on what it must not see while its input does not.
+The culprit is the innermost module whose output depends on what it must not see while nothing that it was given does.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from lipscope.models.anatomy import Event, first_tensor, watching
+from lipscope.models.anatomy import Event, first_tensor
 from lipscope.models.capture import Call, double_throughout
-from lipscope.models.inputs import runner
 from lipscope.models.seam import plain_experts
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Seen, Subject
 from lipscope.models.verdicts import Leak
-
-
-class CannotCheckError(ValueError):
-    """There is nothing to compare; the message says why."""
-
-
-Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A boundary: tokens that must not be seen and outputs that must not see them, both (B, n).
-
-    Where the two differ in shape, ``inside`` are the places beside the hidden tokens that must not see them either.
-    """
-
-    hidden: Tensor
-    watched: Tensor
-    inside: Tensor | None = None
-
-    def rows(self, tensor: Tensor | None) -> Tensor | None:
-        """Which rows of a tensor inside the model must not depend on the hidden tokens; None where it has none."""
-        if tensor is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            return None
-        places = (rows for rows in (self.watched, self.inside) if rows is not None)
-        return next((rows for rows in places if rows.shape == tensor.shape[:2]), None)
-
-
-@dataclass
-class Tally:
-    """What all subjects of one check share: random numbers, and the passes that they took."""
-
-    generator: torch.Generator
-    forwards: int = 0
-    backwards: int = 0
-
-
-@dataclass
-class Subject:
-    """A model on one kind of input: runs it, with its tokens as a leaf, as often as needed."""
-
-    model: nn.Module
-    inputs: dict[str, Any]
-    tokens: str  # the argument that holds them: ids (B, n), or floating (B, n, …)
-    tally: Tally
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Sequences and positions."""
-        given = self.inputs[self.tokens]
-        return given.shape[0], given.shape[1]
-
-    @property
-    def places(self) -> Tensor:
-        """The positions (1, n)."""
-        return torch.arange(self.shape[1], device=self.inputs[self.tokens].device)[None]
-
-    def like(self, **inputs: Any) -> Subject:
-        """The same model on other inputs; None takes one away."""
-        kept = {name: value for name, value in (self.inputs | inputs).items() if value is not None}
-        return replace(self, inputs=kept)
-
-    def part(self, row: int, mine: Tensor, **inputs: Any) -> Subject:
-        """One sequence, with those of its tokens that are ``mine`` (n,)."""
-
-        def taken(name: str, value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.ndim:
-                return value
-            value = value[row : row + 1] if value.shape[0] > 1 else value
-            for dim in range(1, value.ndim if "mask" in name else 2):
-                if value.ndim > dim and value.shape[dim] == len(mine):
-                    value = value.index_select(dim, mine.nonzero()[:, 0])
-            return value
-
-        return replace(self, inputs={name: taken(name, value) for name, value in self.inputs.items()}).like(**inputs)
-
-    def run(self) -> Tensor:
-        """Outputs (B, n, …)."""
-        self.tally.forwards += 1
-        return chosen_output(runner(self.model, self.inputs)())
-
-    @cached_property
-    def seen(self) -> Seen:
-        """A pass without derivatives."""
-        with torch.no_grad(), watching(self.model.modules()) as events:
-            return self.run(), events
-
-    def widened(self) -> Subject:
-        """The same inputs in float64."""
-        floating = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
-        return self.like(**{name: value.double() for name, value in floating.items()})
-
-    def traced(self) -> tuple[Tensor, Tensor, list[Event]]:
-        """A pass with derivatives: its outputs, its embedded tokens as a leaf of the graph, and its module calls."""
-        leaves, given, subject = list[Tensor](), self.inputs[self.tokens], self
-
-        def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            asked = args[0] if args else None
-            if isinstance(asked, Tensor) and asked.shape == given.shape and torch.equal(asked, given) and not leaves:
-                leaves.append(output.detach().clone().requires_grad_())
-                return leaves[0].clone()  # some models change it in place
-            return None
-
-        with torch.enable_grad(), ExitStack() as hooks:
-            if given.is_floating_point():
-                leaves.append(given.detach().clone().requires_grad_())
-                subject = self.like(**{self.tokens: leaves[0]})
-            for table in (part for part in self.model.modules() if isinstance(part, nn.Embedding)):
-                hooks.enter_context(table.register_forward_hook(embedded))
-            events = hooks.enter_context(watching(self.model.modules()))
-            output = subject.run()
-        if not leaves:
-            raise CannotCheckError("the tokens go through no nn.Embedding")
-        return output, leaves[0], events
-
-    def substituted(self, hidden: Tensor) -> Tensor:
-        """The tokens with others in the hidden places."""
-        given = self.inputs[self.tokens]
-        if given.is_floating_point():
-            other = given.flip(1) * 0.5 + torch.randn(given.shape, generator=self.tally.generator).to(given)
-        else:
-            ids = max(2, int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 0))
-            other = (given + torch.randint(1, ids, given.shape, generator=self.tally.generator).to(given.device)) % ids
-        return torch.where(hidden.reshape(*hidden.shape, *(1 for _ in given.shape[2:])), other, given)
-
-
-def chosen_output(output: Any) -> Tensor:
-    """The logits, else the last hidden state, else the first tensor."""
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
-            return found
-    found = first_tensor(output)
-    if found is None:
-        raise CannotCheckError("the model returns no tensor")
-    return found
-
 
 # ── the instruments ──
 
+SUBSTITUTION = "substitution"
 
-def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> Leak | None:
-    """The largest derivative of a watched output in a hidden token, located; None when all are exactly zero."""
+
+def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
+    """The largest derivative of a watched output in a hidden token, located, and a remark; None when all are exactly zero.
+
+    One below a unit in the last place of the others is rounding when float64 has none of its size.
+    """
     output, leaf, events = subject.traced()
-    worst, across, token = torch.finfo(leaf.dtype).eps, cuts[0], None
+    worst, across, token = 0.0, cuts[0], None
     for cut in cuts:
-        gains = _gains(subject, output, leaf, cut.watched)
-        if not bool(torch.isfinite(gains).all()):
-            # Padded rows of some models are NaN, which no weight of zero takes out.
-            raise CannotCheckError("derivatives are not finite")
+        gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
         inside = torch.where(cut.hidden, gains, 0.0)
         size = float(inside.max() / gains.max().clamp_min(torch.finfo(gains.dtype).tiny))
         if size > worst:
             worst, across, token = size, cut, _place(inside)
     if token is None:
-        return None
+        return None, ""
+    if worst <= torch.finfo(leaf.dtype).eps and (leaf.dtype == torch.float64 or not _stays(subject, across, worst)):
+        rounding = "which may be rounding" if leaf.dtype == torch.float64 else "by rounding: not in float64"
+        return None, f"derivatives of {worst:.1e} of the scale {rounding}"
+    ends = [end for end in subject.ends(across, (output, events)) if end.shape[:2] == across.watched.shape]
     places = across.watched.nonzero()
-    while len(places) > 1:
+    while len(places) > 1 and ends:
         half = torch.zeros_like(across.watched)
         half[tuple(places[: len(places) // 2].T)] = True
-        inside_half = float(_gains(subject, output, leaf, half)[token]) > 0
+        inside_half = float(_gains(subject, leaf, [(end, half) for end in ends])[token]) > 0
         places = places[: len(places) // 2] if inside_half else places[len(places) // 2 :]
 
     def depends(tensor: Tensor) -> bool:
         rows = across.rows(tensor) if tensor.requires_grad else None
-        return rows is not None and float(_gains(subject, tensor, leaf, rows)[token]) > 0
+        return rows is not None and float(_gains(subject, leaf, [(tensor, rows)])[token]) > 0
 
-    leak, event = Leak("derivative", worst, (int(places[0][0]), int(places[0][1])), token), culprit(events, depends)
-    return leak if event is None else described(subject, leak, event, events, across)
+    leak = Leak("derivative", worst, (int(places[0][0]), int(places[0][1])), token)
+    return described(subject, leak, culprit(events, depends), events, across), ""
 
 
-def _gains(subject: Subject, output: Tensor, leaf: Tensor, watched: Tensor) -> Tensor:
-    """Largest entry, per token (B, n), of the derivative of a random weighting of the watched outputs."""
-    weights = torch.randn(output.shape, generator=subject.tally.generator).to(output)
-    weights = weights * watched.reshape(*watched.shape, *(1 for _ in output.shape[watched.ndim :])).to(output)
+def _watched(subject: Subject, cut: Cut, seen: Seen) -> list[tuple[Tensor, Tensor]]:
+    """The ends of a pass with the rows of each that must not see."""
+    return [(end, rows) for end in subject.ends(cut, seen) if (rows := cut.rows(end)) is not None]
+
+
+def _stays(subject: Subject, cut: Cut, size: float) -> bool:
+    """Whether a derivative keeps its size in float64, where rounding is at least 10⁸ times smaller."""
+    try:
+        with _in_float64(subject.model):
+            output, leaf, events = subject.widened().traced()
+            gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
+            return float(torch.where(cut.hidden, gains, 0.0).max() / gains.max()) > size / 1024
+    except Exception as error:  # whatever its code raises
+        told = f"derivatives of {size:.1e} of the scale, which may be rounding, and float64 cannot tell: {line(error)}"
+        raise CannotCheckError(told) from error
+
+
+def _gains(subject: Subject, leaf: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Largest entry, per token (B, n), of the derivative of a random weighting of watched rows; refuses non-finite ones."""
+    outputs, weights = list[Tensor](), list[Tensor]()
+    for output, rows in ends:
+        if output.requires_grad:
+            drawn = torch.randn(output.shape, generator=subject.tally.generator).to(output)
+            weights.append(drawn * rows.reshape(*rows.shape, *(1 for _ in output.shape[rows.ndim :])).to(output))
+            outputs.append(output)
+    if not outputs:
+        raise NoDerivativeError("the outputs have no derivative")
     subject.tally.backwards += 1
-    (found,) = torch.autograd.grad(output, leaf, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+    (found,) = torch.autograd.grad(outputs, leaf, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+    if not bool(torch.isfinite(found).all()):
+        # Padded rows of some models are NaN, which no weight of zero takes out.
+        raise NoDerivativeError("derivatives are not finite")
     return found.abs().reshape(*found.shape[:2], -1).amax(-1)
 
 
@@ -212,7 +109,7 @@ def by_substitution(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None,
     worst, remark = None, ""
     for cut in cuts:
         other = subject.like(**{subject.tokens: subject.substituted(cut.hidden)})
-        leak, noted = agreed(subject, other, cut, "substitution")
+        leak, noted = agreed(subject, other, cut, SUBSTITUTION)
         worst = max((found for found in (worst, leak) if found is not None), key=lambda found: found.size, default=None)
         remark = remark or noted
     return worst, remark
@@ -235,7 +132,10 @@ def judged(test: Callable[..., tuple[Leak | None, bool]], *subjects: Subject) ->
         with _in_float64(subjects[0].model):
             wide, _ = test(*(subject.widened() for subject in subjects))
     except Exception as error:  # whatever its code raises
-        raise CannotCheckError(f"{size}, which may be rounding, and float64 cannot tell: {line(error)}") from error
+        told = f"{size}, which may be rounding, and float64 cannot tell: {line(error)}"
+        if leak.size <= tolerance(subjects[0].seen[0].dtype):
+            return None, told
+        raise CannotCheckError(told) from error
     return wide, "" if wide is not None else f"{size} by rounding: not in float64"
 
 
@@ -261,34 +161,39 @@ def compared(
     Also whether that module makes much where all before it is equal bit for bit, as rounding does not.
     """
     (output, before), (_, after) = one, other
-    leak = difference(output, pick(other[0]), cut.watched, instrument)
-    if leak is None or len(before) != len(after):
-        return leak, False
-    pairs: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-    for old, new in zip(before, after, strict=True):
-        pairs |= {id(old.tokens): (old.tokens, new.tokens), id(old.output): (old.output, new.output)}
+    same = len(before) == len(after)
+    pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for old, new in zip(before, after, strict=True) if same else ():
+        given = new.inputs
+        pairs |= {id(was): (was, given.get(place)) for place, was in old.inputs.items()}
+        pairs |= {id(old.output): (old.output, new.output)} if old.output is not None else {}
+    pairs[id(output)] = (output, other[0])
 
-    def steps(tensor: Tensor | None) -> float | None:
-        """The difference over what rounding explains; None where there is nothing to compare."""
-        old, new = pairs[id(tensor)]
+    def gap(tensor: Tensor | None) -> Leak | None:
+        """How far the two passes are apart in one of their tensors; None where there is nothing to compare."""
+        old, new = pairs.get(id(tensor), (None, None))
         rows = cut.rows(old)
         if rows is None or old is None or new is None or new.ndim < 2 or pick(new).shape != old.shape:
             return None
-        return apart(old, pick(new), rows)[0] / _tolerance(old.dtype)
+        if old is not output and not bool(torch.isfinite(old).all() & torch.isfinite(new).all()):
+            return None  # a mask
+        return Leak(instrument, *apart(old, pick(new), rows), None)
 
-    event = culprit(before, lambda tensor: (steps(tensor) or 0.0) > 1)
-    if event is None:
+    def steps(tensor: Tensor | None) -> float | None:
+        """That over what rounding explains."""
+        found = None if tensor is None else gap(tensor)
+        return None if tensor is None or found is None else found.size / tolerance(tensor.dtype)
+
+    # Where shapes are the same, half precision that differs at all is looked at in float64.
+    least = 0 if instrument == SUBSTITUTION and tolerance(output.dtype) > 1e-3 else 1
+    leak = next((gap(end) for end in subject.ends(cut, one) if (steps(end) or 0.0) > least), None)
+    if leak is None or not same:
         return leak, False
+    event = culprit(before, lambda tensor: (steps(tensor) or 0.0) > 1)
     # A call inside it that cannot be compared may be a router, which flips by rounding of its own.
     earlier = [(steps(call.output), call) for call in before if call.exit < event.exit]
     equal = not any((size is None and call.inside(event)) or 0 < (size or 0) <= 1 for size, call in earlier)
     return described(subject, leak, event, before, cut), equal and (steps(event.output) or 0) > _SUDDEN
-
-
-def difference(one: Tensor, other: Tensor, watched: Tensor, instrument: str) -> Leak | None:
-    """The largest relative difference of watched outputs, when it is more than a few units in the last place."""
-    size, place = apart(one, other, watched)
-    return Leak(instrument, size, place, None) if size > _tolerance(one.dtype) else None
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
@@ -301,24 +206,44 @@ def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int
     return float(gap.max()) / max(float(scale.max()), 1e-300), _place(gap)
 
 
-def refuse_random(subject: Subject) -> None:
-    """Refuse a model whose outputs differ from one pass to the next."""
-    once = subject.seen[0]
-    with torch.no_grad():
-        twice = subject.run()
-        refuse_non_finite(once)
-        whole = torch.ones(1, 1, dtype=torch.bool, device=once.device)
-        if difference(once.reshape(1, 1, -1), twice.reshape(1, 1, -1), whole, "") is None:  # some kernels add in any order
-            return
-        state = torch.equal(twice, subject.run())
+def refuse_unsteady(subject: Subject, two: Subject) -> None:
+    """Refuse a model that gives other outputs after a pass on other tokens, or the same ones whatever the tokens."""
+    refuse_non_finite(subject.seen[0])
+    rows = torch.ones(len(subject.seen[0]), 1, dtype=torch.bool, device=subject.seen[0].device)
+    signal = True
+    with suppress(Exception):  # what does not run on two sequences says so where it is tested
+        output, both = two.seen[0], Cut(~rows, rows.expand(2, 1), whole=True)
+        subject.tally.mute = len(output) == 2 and torch.equal(output[0], output[1])
+        signal = not subject.tally.mute or any(not torch.equal(*end) for end in two.ends(both, two.seen))
+    if not signal:
+        raise CannotCheckError("the outputs are the same for other tokens, so no leak would be seen in them")
+    # Some kernels add in any order.
+    leak, _ = compared(subject, subject.seen, replace(subject).seen, Cut(~rows, rows, whole=True), "", Tensor.detach)
+    if leak is None:
+        return
+    one, same, other = (_seeded(subject, seed) for seed in (0, 0, 1))
+    reason = f"{leak.module} draws random numbers"
     training = [name or "the model" for name, part in subject.model.named_modules() if part.training]
-    reason = "it draws random numbers as it runs"
-    if state:
-        reason = "it keeps something of the pass before"
+    alike = [float((one - drawn).abs().max() / one.abs().max()) <= tolerance(one.dtype) for drawn in (same, other)]
+    if alike != [True, False]:
+        reason = f"{leak.module} keeps state between calls"
     elif training:
         more = f" and {len(training) - 1} more modules are" if len(training) > 1 else " is"
         reason = f"dropout is on, as {training[0]}{more} in training mode: call model.eval() first"
     raise CannotCheckError(f"the same input gives different outputs, so nothing can be compared: {reason}")
+
+
+def _seeded(subject: Subject, seed: int) -> Tensor:
+    """A pass with these random numbers; those of others go on as they were."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            for start in (random.seed, np.random.seed, torch.manual_seed):
+                start(seed)
+            return subject.run()
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def refuse_non_finite(values: Tensor) -> None:
@@ -327,7 +252,7 @@ def refuse_non_finite(values: Tensor) -> None:
         raise CannotCheckError("the outputs hold NaN or infinite values, so nothing can be compared")
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """What rounding explains when shapes inside the pass change: 64 units in the last place, 8 in half precision."""
     eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # code of models often works in float32 inside
     return 64 * eps if eps < 1e-5 else 8 * eps
@@ -349,8 +274,8 @@ def _place(values: Tensor) -> tuple[int, int]:
 # ── who lets it through ──
 
 
-def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event | None:
-    """The innermost call whose output depends on what it must not see while its input does not."""
+def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event:
+    """The innermost call whose output depends on what it must not see while nothing that it was given does."""
     known: dict[int, bool] = {}
 
     def leaks(tensor: Tensor | None) -> bool:
@@ -358,21 +283,19 @@ def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event | N
             known[id(tensor)] = depends(tensor)
         return tensor is not None and known[id(tensor)]
 
-    # The whole model, unless it wraps its output.
-    at = next((event for event in events if leaks(event.output)), None)
-    while at is not None:
+    at = events[0]
+    while True:
         first = next((event for event in _made_by(at, events) if leaks(event.output)), None)
-        if first is None or leaks(first.tokens):
-            break
+        if first is None or any(map(leaks, first.inputs.values())):
+            return at
         at = first
-    return at
 
 
 def _made_by(outer: Event, events: list[Event]) -> Iterator[Event]:
-    """The calls that one call made itself, one after the other."""
+    """The calls that one call made itself, one after the other; in place of one without a tensor, those that it made."""
     free = outer.enter
     for event in events:
-        if free < event.enter < outer.exit:
+        if free < event.enter < outer.exit and event.output is not None:
             yield event
             free = event.exit
 
@@ -394,24 +317,24 @@ def described(subject: Subject, leak: Leak, event: Event, events: list[Event], c
 
 def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
     """What a few outputs of one module depend on, measured, around the leak; beside it the mask that it received."""
-    tokens = event.tokens
-    if tokens is None or tokens.ndim != 3 or tokens.shape[:2] != cut.hidden.shape:
+    if event.tokens is None or event.tokens.ndim != 3 or event.tokens.shape[:2] != cut.hidden.shape:
         return ""
     batch, row = leak.output
     column = (leak.token or _place(cut.hidden.float()))[1]
-    n = tokens.shape[1]
+    n = cut.hidden.shape[1]
     shown = sorted({row, column, *(int(i) for i in torch.linspace(0, n - 1, min(n, _ROWS)).round())} & {*range(n)})
     try:
-        leaf = tokens.detach().clone().requires_grad_()
+        again = Again(event)
+        leaf = again.tokens.clone().requires_grad_()
         with torch.enable_grad():
-            output = first_tensor(Call.record(event.module, event.args, event.kwargs)(leaf))
+            output = again(leaf)
         if output is None or output.shape[:2] != leaf.shape[:2]:
             return ""
         seen = []
         for i in shown:
             only = torch.zeros_like(cut.hidden)
             only[batch, i] = True
-            seen.append(_gains(subject, output, leaf, only)[batch] > 0)
+            seen.append(_gains(subject, leaf, [(output, only)])[batch] > 0)
     except Exception:  # a module that cannot be called again, or has no derivative, has no picture
         return ""
     mask = _received(event, batch, n)
@@ -424,6 +347,28 @@ def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
         said = ", and says is_causal" if getattr(event.module, "is_causal", False) else ""
         lines.append(f"it received no mask{said}")
     return "\n".join(lines)
+
+
+class Again(nn.Module):
+    """A recorded call, as a module on its tokens: all tensors (B, n, …) that it was given, side by side."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self.call = Call.record(event.module, event.args, event.kwargs)
+        shape, dtype = self.call.tokens.shape[:2], self.call.tokens.dtype  # rotations by position may be of a wider type
+        given = (part for part in event.inputs.values() if part.dtype == dtype and part.ndim > 2 and part.shape[:2] == shape)
+        # Self-attention in torch's own words is module(x, x, x).
+        self.parts = {(part.data_ptr(), part.shape): part.detach() for part in given}
+        self.tokens = torch.cat([part.flatten(2) for part in self.parts.values()], -1)
+
+    def forward(self, tokens: Tensor) -> Tensor | None:
+        """The output."""
+        pieces = tokens.split([part[0, 0].numel() for part in self.parts.values()], -1)
+        new = {key: piece.reshape(key[1]) for key, piece in zip(self.parts, pieces, strict=True)}
+        args, kwargs = tree_map_only(
+            Tensor, lambda part: new.get((part.data_ptr(), part.shape), part), (self.call.args, self.call.kwargs)
+        )
+        return first_tensor(self.call.module(*args, **kwargs))
 
 
 def _received(event: Event, batch: int, n: int) -> Tensor | None:

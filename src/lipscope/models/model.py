@@ -14,6 +14,7 @@ from lipscope.models.affine import AffineParts, find_projections, normalisation_
 from lipscope.models.anatomy import Layer, find_layers
 from lipscope.models.capture import double_throughout, model_device, model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
+from lipscope.models.claims import claims_causality, own_pass
 from lipscope.models.inputs import (
     TokenArguments,
     check_length,
@@ -23,7 +24,6 @@ from lipscope.models.inputs import (
     runner,
     token_inputs,
 )
-from lipscope.models.isolation import claims_causality, own_pass
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.seam import plain_experts

@@ -73,8 +73,8 @@ class Isolation(Shown):
 
     @property
     def held(self) -> bool | None:
-        """Whether every claim that could be tested held; None when none could, or one that was asked for could not."""
-        found = [verdict.held for verdict in self.verdicts if verdict.held is not None or verdict.why == "asked for"]
+        """Whether every claim held; None when one could not be tested, or there was none."""
+        found = [verdict.held for verdict in self.verdicts]
         return False if False in found else None if None in found or not found else True
 
     def to_rows(self) -> list[dict[str, Any]]:

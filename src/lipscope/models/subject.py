@@ -1,0 +1,172 @@
+"""What ``check`` looks at: a model on one kind of input, run as its user runs it, and the boundaries that must hold."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.models.anatomy import Event, first_tensor, watching
+from lipscope.models.inputs import runner, vocabulary
+
+
+class CannotCheckError(ValueError):
+    """There is nothing to compare; the message says why."""
+
+
+class NoDerivativeError(CannotCheckError):
+    """Derivatives cannot be taken, and substitution looks alone."""
+
+
+Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A boundary: tokens that must not be seen and outputs that must not see them, both (B, n).
+
+    Where the two differ in shape, ``inside`` are the places beside the hidden tokens that must not see them either. When
+    ``whole`` sequences are hidden and watched, that holds for tensors of any shape.
+    """
+
+    hidden: Tensor
+    watched: Tensor
+    inside: Tensor | None = None
+    whole: bool = False
+
+    def rows(self, tensor: Tensor | None) -> Tensor | None:
+        """Which rows of a tensor inside the model must not depend on the hidden tokens; None where it has none."""
+        if tensor is None or tensor.ndim < 2 or not tensor.is_floating_point():
+            return None
+        places = [rows for rows in (self.watched, self.inside) if rows is not None and rows.shape == tensor.shape[:2]]
+        if not places and self.whole and len(tensor) == len(self.watched):
+            return self.watched[:, :1].expand(tensor.shape[:2])
+        return places[0] if places else None
+
+
+@dataclass
+class Tally:
+    """What all subjects of one check share: random numbers, the passes that they took, and whether outputs are constant."""
+
+    generator: torch.Generator
+    forwards: int = 0
+    backwards: int = 0
+    mute: bool = False
+
+
+@dataclass
+class Subject:
+    """A model on one kind of input: runs it, with its tokens as a leaf, as often as needed."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    tokens: str  # the argument that holds them: ids (B, n), or floating (B, n, …)
+    tally: Tally
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences and positions."""
+        given = self.inputs[self.tokens]
+        return given.shape[0], given.shape[1]
+
+    @property
+    def places(self) -> Tensor:
+        """The positions (1, n)."""
+        return torch.arange(self.shape[1], device=self.inputs[self.tokens].device)[None]
+
+    def like(self, **inputs: Any) -> Subject:
+        """The same model on other inputs; None takes one away."""
+        kept = {name: value for name, value in (self.inputs | inputs).items() if value is not None}
+        return replace(self, inputs=kept)
+
+    def part(self, row: int, mine: Tensor, **inputs: Any) -> Subject:
+        """One sequence, with those of its tokens that are ``mine`` (n,)."""
+
+        def taken(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.ndim:
+                return value
+            value = value[row : row + 1] if value.shape[0] > 1 else value
+            for dim in range(1, value.ndim if "mask" in name else 2):
+                if value.ndim > dim and value.shape[dim] == len(mine):
+                    value = value.index_select(dim, mine.nonzero()[:, 0])
+            return value
+
+        return replace(self, inputs={name: taken(name, value) for name, value in self.inputs.items()}).like(**inputs)
+
+    def run(self) -> Tensor:
+        """Outputs (B, n, …)."""
+        self.tally.forwards += 1
+        return chosen_output(runner(self.model, self.inputs, use_cache=None)())
+
+    @cached_property
+    def seen(self) -> Seen:
+        """A pass without derivatives."""
+        with torch.no_grad(), watching(self.model.modules()) as events:
+            return self.run(), events
+
+    def ends(self, cut: Cut, seen: Seen) -> list[Tensor]:
+        """Where a pass is watched: its outputs, or where these say nothing, the last tensors (B, n, d) before them."""
+        output, (first, *events) = seen
+        if not self.tally.mute and cut.rows(output) is not None:
+            return [output]
+        fit = [e for e in events if e.output is not None and e.output.ndim == 3 and cut.rows(e.output) is not None]
+        last = max(fit, key=lambda event: event.exit, default=None)
+        behind = () if last is None else (last.output, last.tokens)
+        known = {id(given) for given in (output, *first.inputs.values())}
+        return [e for e in behind if e is not None and e.ndim == 3 and cut.rows(e) is not None and id(e) not in known]
+
+    def widened(self) -> Subject:
+        """The same inputs in float64."""
+        floating = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+        return self.like(**{name: value.double() for name, value in floating.items()})
+
+    def traced(self) -> tuple[Tensor, Tensor, list[Event]]:
+        """A pass with derivatives: its outputs, its embedded tokens as a leaf of the graph, and its module calls."""
+        leaves, given, subject = list[Tensor](), self.inputs[self.tokens], self
+
+        def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            asked = args[0] if args else None
+            if isinstance(asked, Tensor) and asked.shape == given.shape and torch.equal(asked, given) and not leaves:
+                leaves.append(output.detach().clone().requires_grad_())
+                return leaves[0].clone()  # some models change it in place
+            return None
+
+        with torch.enable_grad(), ExitStack() as hooks:
+            if given.is_floating_point():
+                leaves.append(given.detach().clone().requires_grad_())
+                subject = self.like(**{self.tokens: leaves[0]})
+            for table in (part for part in self.model.modules() if isinstance(part, nn.Embedding)):
+                hooks.enter_context(table.register_forward_hook(embedded))
+            events = hooks.enter_context(watching(self.model.modules()))
+            output = subject.run()
+        if not leaves:
+            raise NoDerivativeError("the tokens go through no nn.Embedding")
+        return output, leaves[0], events
+
+    def substituted(self, hidden: Tensor) -> Tensor:
+        """The tokens with others in the hidden places."""
+        given = self.inputs[self.tokens]
+        if given.is_floating_point():
+            other = given.flip(1) * 0.5 + torch.randn(given.shape, generator=self.tally.generator).to(given)
+        else:
+            ids = max(2, vocabulary(self.model) or int(given.max()) + 1)
+            other = (given + torch.randint(1, ids, given.shape, generator=self.tally.generator).to(given.device)) % ids
+        return torch.where(hidden.reshape(*hidden.shape, *(1 for _ in given.shape[2:])), other, given)
+
+
+def chosen_output(output: Any) -> Tensor:
+    """The logits, else the last hidden state, else the first tensor."""
+    if type(output) is dict:
+        output = SimpleNamespace(**{"logits": next(iter(output.values()), None)} | output)
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(output, name, None), Tensor):
+            return found
+    found = first_tensor(output)
+    if found is None:
+        raise CannotCheckError("the model returns no tensor")
+    return found
