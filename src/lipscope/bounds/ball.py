@@ -14,7 +14,6 @@ Ours; proof in docs/theory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ def certify(attention: Attention, X: Tensor, *, radius: float, verified: bool = 
         >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), radius=1.0).value, 6)
         1.0
     """
-    heads = _Ball.at(attention, X, verified)
+    heads = _Ball(attention, X, verified)
     if not radius >= 0:
         raise ValueError(f"radius must not be negative, got {radius}")
     return Bound("ball.certify", heads.constant(radius), "ball", f"all inputs within Frobenius distance {radius:g}", OURS,
@@ -79,7 +78,7 @@ def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: flo
     """
     if not moves > 0:
         raise ValueError(f"moves must be positive, got {moves}")
-    heads = _Ball.at(attention, X, verified)
+    heads = _Ball(attention, X, verified)
     local = heads.constant(0.0)
     if local == 0.0 and heads.constant(1e12) == 0.0:
         return math.inf
@@ -98,33 +97,26 @@ def certified_radius(attention: Attention, X: Tensor, *, moves: float, rtol: flo
     return low
 
 
-@dataclass(frozen=True, eq=False)
 class _Ball:
     """All heads at the centre of the ball, with and without W_O."""
 
-    centre: Blocks  # strips refer to it without keeping it alive
-    image: _BallHeads
-    plain: _BallHeads
-    out: float
-    local: float
-
-    @classmethod
-    def at(cls, layer: Attention, X: Tensor, verified: bool) -> _Ball:
+    def __init__(self, layer: Attention, X: Tensor, verified: bool) -> None:
         if X.ndim != 2 or X.shape[1] != layer.width or not len(X):
             raise ValueError(f"X must have shape (n, {layer.width}), got {tuple(X.shape)}")
         if not bool(torch.isfinite(X).all()):
             raise ValueError("X holds NaN or infinite values")
         with torch.no_grad():
             precise, x, weights = layer.to(torch.float64), X.detach().double(), layer_weights(layer)
-            centre = Blocks(precise, x, products=Products(precise, weights))
-            (strip,) = centre.strips(len(x))
+            # Strips refer to it without keeping it alive.
+            self.centre = Blocks(precise, x, products=Products(precise, weights))
+            (strip,) = self.centre.strips(len(x))
             visible = precise.score_rule(len(x), 1).allowed
             seen = torch.ones_like(strip.P, dtype=torch.bool) if visible is None else visible[0].expand_as(strip.P)
-            image = _BallHeads.at(HeadBlocks(strip, weights.image), seen)
-            plain = _BallHeads.at(HeadBlocks(strip, weights.plain), seen) if layer.heads > 1 else image
-            local = float(certified_upper(precise, x[None])[0])
-            local = min(local, float(verified_upper(precise, x[None])[0])) if verified else local
-        return cls(centre, image, plain, weights.out if layer.heads > 1 else 1.0, local)
+            self.image = _BallHeads(HeadBlocks(strip, weights.image), seen)
+            self.plain = _BallHeads(HeadBlocks(strip, weights.plain), seen) if layer.heads > 1 else self.image
+            self.local, self.out = float(certified_upper(precise, x[None])[0]), weights.out if layer.heads > 1 else 1.0
+            if verified:
+                self.local = min(self.local, float(verified_upper(precise, x[None])[0]))
 
     def constant(self, radius: float) -> float:
         with torch.no_grad():
@@ -134,52 +126,39 @@ class _Ball:
             return min(self.local + float(moves.sum()), over_heads(plain.tolist(), self.out, image.tolist()))
 
 
-@dataclass(frozen=True, eq=False)
 class _BallHeads:
     """Every head at the centre: distances of values, key gradients, and the norms at the centre; arrays are (H, n, n)."""
 
-    core: HeadBlocks
-    A: Tensor
-    v: Tensor
-    o: Tensor
-    share: Tensor
-    b: Tensor
-    own: Tensor
-    b_spread: Tensor
-    seen: Tensor
-    x: Tensor
-
-    @classmethod
-    def at(cls, core: HeadBlocks, seen: Tensor) -> _BallHeads:
-        strip, at = core.strip, core.at
-        v, o = (core.through(t if strip.sink_share is None else t + at.centre) for t in (strip.v, strip.o))
+    def __init__(self, core: HeadBlocks, seen: Tensor) -> None:
+        self.core, self.seen, strip, at = core, seen, core.strip, core.at
+        self.v, self.o = (core.through(t if strip.sink_share is None else t + at.centre) for t in (strip.v, strip.o))
         q, k, P, R_Q, KQ = strip.q, strip.k, strip.P, core.stacked("R_Q"), core.stacked("KQ")
         delta, block = core.norms
-        share = torch.where(P > 0, block / P.clamp_min(1e-300), core.value + delta * core.a)
+        self.share = torch.where(P > 0, block / P.clamp_min(1e-300), core.value + delta * core.a)
         A = [w.interaction if at.rotation is None else largest_interaction(w, at.rotation) for w in core.heads]
+        self.A = P.new_tensor(A)[:, None, None]
         # Query gradients are counted from their mean where a common shift of the keys cancels.
         centred = at.layer.softcap is None and at.layer.sinks is None
         if at.rotation is None:
             b = k @ R_Q.mT
-            b_norm = torch.linalg.vector_norm(b, dim=-1)[:, None]
+            self.b = torch.linalg.vector_norm(b, dim=-1)[:, None]
             shift = P @ b if centred else torch.zeros_like(b)
-            b_spread = torch.cdist(shift, b, compute_mode="donot_use_mm_for_euclid_dist")
-            own_a, own_b = core.a[..., 0], b_norm[:, 0]
+            self.b_spread = torch.cdist(shift, b, compute_mode="donot_use_mm_for_euclid_dist")
+            own_a, own_b = core.a[..., 0], self.b[:, 0]
         else:
             shift = P @ k if centred else torch.zeros_like(k)
-            b_norm, b_spread = torch.empty_like(P), torch.empty_like(P)
+            self.b, self.b_spread = torch.empty_like(P), torch.empty_like(P)
             for i in range(at.n):
                 M = at.rotated(slice(i, i + 1)).apply(R_Q)
                 b = k @ M.mT
-                b_norm[:, i] = torch.linalg.vector_norm(b, dim=-1)
-                b_spread[:, i] = torch.linalg.vector_norm(b - shift[:, i : i + 1] @ M.mT, dim=-1)
-            own_a, own_b = (t.diagonal(dim1=-2, dim2=-1) for t in (core.a, b_norm))
+                self.b[:, i] = torch.linalg.vector_norm(b, dim=-1)
+                self.b_spread[:, i] = torch.linalg.vector_norm(b - shift[:, i : i + 1] @ M.mT, dim=-1)
+            own_a, own_b = (t.diagonal(dim1=-2, dim2=-1) for t in (core.a, self.b))
             q, k = (at.rotation.transpose(t) for t in (q, k))
         inner, margin = ((q @ KQ) * k).sum(-1), core.margin[..., 0]
-        own = ((own_a.square() + 2 * inner + own_b.square()).clamp_min(0) + margin * (own_a + own_b) ** 2).sqrt()
+        self.own = ((own_a.square() + 2 * inner + own_b.square()).clamp_min(0) + margin * (own_a + own_b) ** 2).sqrt()
         x = nonnegative_norms(block + torch.diag_embed(core.queries))[1]
-        x = x / x.amax(-1, keepdim=True)
-        return cls(core, P.new_tensor(A)[:, None, None], v, o, share, b_norm, own, b_spread, seen, x)
+        self.x = x / x.amax(-1, keepdim=True)
 
     def constants(self, radius: float) -> tuple[Tensor, Tensor]:
         """Bounds for σ of every head on the ball, and for how far its Jacobian moves in it."""

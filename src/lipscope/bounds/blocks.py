@@ -215,9 +215,9 @@ class Strip:
         return keys + key_off, queries + own_off
 
     @cached_property
-    def head_norms(self) -> tuple[Tensor, Tensor] | None:
-        """Bounds for ‖M_ij + K_ij‖ (r, c) and ‖Q_i‖ (r,) from those of every head, where n×n matrices are small."""
-        return joined_norms(self) if len(self.P) * self.at.n**2 <= SMALL else None
+    def head_norms(self) -> Tensor | None:
+        """≥ ‖M_ij + K_ij‖ (r, c) from norms of every head, where n×n matrices are small."""
+        return joined_norms(self, lambda heads: heads.norms[1]) if len(self.P) * self.at.n**2 <= SMALL else None
 
     @cached_property
     def mean_norms(self) -> Tensor:

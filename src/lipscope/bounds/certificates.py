@@ -42,7 +42,7 @@ from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds import blocks
 from lipscope.bounds.blocks import Blocks, Strip, frobenius
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.head_blocks import FEW
+from lipscope.bounds.head_blocks import joined_norms
 from lipscope.bounds.joined import estimate, joined_parts, query_norms
 from lipscope.bounds.products import Products
 from lipscope.bounds.spectral_upper import PASSES, best_vectors, matrix_norm_upper, ritz_value, top_eigenvalue
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 KEPT = 6
 # The parts of all heads together are bounded where so many times their estimate is less than the norm of the others.
 WASTE = 1.4
+# Operations up to which query parts of several heads are bounded in any case.
+FEW = 1 << 25
 # Lanczos steps of an estimate.
 STEPS = 12
 # Choices of weights that row Grams are computed for.
@@ -208,12 +210,12 @@ def _candidates(at: Blocks, gain: Tensor, rung: str, height: int | None) -> dict
     if at.margin >= 0.1:
         return {"parts": math.inf, "row_gram": math.inf}
     (H, n, dk), own = at.q.shape, torch.full_like(gain, math.inf)
-    side = H * at.layer.value_width
+    side, few = H * at.layer.value_width, H == 1 or H * n * dk**3 <= FEW
     gram = rung == "tight" or H == 1 or ROUNDS * (2 * n**2 * side**2 + 12 * n * side**3) <= CHEAP
     for strip in at.strips(height):
-        if gram and strip.head_norms is not None:
-            own[strip.rows] = strip.head_norms[1]
-        if H > 1 and H * n * dk**3 <= FEW:
+        if gram and H * n**2 <= blocks.SMALL and few:
+            own[strip.rows] = joined_norms(strip, lambda heads: heads.queries)
+        if H > 1 and few:
             own[strip.rows] = torch.minimum(own[strip.rows], query_norms(strip))
     (parts, whole), x = _block_sizes(at, gain, own, height, gram)
     if H > 1:
@@ -249,10 +251,7 @@ def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor], height: 
 
 
 def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None, single: bool) -> tuple[list[float], Tensor]:
-    """Norms of the matrices of ‖K_ij‖_F and of ‖M_ij + K_ij‖, with the query parts, and the leading vector of the second.
-
-    Blocks of ``single`` heads are looked at where that is affordable.
-    """
+    """Norms of the matrices of ‖K_ij‖_F and ‖M_ij + K_ij‖ (by ``single`` heads too), with ‖Q_i‖, and the x of the second."""
 
     def matrices(strip: Strip) -> Tensor:
         *both, queries = _near_norms(strip, own, single)
@@ -269,7 +268,7 @@ def _near_norms(strip: Strip, own: Tensor, single: bool = True) -> tuple[Tensor,
     keys, queries = strip.part_sizes
     whole = strip.mean_norms + keys
     if single and strip.head_norms is not None:
-        whole = torch.minimum(whole, strip.head_norms[0])
+        whole = torch.minimum(whole, strip.head_norms)
     return keys, whole, torch.minimum(queries, own[strip.rows])
 
 
@@ -324,10 +323,7 @@ def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
 
 
 def _overlap(at: Blocks, norms: Tensor, sizes: Tensor | None = None) -> float:
-    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ for norms p_h, or ‖W_O‖‖W_V‖max_h p_h; ``sizes`` are ‖W_O‖_F‖W_V‖_F.
-
-    Without them an estimate from below.
-    """
+    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ or ‖W_O‖‖W_V‖max_h p_h; from below without ``sizes`` ‖W_O‖_F‖W_V‖_F."""
     roots = norms.sqrt().repeat_interleave(at.layer.value_width)
     plain = at.weights.out * at.weights.values * float(norms.max())
     scaled = [roots[:, None] * gram * roots for gram in at.products.balanced]

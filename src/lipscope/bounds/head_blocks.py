@@ -5,6 +5,7 @@ Every number is an upper bound of what it stands for, its own rounding included;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 # Multiplications up to which block norms of a head are computed from the blocks themselves.
 SMALL = 1 << 22
-# Operations up to which query parts of several heads are bounded in any case.
-FEW = 1 << 25
 _TINY = 1e-300
 
 
@@ -109,15 +108,10 @@ class HeadBlocks:
         return norms
 
 
-def joined_norms(strip: Strip) -> tuple[Tensor, Tensor]:
-    """Bounds for ‖M_ij + K_ij‖ (r, c) and ‖Q_i‖ (r,) from those of every head; the latter infinite where they cost much."""
-    at, weights, (H, _, dk) = strip.at, strip.at.weights, strip.q.shape
-    cheap, far = H == 1 or H * at.n * dk**3 <= FEW, torch.full_like(strip.o[..., 0], torch.inf)
-    # With W_O inside they add up; before it they are orthogonal.
-    sides = [HeadBlocks(strip, heads) for heads in ((weights.image, weights.plain) if H > 1 else (weights.image,))]
-    norms = [(side.norms[1], side.queries if cheap else far) for side in sides]
-    blocks, own = (t.sum(0) for t in norms[0])
-    if H > 1:
-        before = [weights.out * t.square().sum(0).sqrt() for t in norms[1]]
-        blocks, own = torch.minimum(blocks, before[0]), torch.minimum(own, before[1])
-    return blocks, own
+def joined_norms(strip: Strip, norms: Callable[[HeadBlocks], Tensor]) -> Tensor:
+    """Bounds for all heads from norms (H, …) of each: with W_O inside they add up, before it they are orthogonal."""
+    weights = strip.at.weights
+    found = norms(HeadBlocks(strip, weights.image)).sum(0)
+    if len(weights.image) == 1:
+        return found
+    return torch.minimum(found, weights.out * norms(HeadBlocks(strip, weights.plain)).square().sum(0).sqrt())
