@@ -14,7 +14,7 @@ from bound_cases import problem
 from lipscope.bounds import certificates, certified_radius
 from lipscope.bounds.ball import certify
 from lipscope.bounds.certificates import certified_upper, local_bounds
-from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norm, sum_norms
+from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norms, sum_norms, top_eigenvalue
 
 EXACT = 1 + 1e-9
 
@@ -35,7 +35,7 @@ def test_collatz_wielandt_is_above_and_close(seed, m, n, sparse):
     G = torch.Generator().manual_seed(seed)
     N = torch.rand(m, n, generator=G, dtype=torch.float64)
     N = N * (torch.rand(m, n, generator=G) >= sparse)
-    exact, bound = float(torch.linalg.matrix_norm(N, 2)), nonnegative_norm(N)
+    exact, bound = float(torch.linalg.matrix_norm(N, 2)), float(nonnegative_norms(N[None])[0])
     assert exact <= bound * EXACT
     if sparse == 0.0:
         assert bound <= 1.001 * exact
@@ -43,8 +43,8 @@ def test_collatz_wielandt_is_above_and_close(seed, m, n, sparse):
 
 def test_collatz_wielandt_survives_blocks_of_very_different_size():
     N = torch.block_diag(torch.ones(3, 3), 1e-200 * torch.ones(2, 2), torch.zeros(2, 2)).double()
-    assert nonnegative_norm(N) == pytest.approx(3.0)
-    assert nonnegative_norm(torch.zeros(3, 3, dtype=torch.float64)) == 0.0
+    assert float(nonnegative_norms(N[None])[0]) == pytest.approx(3.0)
+    assert float(nonnegative_norms(torch.zeros(1, 3, 3, dtype=torch.float64))[0]) == 0.0
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,6 +57,20 @@ def test_schatten_bound_is_above_and_close(seed, m, n, size):
     S = M[:, :, :m] @ M[:, :, :m].mT
     exact, bound = torch.linalg.matrix_norm(S, 2), matrix_norm_upper(S, symmetric=True)
     assert bool((exact <= bound * EXACT).all())
+
+
+@pytest.mark.parametrize("m", [1, 40, 97, 200])
+@pytest.mark.parametrize("unit", [1e-150, 1.0, 1e150])
+@pytest.mark.parametrize("spectrum", ["flat", "cluster", "steep", "zero", "hidden"])
+def test_the_largest_eigenvalue_is_bounded_closely_from_above(m, unit, spectrum):
+    """Also where Lanczos steps see little of it: values that lie close together, and one in a block of its own."""
+    G = torch.Generator().manual_seed(m)
+    Q = torch.linalg.qr(torch.randn(m, m, generator=G, dtype=torch.float64)).Q
+    i = torch.arange(m, dtype=torch.float64)
+    values = {"flat": 1 + 0 * i, "cluster": 1 - 1e-4 * i / m, "steep": 0.5**i, "zero": 0 * i, "hidden": 1 - i / m}[spectrum]
+    S = torch.diag(values) if spectrum == "hidden" else (Q * values) @ Q.mT
+    found = top_eigenvalue((S + S.mT) / 2 * unit) / unit
+    assert float(values.max()) * (1 - 1e-12) <= found <= float(values.max()) * (1 + 2e-6) + 1e-12
 
 
 def bert_like(heads=4, d=32, n=24, dtype=torch.float32, mask=None):

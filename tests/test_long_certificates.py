@@ -212,7 +212,7 @@ def test_long_inputs_are_cut_by_themselves(monkeypatch):
 
 def test_strips_keep_to_a_memory():
     assert height_within(100, 12, 96, 1 << 30) is None
-    assert height_within(1000, 12, 96, 64 << 20) == ((64 << 20) - 8 * 96 * 8960) // (16 * 8 * 12 * 1000)
+    assert height_within(1000, 12, 96, 64 << 20) == ((64 << 20) - 8 * 96 * 8960) // (22 * 8 * 12 * 1000)
     assert height_within(16384, 12, 96, 1) == 16
 
 

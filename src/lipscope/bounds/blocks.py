@@ -43,18 +43,16 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import NormLinearisation
 from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
-from lipscope.bounds.head_core import HeadCore
-from lipscope.bounds.head_rounding import Rounding
+from lipscope.bounds.head_blocks import joined_norms
+from lipscope.bounds.head_rounding import ROUNDS, Rounding
 from lipscope.bounds.products import Grams, Products
-from lipscope.bounds.spectral_upper import RANK, sum_norms
-from lipscope.bounds.weights import HeadWeights, layer_weights
+from lipscope.bounds.spectral_upper import RANK
+from lipscope.bounds.weights import layer_weights
 
 # Entries of the arrays of one strip.
 ENTRIES = 1 << 24
-# Entries of the scores up to which the norms of blocks are looked at head by head, and operations up to which those of Q_i.
-SMALL, CHEAP = 1 << 22, 1 << 25
-# How often the margins of single numbers cover the rounding of a product of two parts.
-ROUNDS = 4
+# Entries of the scores up to which the norms of blocks are looked at head by head.
+SMALL = 1 << 22
 
 
 class Blocks:
@@ -65,7 +63,6 @@ class Blocks:
     ) -> None:
         """A float64 layer at tokens x (n, d), to all of which an offset is to be added."""
         (self.n, _), H = x.shape, layer.heads
-        self.x, self.offset = x, offset
         self.layer, self.products = layer, products or Products(layer, layer_weights(layer))
         self.weights = self.products.weights
         point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
@@ -88,46 +85,14 @@ class Blocks:
         self.underflow = sum(each.underflow(w, self.n) for each, w in zip(self.rounding, self.weights.image, strict=True))
         eps = torch.finfo(x.dtype).eps
         self.unit = max(each.unit for each in self.rounding) + 8 * (self.n + x.shape[1]) * eps
-        shifted = 0.0 if layer.sinks is None else 2.0
+        # Per head: margin, unit, and the sizes of queries, keys, values and their common term.
+        errors = [(r.margin, r.unit, r.query, r.key, r.value, r.shift) for r in self.rounding]
+        self.rounded = x.new_tensor(errors).T[:, :, None, None]
+        _, _, query, key, value, shift = self.rounded
+        *sizes, out = x.new_tensor([(*w.sizes, w.out_size) for w in self.weights.image]).T[:, :, None, None]
         # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.
-        factors = [
-            (
-                w.out_size * w.sizes[2],
-                w.out_size * w.sizes[1],
-                w.out_size * w.sizes[0],
-                r.query,
-                r.key,
-                2 * r.value + shifted * r.shift,
-                w.out_size,
-            )
-            for w, r in zip(self.weights.image, self.rounding, strict=True)
-        ]
-        self.factors = x.new_tensor(factors).T[:, :, None, None]
-
-    @cached_property
-    def head_norms(self) -> tuple[Tensor, Tensor] | None:
-        """Bounds for ‖M_ij + K_ij‖ (n, n) and ‖Q_i‖ (n,) from those of every head, where n×n matrices are small.
-
-        The latter are infinite where they would cost much. The same however rows are cut into strips.
-        """
-        H, n, dk = self.q.shape
-        if H * n**2 > SMALL:
-            return None
-        cheap, far = H == 1 or H * n * dk**3 <= CHEAP, self.x.new_full((n,), math.inf)
-        cores = [HeadCore.at(self.layer.head(h), self.x, w, self.offset) for h, w in enumerate(self.weights.plain)]
-
-        def norms(heads: tuple[HeadWeights, ...]) -> list[Tensor]:
-            found = [
-                (core.block_norms(w)[1], core.query_norms(w) if cheap else far) for core, w in zip(cores, heads, strict=True)
-            ]
-            return [torch.stack(each) for each in zip(*found, strict=True)]
-
-        # With W_O inside they add up; before it they are orthogonal.
-        inside, before = norms(self.weights.image), norms(self.weights.plain)
-        blocks, own = (
-            torch.minimum(a.sum(0), self.weights.out * b.square().sum(0).sqrt()) for a, b in zip(inside, before, strict=True)
-        )
-        return blocks, own
+        far = 2 * value + (0.0 if layer.sinks is None else 2.0) * shift
+        self.factors = torch.stack([*(out * size for size in reversed(sizes)), query, key, far, out])
 
     @cached_property
     def grams(self) -> Grams:
@@ -185,9 +150,10 @@ class Strip:
         raw = (self.q @ at.raw_keys[:, self.columns].mT)[None]
         P, W = at.rule.probabilities(raw, (rows, self.columns, at.n))
         self.P, self.W = P[0], W[0]
-        self.o = self.P @ self.v
+        self.o, self.sink_share = self.P @ self.v, None
         if at.rule.sinks is not None:
-            self.o = self.o - at.rule.sink_share(raw, (rows, self.columns, at.n))[0] * at.centre
+            self.sink_share = at.rule.sink_share(raw, (rows, self.columns, at.n))[0]
+            self.o = self.o - self.sink_share * at.centre
         # v_i − o_i of the rows themselves.
         self.delta = self.v[:, rows.start - self.columns.start :][:, : self.o.shape[1]] - self.o
 
@@ -249,6 +215,11 @@ class Strip:
         return keys + key_off, queries + own_off
 
     @cached_property
+    def head_norms(self) -> Tensor | None:
+        """≥ ‖M_ij + K_ij‖ (r, c) from norms of every head, where n×n matrices are small."""
+        return joined_norms(self, lambda heads: heads.norms[1]) if len(self.P) * self.at.n**2 <= SMALL else None
+
+    @cached_property
     def mean_norms(self) -> Tensor:
         """≥ ‖M_ij‖ (r, c): by the triangle inequality, by what all heads share, and through ‖W_O‖‖W_V‖."""
         weights = self.at.weights
@@ -256,40 +227,29 @@ class Strip:
         shared = self.P.amin(0) * min(0.0, weights.total - float(values.sum()))
         return torch.minimum((self.P * values[:, None, None]).sum(0) + shared, weights.out * weights.values * self.P.amax(0))
 
-    def query_norms(self) -> Tensor:
-        """≥ ‖Q_i‖ (r,)."""
-        grams, weights = self.at.grams, self.at.weights
-        norms = sum_norms(grams.outputs, self.covariances, grams.query_weights, weights.out * weights.queries)
-        off, rounding = self.errors[2]
-        return norms + off + rounding.sqrt()
-
-    def value_norms(self) -> Tensor:
-        """≥ κ_i = ‖Σ_h W_O (Σ_j W_ij (v_j − o_i)(v_j − o_i)ᵀ) W_Oᵀ‖ (r,)."""
-        (far, squares), v_size, out = self.sizes, self.at.factors[5], self.at.factors[6]
-        rest = (self.W @ self.v) - self.W.sum(-1, keepdim=True) * self.o
-        second = self.moments(self.v) - rest[..., None] * self.o[:, :, None]
-        outputs = self.at.grams.outputs
-        norms = sum_norms(outputs, second, outputs, self.at.weights.out**2)
-        # Rounding of the sums, and what the deviations are off by.
-        norms = norms + ROUNDS * self.at.unit * (self.W * squares * out.square()).sum((0, 2))
-        off = ((self.at.margin * far + self.at.unit * v_size) * out).square()
-        return (norms.sqrt() + ROUNDS * (self.W * off).sum((0, 2)).sqrt()).square()
-
     def spread(self, g: int) -> Tensor:
         """(v_j − o_i)^gᵀ W_O^gᵀ W_O^h (v_j − o_i)^h for all h, up to terms that cancel in sums symmetric in g and h."""
         G, v, o = self.at.grams.out[g], self.v, self.o
         oG = o[g] @ G
         return ((v[g] @ G) * v).sum(-1)[:, None] + (oG * o).sum(-1)[..., None] - 2 * (oG @ v.mT)
 
-    def slopes(self, g: int) -> Tensor:
-        """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all h, (H, r, c), or (H, r, 1) without rotations."""
-        a, keys = self.a, self.at.grams.keys[g]
-        return ((a[g].flatten(0, 1) @ keys).reshape(a.shape) * a).sum(-1)
+    @cached_property
+    def slopes(self) -> Tensor:
+        """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all g and h, (H, H, r, c), or (H, H, r, 1) without rotations."""
+        a, group = self.a, self.at.layer.heads // self.at.layer.kv_heads
+        found = a.new_empty(len(a), *a.shape[:3])
+        for g in range(len(a)):
+            # Keys that several heads share are multiplied once; what is before g is known.
+            first = g // group * group
+            images = a[g].flatten(0, 1) @ self.at.grams.keys[g, first::group]
+            inner = images.reshape(-1, 1, *a.shape[1:]) * a[first:].unflatten(0, (-1, group))
+            found[g, g:] = found[g:, g] = inner.sum(-1).flatten(0, 1)[g - first :]
+        return found
 
     @cached_property
     def key(self) -> Tensor:
         """‖K_ij‖_F² (r, c), not rounded up."""
-        return sum(self.W[g] * (self.W * self.slopes(g) * self.spread(g)).sum(0) for g in range(len(self.W)))  # type: ignore[return-value]
+        return sum(self.W[g] * (self.W * self.slopes[g] * self.spread(g)).sum(0) for g in range(len(self.W)))  # type: ignore[return-value]
 
     @cached_property
     def mean(self) -> Tensor:
@@ -321,9 +281,10 @@ class Strip:
         beside = self.covariances.transpose(1, 2).flatten(2) if not self.at.short else W
         for g in range(len(W)):
             if not self.at.short:
-                image = (self.covariances[g].flatten(0, 1) @ grams.queries[g]).reshape(self.covariances.shape)
-                through = (grams.out[g] @ beside).reshape(len(W), *self.o.shape[:0:-1], -1).transpose(1, 2)
-                total += (image * through).sum((0, 2, 3))
+                image = (self.covariances[g].flatten(0, 1) @ grams.queries[g, g:]).reshape(self.covariances[g:].shape)
+                through = (grams.out[g, g:] @ beside[g:]).reshape(len(W) - g, *self.o.shape[:0:-1], -1).transpose(1, 2)
+                terms = (image * through).sum((2, 3))
+                total += 2 * terms.sum(0) - terms[0]
                 continue
             oG, kG = o[g] @ grams.out[g], k[g] @ grams.queries[g] @ k.mT
             total += ((W[g] @ (kG * ((v[g] @ grams.out[g]) @ v.mT))) * W).sum((0, 2))

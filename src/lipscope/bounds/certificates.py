@@ -11,12 +11,8 @@ the P^h/p_h, and of [Y_h√(p_hS_h)]ᵀ, so that
 where heads enter by how much their ranges overlap, not by a sum; it is at most ‖W_O‖‖W_V‖max_h p_h too. The average A of P^h
 is taken out first: its leading direction t, ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖², where the first is a matrix of d
 columns; or all of it, ‖M‖ ≤ ‖A‖‖W_OW_V‖ + ‖Σ_h (P^h − A) ⊗ W_O^hW_V^h‖. The other part is at most the norm of the n×n matrix
-of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and for several heads
-
-    ‖K‖² ≤ max_j ‖Σ_h W_K^hᵀ R_jᵀ( Σ_i κ_i W_ij^h q_i^h q_i^hᵀ )R_j W_K^h‖        ‖Q‖ ≤ max_i ‖Σ_h W_O^h C_i^h τW_Q^h‖
-    κ_i  = ‖Σ_h W_O^h( Σ_j W_ij (v_j − o_i)(v_j − o_i)ᵀ )^h W_O^hᵀ‖
-
-where sums over heads are bounded by ``spectral_upper``. Or all at once: the norm of the n×n matrix of the norms of blocks.
+of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and for several heads what ``bounds.joined`` says. Or all at once: the norm of the n×n matrix of
+the norms of blocks.
 
 **Row Gram**: with S_ij = M_ij + K_ij and any weights ω_ij, ω_i > 0, by Cauchy–Schwarz,
 
@@ -34,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,15 +42,23 @@ from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds import blocks
 from lipscope.bounds.blocks import Blocks, Strip, frobenius
 from lipscope.bounds.bound import OURS, Bound, bound
+from lipscope.bounds.head_blocks import joined_norms
+from lipscope.bounds.joined import estimate, joined_parts, query_norms
 from lipscope.bounds.products import Products
-from lipscope.bounds.spectral_upper import RANK, best_vectors, matrix_norm_upper, sum_norms
+from lipscope.bounds.spectral_upper import PASSES, best_vectors, matrix_norm_upper, ritz_value, top_eigenvalue
 from lipscope.bounds.weights import layer_weights
 
 if TYPE_CHECKING:
     from lipscope.spectral.result import SpectralNorm
 
-# Most passes over the scores for a bound by Collatz–Wielandt; the matrices of a single strip are kept between them.
-PASSES = 40
+# Matrices of several strips are kept between passes over the scores up to so many of the n×n arrays of a strip's height.
+KEPT = 6
+# The parts of all heads together are bounded where so many times their estimate is less than the norm of the others.
+WASTE = 1.4
+# Operations up to which query parts of several heads are bounded in any case.
+FEW = 1 << 25
+# Lanczos steps of an estimate.
+STEPS = 12
 # Choices of weights that row Grams are computed for.
 ROUNDS = 3
 # Operations of a row Gram up to which it is part of every certificate.
@@ -157,7 +162,7 @@ def affordable(layer: Attention, n: int, result: SpectralNorm, inputs: int, scop
     H, dk, d = layer.heads, layer.head_width, layer.width
     pairs = H if scope == "head" else H**2
     certificate = 2.0 * inputs * pairs * n**2 * (2 * dk**2 if layer.rotary is not None else 4 * (dk + min(n, dk**2 / 4)))
-    if pairs // H * n**2 > blocks.ENTRIES:
+    if pairs // H * n**2 > KEPT // 2 * blocks.ENTRIES:
         certificate *= PASSES / 2
     if scope == "head":
         certificate += 8.0 * inputs * H * (2 * n**2 * dk**2 + 16 * n * dk**3)
@@ -194,53 +199,62 @@ def height_within(n: int, heads: int, width: int, memory: int) -> int | None:
     Beside the strip there are about eight copies of the tokens and ten products of weights, d×d each.
     """
     memory -= 8 * width * (8 * n + 10 * width)
-    if 16 * 8 * heads * n * n <= memory and n <= DENSE:
+    row = (16 + KEPT) * 8 * heads * n
+    if row * n <= memory and n <= DENSE:
         return None
-    return min(n, max(16, memory // (16 * 8 * heads * n)))
+    return min(n, max(16, memory // row))
 
 
 def _candidates(at: Blocks, gain: Tensor, rung: str, height: int | None) -> dict[str, float]:
-    """The certificates of a rung, by name."""
+    """The certificates of a rung, by name: dear ones where they may be the least."""
     if at.margin >= 0.1:
         return {"parts": math.inf, "row_gram": math.inf}
-    several, cheap = at.layer.heads > 1, _row_gram_cost(at) <= CHEAP
-    keys, own = _joined_parts(at, gain, height) if several else (math.inf, torch.full_like(gain, math.inf))
-    if at.head_norms is not None:
-        own = torch.minimum(own, at.head_norms[1])
-    (sizes, whole), x = _block_sizes(at, gain, own, height)
-    parts = _mean_part(at, gain, height) + min(sizes, keys + float((own * gain).max()))
-    found = {"parts": min(parts, whole)}
-    if rung == "tight" or cheap or not several:
+    (H, n, dk), own = at.q.shape, torch.full_like(gain, math.inf)
+    side, few = H * at.layer.value_width, H == 1 or H * n * dk**3 <= FEW
+    gram = rung == "tight" or H == 1 or ROUNDS * (2 * n**2 * side**2 + 12 * n * side**3) <= CHEAP
+    for strip in at.strips(height):
+        if gram and H * n**2 <= blocks.SMALL and few:
+            own[strip.rows] = joined_norms(strip, lambda heads: heads.queries)
+        if H > 1 and few:
+            own[strip.rows] = torch.minimum(own[strip.rows], query_norms(strip))
+    (parts, whole), x = _block_sizes(at, gain, own, height, gram)
+    if H > 1:
+        if rung == "tight" or WASTE * estimate(at, gain, height) < parts:
+            keys, queries = joined_parts(at, gain, height)
+            own = torch.minimum(own, queries)
+            parts = min(parts, keys + float((own * gain).max()))
+        best = _mean_part(at, gain, height) + parts
+        # The norms of blocks of single heads are dear, and take a tenth or two from the norm of all blocks.
+        if not gram and 0.75 * whole < best:
+            whole = _block_sizes(at, gain, own, height, True)[0][1]
+        whole = min(whole, best)
+    found = {"parts": whole}
+    if gram:
         found["row_gram"] = _row_gram(at, gain, x * gain, own, height)
     least = at.underflow * float(gain.max())
     return {name: value * (1 + 4 * at.margin) + least for name, value in found.items()}
 
 
-def _row_gram_cost(at: Blocks) -> float:
-    """Floating-point operations of the row Gram."""
-    side = at.layer.heads * at.layer.value_width
-    return float(ROUNDS * (2 * at.n**2 * side**2 + 12 * at.n * side**3))
-
-
 def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor], height: int | None) -> tuple[Tensor, Tensor]:
     """Norms (k,) of nonnegative n×n matrices known strip by strip, (k, r, c), with the vectors at which they were found."""
-    only = [matrices(strip) for strip in at.strips(height)] if at.single(height) else None
+    # Kept between passes where they are small beside what a strip takes.
+    small = at.single(height) or count * at.n <= KEPT * len(at.q) * (height or at.height)
+    kept = [(strip.columns, matrices(strip)) for strip in at.strips(height)] if small else None
 
     def grams(x: Tensor) -> Tensor:
         found = torch.zeros_like(x)
-        for strip in at.strips(height):
-            N = matrices(strip) if only is None else only[0]
-            found[:, strip.columns] += (N.mT @ (N @ x[:, strip.columns, None]))[..., 0]
+        for columns, N in kept or ((strip.columns, matrices(strip)) for strip in at.strips(height)):
+            found[:, columns] += (N.mT @ (N @ x[:, columns, None]))[..., 0]
         return found
 
-    return best_vectors(grams, at.q.new_ones(count, at.n), PASSES)
+    return best_vectors(grams, at.q.new_ones(count, at.n), PASSES, rtol=1e-6 if small else 1e-3)
 
 
-def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None) -> tuple[list[float], Tensor]:
-    """Norms of the matrices of ‖K_ij‖_F and of ‖M_ij + K_ij‖, with the query parts, and the leading vector of the second."""
+def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None, single: bool) -> tuple[list[float], Tensor]:
+    """Norms of the matrices of ‖K_ij‖_F and ‖M_ij + K_ij‖ (by ``single`` heads too), with ‖Q_i‖, and the x of the second."""
 
     def matrices(strip: Strip) -> Tensor:
-        *both, queries = _near_norms(strip, own)
+        *both, queries = _near_norms(strip, own, single)
         found = torch.stack(both) * gain[strip.columns]
         strip.own(found).add_(queries * gain[strip.rows])
         return found
@@ -249,50 +263,12 @@ def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None) -> t
     return norms.tolist(), vectors[1]
 
 
-def _joined_parts(at: Blocks, gain: Tensor, height: int | None) -> tuple[float, Tensor]:
-    """Bounds for ‖K‖ and for ‖Q_i‖ (n,) of heads that have few large directions each."""
-    (H, n, dk), worst = at.q.shape, 0.0
-    kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
-    for strip in at.strips(height):
-        kappa[strip.rows], queries[strip.rows] = strip.value_norms(), strip.query_norms()
-    step = at.rows_of(H * max(dk**2, RANK**2 * H))
-    for start in range(0, n, step):
-        norms = _key_norms(at, kappa, slice(start, min(n, start + step)), height)
-        worst = max(worst, float((norms * gain[start : start + step]).max()))
-    return worst, queries
-
-
-def _key_norms(at: Blocks, kappa: Tensor, block: slice, height: int | None) -> Tensor:
-    """≥ ‖Σ_h W_Kᵀ R_jᵀ (Σ_i κ_i W_ij q_i q_iᵀ) R_j W_K‖^½ for tokens j of a block."""
-    H, _, dk = at.q.shape
-    grams, sums = at.grams, at.q.new_zeros(H, block.stop - block.start, dk * dk)
-    total = torch.zeros_like(sums[..., 0])
-    for strip in at.strips(height):
-        first, low = strip.columns.start, max(block.start, strip.columns.start)
-        high = min(block.stop, strip.columns.stop)
-        if low < high:
-            here, squares = slice(low - block.start, high - block.start), strip.q[..., None] * strip.q[:, :, None]
-            weights = (strip.W * kappa[strip.rows, None])[..., low - first : high - first].mT
-            sums[:, here] += weights @ squares.flatten(2)
-            total[:, here] += weights.sum(-1)
-    second = sums.reshape(H, -1, dk, dk)
-    if at.rotation is not None:
-        turned = at.rotated(block).unsqueeze()
-        second = turned.transpose(turned.transpose(second).mT)
-    norms = sum_norms(grams.key_weights, second, grams.key_weights, at.weights.keys**2)
-    key_size = at.q.new_tensor([w.sizes[1] for w in at.weights.image])[:, None]
-    q_size = at.factors[3, :, 0]
-    trace = second.diagonal(dim1=-2, dim2=-1).sum(-1)
-    norms = norms + blocks.ROUNDS * at.unit * (key_size.square() * trace).sum(0)
-    return norms.sqrt() + blocks.ROUNDS * at.unit * ((key_size * q_size).square() * total).sum(0).sqrt()
-
-
-def _near_norms(strip: Strip, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _near_norms(strip: Strip, own: Tensor, single: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Upper bounds for ‖K_ij‖_F, ‖M_ij + K_ij‖ and ‖Q_i‖."""
     keys, queries = strip.part_sizes
     whole = strip.mean_norms + keys
-    if strip.at.head_norms is not None:
-        whole = torch.minimum(whole, strip.at.head_norms[0][strip.rows, strip.columns])
+    if single and strip.head_norms is not None:
+        whole = torch.minimum(whole, strip.head_norms)
     return keys, whole, torch.minimum(queries, own[strip.rows])
 
 
@@ -323,50 +299,55 @@ def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
         return found.abs_()
 
     rest, deviations = _norms(at, 2 * H, without, height)[0].split(H)
+    rest = rest + outside.sqrt()
     # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
-    inner, grams = images @ images.mT, at.grams
     side = H * at.layer.value_width
-    product = (grams.out * inner[:, :, None, None]).transpose(1, 2).reshape(side, side)
+    product = (at.grams.out * (images @ images.mT)[:, :, None, None]).transpose(1, 2).reshape(side, side)
     V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(H // at.layer.kv_heads, dim=0)
     V = V.flatten(0, 1)
     sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
     rounded = math.sqrt(at.unit) * float(sizes @ images.norm(dim=-1))
-    along = math.hypot(_root_norm(V.mT @ product @ V), rounded)
-    average = mean * at.weights.total
-    best = min(by_blocks, _overlap(at, heads, sizes))
-    # What is above the best before its second part is added needs none.
-    if along < best:
-        best = min(best, math.hypot(along, _overlap(at, rest + outside.sqrt(), sizes)))
-    if average < best:
-        best = min(best, average + _overlap(at, deviations, sizes))
+    average, best = mean * at.weights.total, by_blocks
+    along = math.sqrt(max(0.0, ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS)))
+    # What is above the best by its estimate from below needs no bound from above.
+    ways: list[tuple[float, Callable[[], float]]] = [
+        (_overlap(at, heads), lambda: _overlap(at, heads, sizes)),
+        (math.hypot(along, _overlap(at, rest)),
+         lambda: math.hypot(math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded, _overlap(at, rest, sizes))),
+        (average + _overlap(at, deviations), lambda: average + _overlap(at, deviations, sizes)),
+    ]  # fmt: skip
+    for estimated, upper in sorted(ways, key=lambda way: way[0]):
+        best = min(best, upper()) if estimated < best else best
     # What cancels between heads is off by what each of them is off by.
     return best + 2 * at.margin * float(sizes @ heads)
 
 
-def _overlap(at: Blocks, norms: Tensor, sizes: Tensor) -> float:
-    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ for norms p_h, or ‖W_O‖‖W_V‖max_h p_h; ``sizes`` are ‖W_O‖_F‖W_V‖_F."""
-    weights = (norms[:, None] * norms).sqrt()[:, None, :, None]
-    left, right = (_root_norm(gram * weights) for gram in at.products.balanced)
+def _overlap(at: Blocks, norms: Tensor, sizes: Tensor | None = None) -> float:
+    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ or ‖W_O‖‖W_V‖max_h p_h; from below without ``sizes`` ‖W_O‖_F‖W_V‖_F."""
+    roots = norms.sqrt().repeat_interleave(at.layer.value_width)
+    plain = at.weights.out * at.weights.values * float(norms.max())
+    scaled = [roots[:, None] * gram * roots for gram in at.products.balanced]
+    if sizes is None:
+        left, right = (ritz_value(partial(torch.mv, S), S, STEPS) for S in scaled)
+        return min(math.sqrt(max(0.0, left * right)) * (1 - 1e-9), plain)
+    left, right = map(top_eigenvalue, scaled)
     # What the rounding of the decompositions may have done.
     off = (1e-12 + 8 * at.layer.width * torch.finfo(norms.dtype).eps) * float(norms @ sizes)
-    return min(left * right + off, at.weights.out * at.weights.values * float(norms.max()))
-
-
-def _root_norm(gram: Tensor) -> float:
-    side = math.isqrt(gram.numel())
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram.reshape(side, side))[-1]))) * (1 + 1e-12)
+    return min(math.sqrt(left) * math.sqrt(right) + off, plain)
 
 
 def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor, height: int | None) -> float:
     """The least row-Gram bound over some choices of x, the first being the leading vector of the norms of the blocks."""
     best = math.inf
-    # Any sizes of query parts give weights, and neither choice is always the better one: the last are ‖Q_i‖_F.
+    # Any sizes of query parts give weights, and neither choice is always the better one: the last are ‖Q_i‖_F. None is below
+    # what rounding may do to its square, which counts the more the smaller they are.
     for queries in [own] * (ROUNDS - 1) + [torch.full_like(own, math.inf)]:
         x = (x / x.max()).clamp_min(1e-100)
         sums = torch.zeros_like(x)
         for strip in at.strips(height):
             _, N, query = _near_norms(strip, queries)
             column = x[strip.columns]
+            query = torch.maximum(query, strip.errors[2][1].sqrt())
             weights = torch.where(N > 0, column / N.clamp_min(1e-280), 0.0)
             own_weights = torch.where(query > 0, x[strip.rows] / query.clamp_min(1e-280), 0.0)
             norms = _row_norms(strip, weights, own_weights)

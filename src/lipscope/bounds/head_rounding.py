@@ -10,6 +10,8 @@ from torch import Tensor
 from lipscope.attention.scores import ScoreRule, softcap_size, tile_of
 from lipscope.bounds.weights import HeadWeights
 
+# How often the margins of single numbers cover the rounding of a product of two parts.
+ROUNDS = 4
 # A probability below e^−_UNDERFLOW is zero in float64; rows of an additive term looked at together.
 _UNDERFLOW, _ROWS = 750.0, 256
 # Probabilities below this may vanish in squares of squares; what they can do to a norm is added to it.

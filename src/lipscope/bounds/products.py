@@ -62,14 +62,12 @@ class Products:
         return None if self.layer.out is None else triangle(self.layer.out)
 
     @cached_property
-    def balanced(self) -> tuple[Tensor, Tensor]:
-        """Gram matrices (H, dv, H, dv) of U_h√S_h and Y_h√S_h, with W_O^hW_V^h = U_hS_hY_hᵀ."""
+    def balanced(self) -> list[Tensor]:
+        """Gram matrices (H·dv, H·dv) of U_h√S_h and Y_h√S_h, with W_O^hW_V^h = U_hS_hY_hᵀ."""
         layer, width = self.layer, self.layer.value_width
-        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for h, block in enumerate(self.grams.outputs):
-            (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (block, layer.head(h).v.mT))
-            U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
-            for side, half in zip(sides, (Q @ U, Y @ Z.mT), strict=True):
-                side.append(torch.nn.functional.pad(half * S.sqrt(), (0, width - len(S))))
-        left, right = (torch.cat(side, dim=1) for side in sides)
-        return tuple((t.mT @ t).reshape(layer.heads, width, layer.heads, width) for t in (left, right))  # type: ignore[return-value]
+        values = layer.v.reshape(layer.kv_heads, width, -1).repeat_interleave(layer.heads // layer.kv_heads, 0)
+        (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (self.grams.outputs, values.mT))
+        U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
+        sides = (t * S.sqrt()[:, None] for t in (Q @ U, Y @ Z.mT))
+        padded = (torch.nn.functional.pad(t, (0, width - S.shape[-1])).transpose(0, 1).flatten(1) for t in sides)
+        return [t.mT @ t for t in padded]

@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.validation import balanced, times_power
+from lipscope.bounds.blocks import Blocks
 from lipscope.bounds.bound import OURS, Bound, bound
 from lipscope.bounds.constants import Constants, HeadConstants
-from lipscope.bounds.head_core import HeadCore
-from lipscope.bounds.spectral_upper import nonnegative_norm
-from lipscope.bounds.weights import HeadWeights, layer_weights, over_heads, spectral
+from lipscope.bounds.head_blocks import HeadBlocks
+from lipscope.bounds.products import Products
+from lipscope.bounds.spectral_upper import matrix_norm_upper, nonnegative_norms
+from lipscope.bounds.weights import layer_weights, over_heads, spectral
 
+_Heads: TypeAlias = Callable[[HeadBlocks, tuple[HeadConstants, ...], float], Tensor]
 _SOURCE = "Yudin, Gaponov, Kudriashov, Rakhuba, Pay Attention to Attention Distribution, arXiv 2507.07814, 2025"
 
 
@@ -38,13 +42,15 @@ def yudin2025_published(layer: Attention, x: Tensor) -> Bound:
     """
     root = math.sqrt(x.shape[0])
 
-    def head(core: HeadCore, w: HeadWeights, c: HeadConstants, size: float) -> float:
-        values = c.value * size + root * c.value_bias
-        scores = 2 * size * c.interaction + root * (c.query_bias + c.key_bias)
-        return c.value * nonnegative_norm(core.P) + values * scores * float(g1(core.P).max())
+    def heads(at: HeadBlocks, constants: tuple[HeadConstants, ...], size: float) -> Tensor:
+        columns = [(c.value, c.value_bias, c.interaction, c.query_bias + c.key_bias) for c in constants]
+        value, value_bias, interaction, biases = at.o.new_tensor(columns).T
+        scores = 2 * size * interaction + root * biases
+        slopes = g1(at.strip.P).amax(-1)
+        found: Tensor = value * nonnegative_norms(at.strip.P)[0] + (value * size + root * value_bias) * scores * slopes
+        return found
 
-    value = _joined(layer, x, head)
-    return Bound("yudin2025.published", value, "local", "this input; any mask", _SOURCE, {"n": x.shape[0]})
+    return _joined("published", _SOURCE, layer, x, heads)
 
 
 @bound("yudin2025.improved", needs="x")
@@ -56,38 +62,43 @@ def yudin2025_improved(layer: Attention, x: Tensor) -> Bound:
     soft-cap). Any mask, Frobenius norms. Ours.
     """
 
-    def head(core: HeadCore, w: HeadWeights, c: HeadConstants, size: float) -> float:
-        v = core.v if core.sink_share is None else core.v + core.centre
-        if w.R_O is not None:
-            v = v @ w.R_O.mT
+    def heads(at: HeadBlocks, constants: tuple[HeadConstants, ...], size: float) -> Tensor:
+        strip = at.strip
+        v = at.v if strip.sink_share is None else at.through(strip.v + at.at.centre)
         # A matrix of n rows is off by √n times the error of one.
-        root, unit = math.sqrt(len(v)), 2 * core.rounding.unit
-        values = float(torch.linalg.matrix_norm(v, 2)) + root * float(core.value_error(w).max())
-        slope = float(largest_eigenvalue(core.P).max())
-        scores = core.projected_norm(core.k, w.R_Q) + root * unit * core.rounding.key * w.sizes[0]
-        scores += core.projected_norm(core.q, w.R_K) + root * core.gradient_error
-        return c.value * nonnegative_norm(core.P) + values * scores * slope
+        root = math.sqrt(at.at.n)
+        values = torch.linalg.matrix_norm(v, 2) + root * at.value_error.expand_as(at.o[..., :1]).amax((1, 2))
+        errors = (2 * at.unit * at.key * at.sizes[0] + at.gradient_error)[:, 0, 0]
+        scores = _projected_norms(at.at, strip.k, at.stacked("R_Q")) + _projected_norms(at.at, strip.q, at.stacked("R_K"))
+        value = v.new_tensor([c.value for c in constants])
+        slopes = largest_eigenvalue(strip.P).amax(-1)
+        found: Tensor = value * nonnegative_norms(strip.P)[0] + values * (scores + root * errors) * slopes
+        return found
 
-    value = _joined(layer, x, head)
-    reference = f"{OURS}, after {_SOURCE}"
-    return Bound("yudin2025.improved", value, "local", "this input; any mask", reference, {"n": x.shape[0]})
+    return _joined("improved", f"{OURS}, after {_SOURCE}", layer, x, heads)
 
 
-def _joined(layer: Attention, x: Tensor, head: Callable[[HeadCore, HeadWeights, HeadConstants, float], float]) -> float:
+def _projected_norms(at: Blocks, t: Tensor, M: Tensor) -> Tensor:
+    """‖t Mᵀ‖ of every head, or the largest ‖t R_j Mᵀ‖ over tokens with rotary embeddings."""
+    if at.rotation is None:
+        norms: Tensor = torch.linalg.matrix_norm(t @ M.mT, 2)
+        return norms
+    rotated = at.rotation.unsqueeze().apply(M[:, None].expand(-1, at.n, -1, -1))
+    return matrix_norm_upper(rotated @ (t.mT @ t)[:, None] @ rotated.mT, symmetric=True).amax(-1).sqrt()
+
+
+def _joined(name: str, reference: str, layer: Attention, x: Tensor, heads: _Heads) -> Bound:
     """The heads joined, rounded up by the margin of the probabilities; infinite where these have no digits."""
     layer, x, _, power = balanced(layer, x.detach().double())
-    weights, constants = layer_weights(layer), Constants.of(layer, x.shape[0])
-    precise, size = layer.to(torch.float64), spectral(x)
-    plain, image, margin, least = [], [], 0.0, 0.0
+    constants, size, precise = Constants.of(layer, x.shape[0]), spectral(x), layer.to(torch.float64)
     with torch.no_grad():
-        for h in range(layer.heads):
-            core = HeadCore.at(precise.head(h), x, weights.plain[h])
-            margin = max(margin, core.margin)
-            least += core.rounding.underflow(weights.image[h], len(x))
-            plain.append(head(core, weights.plain[h], constants.plain[h], size))
-            image.append(head(core, weights.image[h], constants.image[h], size))
-    value = over_heads(plain, weights.out, image) * (1 + 4 * margin) + least if margin < 0.1 else math.inf
-    return float(times_power(torch.tensor(value, dtype=torch.float64), power, outwards=1))
+        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)))
+        (strip,) = at.strips(at.n)
+        sides = (at.weights.plain, constants.plain), (at.weights.image, constants.image)
+        plain, image = (heads(HeadBlocks(strip, w), c, size).tolist() for w, c in sides)
+    value = over_heads(plain, at.weights.out, image) * (1 + 4 * at.margin) + at.underflow if at.margin < 0.1 else math.inf
+    value = float(times_power(torch.tensor(value, dtype=torch.float64), power, outwards=1))
+    return Bound(f"yudin2025.{name}", value, "local", "this input; any mask", reference, {"n": x.shape[0]})
 
 
 def g1(p: Tensor) -> Tensor:

@@ -17,62 +17,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 _SMALLEST = 1e-280
+# Power steps for a bound by Collatz–Wielandt, at most.
+PASSES = 40
+# Rows up to which all eigenvalues are computed where the largest is wanted.
+_DIRECT = 96
 # Multiplications of one squaring of the whole batch above which fewer squarings are made.
-_LARGE = 1 << 23
+LARGE = 1 << 23
 
 
-def nonnegative_norm(N: Tensor, steps: int = 40) -> float:
-    """Collatz–Wielandt bound for the spectral norm of a nonnegative matrix, after a few power steps for x.
+def nonnegative_norms(N: Tensor) -> tuple[Tensor, Tensor]:
+    """Collatz–Wielandt bounds (k,) for the norms of nonnegative matrices (k, m, n), and the x > 0 (k, n) that give them.
 
     Every x > 0 gives a valid bound; power steps only make it tight. All sums are of nonnegative terms, so each carries a
     relative error of at most (number of terms)·eps, which is added.
-
-    Example:
-        >>> import torch
-        >>> round(nonnegative_norm(torch.ones(3, 3, dtype=torch.float64)), 9)
-        3.0
     """
-    return _best_vector(N, steps)[0]
-
-
-def perron_vector(N: Tensor, steps: int = 40) -> Tensor:
-    """The x > 0 at which ``nonnegative_norm`` found its bound, close to the leading right singular vector."""
-    return _best_vector(N, steps)[1]
-
-
-def collatz_wielandt(N: Tensor, x: Tensor) -> float:
-    """√(max_i (NᵀN x)_i/x_i) ≥ ‖N‖₂ for a fixed x > 0: increasing in every entry of N, unlike the best such bound."""
     size = _largest(N)
     N = N / size
-    ratio = float((N.mT @ (N @ x) / x).max())
-    return size * math.sqrt(ratio) * _rounding(N) if math.isfinite(ratio) else math.inf
+    norms, x = best_vectors(lambda x: _gram(N, x), N.new_ones(len(N), N.shape[-1]), PASSES, rows=N.shape[-2])
+    return size[:, 0, 0] * norms, x
 
 
-def _best_vector(N: Tensor, steps: int) -> tuple[float, Tensor]:
+def collatz_wielandt(N: Tensor, x: Tensor) -> Tensor:
+    """√(max_i (NᵀN x)_i/x_i) ≥ ‖N‖₂ for fixed x > 0 (k, n): increasing in every entry of N, unlike the best such bound."""
     size = _largest(N)
     N = N / size
-    norms, x = best_vectors(lambda x: (N.mT @ (N @ x[0]))[None], N.new_ones(1, N.shape[1]), steps, rows=N.shape[0])
-    return size * float(norms), x[0]
+    ratio = (_gram(N, x) / x).amax(-1).nan_to_num(math.inf, math.inf)
+    return size[:, 0, 0] * ratio.sqrt() * (1 + (sum(N.shape[-2:]) + 8) * torch.finfo(N.dtype).eps)
+
+
+def _gram(N: Tensor, x: Tensor) -> Tensor:
+    return (N.mT @ (N @ x[..., None]))[..., 0]
+
+
+def _largest(N: Tensor) -> Tensor:
+    """The largest entries, to divide by: squares of very small or large entries would leave the range of floats."""
+    return N.abs().amax((-2, -1), keepdim=True).clamp_min(_SMALLEST)
 
 
 def best_vectors(
-    grams: Callable[[Tensor], Tensor], x: Tensor, steps: int = 40, *, rows: int | None = None
+    grams: Callable[[Tensor], Tensor], x: Tensor, steps: int, *, rows: int | None = None, rtol: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """Collatz–Wielandt bounds (k,) for k matrices known by their products NᵀNx alone, each with the x > 0 of its bound.
 
     ``grams`` maps vectors (k, n), one for each matrix, to the products; ``x`` are positive ones to start from, ``rows`` is
-    the number of rows of the matrices, that of columns by default.
+    the number of rows of the matrices, that of columns by default. It ends when no bound falls by ``rtol`` any more.
     """
     best, found = x.new_full((len(x),), math.inf), x
     for step in range(steps):
         y = grams(x)
         ratio = (y / x).amax(-1).nan_to_num(math.inf, math.inf)
-        improved = ratio < best * (1 - 1e-6)
+        improved = ratio < best * (1 - rtol)
         found = torch.where((ratio < best)[:, None], x, found)
         best, top = torch.minimum(best, ratio), y.amax(-1, keepdim=True)
         going = improved if step > 4 else ratio.isfinite()
@@ -81,15 +81,6 @@ def best_vectors(
         # The floor keeps x positive on blocks that the leading one outgrows; the ratio is taken after it.
         x = torch.where(top > 0, y / top, x).clamp_min(_SMALLEST)
     return best.sqrt() * (1 + ((rows or x.shape[1]) + x.shape[1] + 8) * torch.finfo(x.dtype).eps), found
-
-
-def _largest(N: Tensor) -> float:
-    """The largest entry, to divide by: squares of very small or large entries would leave the range of floats."""
-    return max(float(N.abs().max()), _SMALLEST)
-
-
-def _rounding(N: Tensor) -> float:
-    return 1 + (sum(N.shape) + 8) * torch.finfo(N.dtype).eps
 
 
 def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: bool = False, single: bool = False) -> Tensor:
@@ -114,7 +105,7 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     G = M if symmetric else M.mT @ M if M.shape[-1] <= M.shape[-2] else M @ M.mT
     terms = sum(M.shape[-2:])
     if squarings is None:
-        squarings = 4 if G.numel() * G.shape[-1] <= _LARGE else 2
+        squarings = 4 if G.numel() * G.shape[-1] <= LARGE else 2
     exponent = 1.0
     squarings += symmetric
     log = torch.zeros(G.shape[:-2], dtype=M.dtype, device=M.device)
@@ -130,6 +121,46 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     rounding = 1 + (4 * terms**1.5 + 64) * torch.finfo(M.dtype).eps
     bound: Tensor = scale * torch.exp(log if symmetric else log / 2).to(dtype) * rounding
     return bound
+
+
+def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int) -> float:
+    """The largest Ritz value of a symmetric matrix known by its products after some Lanczos steps: at most its norm."""
+    start = torch.randn(like.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(like)
+    Q, T, value = (start / start.norm())[None], like.new_zeros(steps, steps), 0.0
+    for k in range(min(steps, like.shape[-1])):
+        y = product(Q[k])
+        T[k, k] = Q[k] @ y
+        for _ in range(2):
+            y = y - Q.mT @ (Q @ y)
+        size = float(y.norm())
+        last = size <= 1e-12 * float(T[k, k].abs())
+        if last or k + 1 == min(steps, like.shape[-1]) or k % 8 == 7:
+            before, value = value, float(torch.linalg.eigvalsh(T[: k + 1, : k + 1])[-1])
+            if last or value - before <= 1e-9 * value:
+                break
+        if k + 1 < steps:
+            T[k, k + 1] = T[k + 1, k] = size
+            Q = torch.cat([Q, y[None] / size])
+    return value
+
+
+def top_eigenvalue(S: Tensor) -> float:
+    """An upper bound for the largest eigenvalue of a positive semidefinite matrix S, by a relative 1e-6 too large at most.
+
+    Of large matrices a Ritz value θ is enlarged a little and c·I − S ⪰ 0 verified: when a Cholesky factorisation of it runs
+    to its end in floating point, no eigenvalue is below −(m + 2)·eps·trace (Rump 2006), whatever θ is. Else from all of
+    them, rounded up by a relative 2e-12.
+    """
+    m, eps = len(S), torch.finfo(S.dtype).eps
+    if m > _DIRECT:
+        theta = ritz_value(partial(torch.mv, S), S, 64)
+        for slack in (2e-7, 1e-6) if 1e-200 < theta < 1e200 else ():
+            c = theta * (1 + slack)
+            rest = -S
+            rest.diagonal().add_(c)
+            if not int(torch.linalg.cholesky_ex(rest).info):
+                return c * (1 + (m + 8) * m * eps)
+    return max(0.0, float(torch.linalg.eigvalsh(S)[-1])) * (1 + 2e-12)
 
 
 # Columns of the factors. Covariances of a sharp softmax are nearly of that rank; more cost more than they bring.

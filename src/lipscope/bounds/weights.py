@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lipscope.attention.layer import Attention
 from lipscope.attention.validation import power_above, times_power
+from lipscope.bounds.spectral_upper import top_eigenvalue
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ def _root_norm(M: Tensor) -> float:
     power = power_above(M)
     M = times_power(M, -power)
     gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
-    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram)[-1]))) * (1 + 1e-12) * 2.0**power
+    return math.sqrt(top_eigenvalue(gram)) * 2.0**power
 
 
 def _head(single: Attention) -> HeadWeights:

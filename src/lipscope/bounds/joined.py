@@ -1,0 +1,134 @@
+"""The key and query parts of all heads together, for heads that have few large directions each; and what that would bring.
+
+    ‖K‖² ≤ max_j ‖Σ_h W_K^hᵀ R_jᵀ( Σ_i κ_i W_ij^h q_i^h q_i^hᵀ )R_j W_K^h‖        ‖Q‖ ≤ max_i ‖Σ_h W_O^h C_i^h τW_Q^h‖
+    κ_i  = ‖Σ_h W_O^h( Σ_j W_ij (v_j − o_i)(v_j − o_i)ᵀ )^h W_O^hᵀ‖
+
+where sums over heads are bounded by ``spectral_upper.sum_norms``. They take n·d_head³ operations per head, and are the least
+where heads act in different directions. Power steps tell what they are about, at a tenth of the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lipscope.bounds.blocks import Blocks, Strip
+from lipscope.bounds.head_rounding import ROUNDS
+from lipscope.bounds.spectral_upper import RANK, sum_norms
+
+
+def joined_parts(at: Blocks, gain: Tensor, height: int | None) -> tuple[float, Tensor]:
+    """Bounds for ‖K‖ and for ‖Q_i‖ (n,)."""
+    (H, n, dk), worst = at.q.shape, 0.0
+    kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
+    for strip in at.strips(height):
+        kappa[strip.rows], queries[strip.rows] = value_norms(strip), query_norms(strip)
+    step = at.rows_of(H * max(dk**2, RANK**2 * H))
+    for start in range(0, n, step):
+        norms = _key_norms(at, kappa, slice(start, min(n, start + step)), height)
+        worst = max(worst, float((norms * gain[start : start + step]).max()))
+    return worst, queries
+
+
+def estimate(at: Blocks, gain: Tensor, height: int | None, steps: int = 3) -> float:
+    """About what ``joined_parts`` would give for ‖K‖ + ‖Q‖, from below: nothing that a bound may be made of."""
+    grams, W_O, generator = at.grams, at.grams.outputs, torch.Generator().manual_seed(0)
+
+    def powers(product: Callable[[Tensor], Tensor], count: int, width: int) -> Tensor:
+        y = torch.randn(count, width, dtype=gain.dtype, generator=generator).to(gain)
+        for _ in range(steps):
+            y = product(torch.nn.functional.normalize(y, dim=-1))
+        sizes: Tensor = torch.linalg.vector_norm(y, dim=-1)
+        return sizes
+
+    def turned(t: Tensor, places: slice, back: bool = False) -> Tensor:
+        if at.rotation is None:
+            return t
+        rotation = at.rotated(places)
+        return rotation.transpose(t) if back else rotation.apply(t)
+
+    def values(strip: Strip, y: Tensor) -> Tensor:
+        z = _into(W_O, y)
+        return strip.W * (z @ strip.v.mT - (z * strip.o).sum(-1, keepdim=True))
+
+    def moved(strip: Strip, t: Tensor) -> Tensor:
+        return _out_of(W_O, t @ strip.v - t.sum(-1, keepdim=True) * strip.o)
+
+    def covariance(strip: Strip, y: Tensor) -> Tensor:
+        return moved(strip, values(strip, y))
+
+    def query(strip: Strip, y: Tensor) -> Tensor:
+        t = strip.W * (turned(_into(grams.query_weights, y), strip.rows) @ strip.k.mT)
+        return _out_of(grams.query_weights, turned(values(strip, moved(strip, t)) @ strip.k, strip.rows, True))
+
+    def key(y: Tensor) -> Tensor:
+        z, total = turned(_into(grams.key_weights, y), slice(0, at.n)), torch.zeros_like(at.k)
+        for strip in at.strips(height):
+            t = strip.W * kappa[strip.rows, None] * (strip.q @ z[:, strip.columns].mT)
+            total[:, strip.columns] += t.mT @ strip.q
+        return _out_of(grams.key_weights, turned(total, slice(0, at.n), True))
+
+    kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
+    for strip in at.strips(height):
+        kappa[strip.rows] = powers(partial(covariance, strip), strip.o.shape[1], W_O.shape[1])
+        queries[strip.rows] = powers(partial(query, strip), strip.o.shape[1], at.layer.width).sqrt()
+    return float((powers(key, at.n, at.layer.width).sqrt() * gain).max() + (queries * gain).max())
+
+
+def _into(weights: Tensor, y: Tensor) -> Tensor:
+    """W_hᵀy for every head, (H, r, m)."""
+    images: Tensor = (y @ weights.transpose(0, 1).flatten(1)).reshape(len(y), len(weights), -1).transpose(0, 1)
+    return images
+
+
+def _out_of(weights: Tensor, t: Tensor) -> Tensor:
+    """Σ_h W_h t_h, (r, d)."""
+    return t.transpose(0, 1).flatten(1) @ weights.mT.flatten(0, 1)
+
+
+def query_norms(strip: Strip) -> Tensor:
+    """≥ ‖Q_i‖ (r,)."""
+    grams, weights = strip.at.grams, strip.at.weights
+    norms = sum_norms(grams.outputs, strip.covariances, grams.query_weights, weights.out * weights.queries)
+    off, rounding = strip.errors[2]
+    return norms + off + rounding.sqrt()
+
+
+def value_norms(strip: Strip) -> Tensor:
+    """≥ κ_i (r,)."""
+    at, (far, squares), v_size, out = strip.at, strip.sizes, strip.at.factors[5], strip.at.factors[6]
+    rest = (strip.W @ strip.v) - strip.W.sum(-1, keepdim=True) * strip.o
+    second = strip.moments(strip.v) - rest[..., None] * strip.o[:, :, None]
+    norms = sum_norms(at.grams.outputs, second, at.grams.outputs, at.weights.out**2)
+    # Rounding of the sums, and what the deviations are off by.
+    norms = norms + ROUNDS * at.unit * (strip.W * squares * out.square()).sum((0, 2))
+    off = ((at.margin * far + at.unit * v_size) * out).square()
+    return (norms.sqrt() + ROUNDS * (strip.W * off).sum((0, 2)).sqrt()).square()
+
+
+def _key_norms(at: Blocks, kappa: Tensor, block: slice, height: int | None) -> Tensor:
+    """≥ ‖Σ_h W_Kᵀ R_jᵀ (Σ_i κ_i W_ij q_i q_iᵀ) R_j W_K‖^½ for tokens j of a block."""
+    H, _, dk = at.q.shape
+    grams, sums = at.grams, at.q.new_zeros(H, block.stop - block.start, dk * dk)
+    total = torch.zeros_like(sums[..., 0])
+    for strip in at.strips(height):
+        first, low = strip.columns.start, max(block.start, strip.columns.start)
+        high = min(block.stop, strip.columns.stop)
+        if low < high:
+            here, squares = slice(low - block.start, high - block.start), strip.q[..., None] * strip.q[:, :, None]
+            weights = (strip.W * kappa[strip.rows, None])[..., low - first : high - first].mT
+            sums[:, here] += weights @ squares.flatten(2)
+            total[:, here] += weights.sum(-1)
+    second = sums.reshape(H, -1, dk, dk)
+    if at.rotation is not None:
+        turned = at.rotated(block).unsqueeze()
+        second = turned.transpose(turned.transpose(second).mT)
+    norms = sum_norms(grams.key_weights, second, grams.key_weights, at.weights.keys**2)
+    key_size = at.q.new_tensor([w.sizes[1] for w in at.weights.image])[:, None]
+    q_size = at.factors[3, :, 0]
+    trace = second.diagonal(dim1=-2, dim2=-1).sum(-1)
+    norms = norms + ROUNDS * at.unit * (key_size.square() * trace).sum(0)
+    return norms.sqrt() + ROUNDS * at.unit * ((key_size * q_size).square() * total).sum(0).sqrt()
