@@ -204,8 +204,10 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
             return None
         linear = [m for m in module.modules() if is_linear(m) or isinstance(m, nn.MultiheadAttention)]
         matrices.extend((m, name, w) for m in linear for name, w in m.named_parameters(recurse=False) if w.ndim == 2)
+        # Those of a quantised layer are made when they are asked for, unless it holds some.
+        matrices.extend((m, "weight", None) for m in linear if isinstance(getattr(type(m), "weight", None), property))
         for number, (m, name, w) in enumerate(matrices):
-            m._parameters[name] = touch(layer, ("weights", number), w)  # type: ignore[assignment]
+            m._parameters[name] = touch(layer, ("weights", number), getattr(m, name) if w is None else w)  # type: ignore[assignment]
         new = touch(layer, ("input", 0), tokens)
         # Self-attention in torch's own words is module(x, x, x).
         return tuple(new if v is tokens else v for v in args), {k: new if v is tokens else v for k, v in kwargs.items()}

@@ -24,6 +24,7 @@ from lipscope.models.inputs import (
     token_inputs,
 )
 from lipscope.models.isolation import claims_causality, own_pass
+from lipscope.models.quantised import dequantised
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.seam import plain_experts
@@ -72,10 +73,12 @@ class Model(Shown):
             raise TypeError(f"tokenizer must be a tokenizer, got the class {tokenizer.__name__}")
         model = backbone(model, part)
         self.stream = stream
-        if stream is None:
-            refuse_unmeasurable(model)
         self.name = name or type(model).__name__
-        self.notes = tuple(notes)
+        self.notes, drawn = tuple(notes), not_in_checkpoint(model)
+        if stream is None:
+            model, packed = dequantised(model)
+            self.notes += packed
+            refuse_unmeasurable(model)
         self.tokenizer: Any = tokenizer
         self.model = in_dtype(model, dtype, device) if stream is None else model
         self._projections: dict[int, AffineParts | None] = {}
@@ -84,7 +87,7 @@ class Model(Shown):
         inputs = probe_inputs(self.model)
         run = runner(self.model, inputs)
         if stream is None:  # else what is missing is refused when the stream is made
-            refuse_random_weights(self.model, not_in_checkpoint(model), run)
+            refuse_random_weights(self.model, drawn, run)
         with replaying(self.model):
             try:
                 found, output = find_layers(self.model, run)
