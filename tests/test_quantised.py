@@ -100,9 +100,9 @@ class PackedTensor(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def torchao(linear: nn.Linear, bits: int) -> nn.Module:
+def torchao(linear: nn.Linear, bits: int, kind: type[Fake] = Fake) -> nn.Module:
     made = copy.deepcopy(linear)
-    made.weight = nn.Parameter(PackedTensor(Fake(linear, bits)), requires_grad=False)
+    made.weight = nn.Parameter(PackedTensor(kind(linear, bits)), requires_grad=False)
     return made
 
 
@@ -170,23 +170,28 @@ def test_models_that_differ_in_packed_weights_alone_are_told_apart() -> None:
     assert model_fingerprint(lipscope.load(first)) != model_fingerprint(lipscope.load(second))
 
 
-def test_one_layer_at_a_time() -> None:
+@pytest.mark.parametrize("in_tensors", [False, True])
+def test_one_layer_at_a_time(in_tensors: bool) -> None:
     """Weights live while their layer is called, and in the graph of the layer that is measured: never all of them."""
     living: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most: list[int] = []
 
     class Counting(Hqq):
-        def dequantize(self) -> Tensor:
-            living.add(made := super().dequantize())
+        def dense(self) -> Tensor:
+            living.add(made := super().dense())
             most.append(len(living))
             return made
 
-    model = lipscope.load(swapped(llama(), lambda linear: Counting(linear, 8)))
+    def make(linear: nn.Linear) -> nn.Module:
+        return torchao(linear, 8, Counting) if in_tensors else Counting(linear, 8)
+
+    model = lipscope.load(swapped(llama(), make))
+    assert max(most) <= 7  # the linear layers of one block, of 14 in all
     most.clear()
     recorded = model.record(input_ids=IDS)
     assert max(most) == 1
     recorded[1].sigma("block")
-    assert max(most) <= 7  # the linear layers of one block
+    assert max(most) <= 7
 
 
 class Transposed(Hqq):

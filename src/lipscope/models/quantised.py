@@ -62,12 +62,14 @@ def dequantised(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """
     like = torch.zeros((), dtype=model_dtype(model))
     packed = {name: part for name, part in model.named_modules() if _is_quantised(part)}
+    held = {id(p) for part in packed.values() for p in part.parameters()}
     # Elsewhere (embeddings, experts) what can be de-quantised is so at once.
-    memo: dict[int, Any] = {id(p): p for p in [*model.parameters(), *model.buffers()]}
-    memo |= {id(p): nn.Parameter(p.dequantize(), requires_grad=False) for p in model.parameters() if _knows_itself(p)}
-    kinds = {_kind(p) for p in model.parameters() if _knows_itself(p)}
-    if not packed and not kinds:
+    others = [p for p in model.parameters() if _knows_itself(p) and id(p) not in held]
+    if not packed and not others:
         return model, ()
+    kinds = {_kind(p) for p in others}
+    memo: dict[int, Any] = {id(p): p for p in [*model.parameters(), *model.buffers()]}
+    memo |= {id(p): nn.Parameter(p.dequantize(), requires_grad=False) for p in others}
     for name, part in packed.items():
         here: Tensor = next((t for t in [*part.parameters(), *part.buffers()]), like)
         if here.is_meta:
