@@ -83,26 +83,32 @@ class Gptq(Fake):
 class PackedTensor(torch.Tensor):
     """A weight that is packed and looks like floating point, as those of torchao do."""
 
-    @staticmethod
-    def __new__(cls, fake: Fake) -> PackedTensor:
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(fake.qweight.shape), dtype=torch.float32)
+    fake: Fake
+
+    @classmethod
+    def of(cls, fake: Fake) -> PackedTensor:
+        made = torch.zeros(fake.qweight.shape).as_subclass(cls)
         made.fake = fake
-        return made  # type: ignore[no-any-return]
+        return made
 
     def dequantize(self) -> Tensor:
         return self.fake.dense()
 
+    def __deepcopy__(self, memo: Any) -> PackedTensor:
+        raise RuntimeError("cannot be copied")  # those of quanto cannot
+
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach:
             return args[0]
-        plain = [a.dequantize() if isinstance(a, PackedTensor) else a for a in args]
-        return func(*plain, **(kwargs or {}))
+        if func is nn.functional.linear:
+            return func(*(a.dequantize() if isinstance(a, PackedTensor) else a for a in args))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def torchao(linear: nn.Linear, bits: int, kind: type[Fake] = Fake) -> nn.Module:
     made = copy.deepcopy(linear)
-    made.weight = nn.Parameter(PackedTensor(kind(linear, bits)), requires_grad=False)
+    made.weight = nn.Parameter(PackedTensor.of(kind(linear, bits)), requires_grad=False)
     return made
 
 
