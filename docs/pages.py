@@ -103,6 +103,8 @@ PAGES = (
     Page("performance", "benchmarks/goals.py", ("docs/performance-log.md", "docs/performance"), ("-c",
          "import subprocess; subprocess.run(['make', 'bench'], check=True)"), long=True,
          follows=tuple(f"benchmarks/{name}.py" for name in BENCHMARKS)),
+    Page("families", "checks/families.py", ("docs/families.md",), ("checks/families.py", "--write"),
+         follows=("checks/architectures.py",)),
     Page("gpt2-attention", "docs/make_gpt2_attention.py", ("docs/gpt2-attention.md", "docs/gpt2-attention.svg"),
          follows=("docs/gpt2-attention.csv",)),
     Page("paper", "src/lipscope/studies/paper/pages.py",

@@ -339,8 +339,11 @@ def test_layers_of_a_hybrid_have_the_numbers_that_the_model_gives_them(tmp_path:
         assert [layer.index for layer in model.layers] == [1, 4]
         assert [row["layer"] for row in model.record(input_ids=ids).rows()] == [1, 4]
         assert (model.layer(4).name, model.layer(-1).name) == ("layers.4", "layers.4")
-        with pytest.raises(ValueError, match="layer must be one with attention, 1, 4, got 0"):
-            model.layer(0)
+        # Those without attention are listed, and measured when they are asked for.
+        assert [layer.index for layer in model.every if layer.mixer == "Lfm2ShortConv"] == [0, 2, 3]
+        assert [row["layer"] for row in model.record(input_ids=ids).rows(layers=[0, 4], scope="block")] == [0, 4]
+        with pytest.raises(ValueError, match="layer must lie between 0 and 4, got 5"):
+            model.layer(5)
     # Number 4 is the block that the model itself runs as its last one.
     block = whole.record(input_ids=ids)[4]
     assert block.layer.block is whole.model.layers[4]

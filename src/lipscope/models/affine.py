@@ -132,7 +132,8 @@ def plain_attention(
         rotary = _rotations(model, call, parts)
         if not _reproduces(parts, rotary, at_tokens, call.tokens):
             return None
-    assert parts is not None
+    if parts is None or not isinstance(getattr(layer.out, "weight", None), Tensor):
+        return None
     out, out_bias = _matrix(layer.out)
     rule = at_tokens.rule
     attention = Attention(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -51,6 +52,8 @@ class Layer:
     occurrence: int = 0  # which call of these modules it is, for models that use one layer several times
     # The normalisation whose output attention sees, of this block or of what comes before it, or None
     norm: nn.Module | None = None
+    # Class of a module that is measured as a whole: no softmax attention, no W_O or no number of heads was seen in it
+    mixer: str = ""
 
 
 @dataclass(eq=False)
@@ -92,21 +95,32 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
 
     Refuses a model without any.
     """
-    tick = count(1).__next__
-    cores: list[TimedCore] = []
-    seeing_core = observing_core(lambda call: cores.append((tick(), call)))
-    with seeing_core, watching(model.modules(), tick) as events, torch.no_grad():
-        output = run()
+    for _ in range(2):  # twice where none was seen: BigBird puts its attention in place when it is first called
+        tick = count(1).__next__
+        cores: list[TimedCore] = []
+        with observing_core(partial(_note, cores, tick)), watching(model.modules(), tick) as events, torch.no_grad():
+            output = run()
+        if attentions := _attention_calls(events, cores):
+            break
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
-    attentions = _attention_calls(events, cores)
+    if len({id(event) for event, _ in attentions}) < len(attentions):
+        raise NotImplementedError("a module calls the attention core several times")
+    mixers = _mixers(events, attentions, [part for part in model.modules() if isinstance(part, nn.ModuleList)])
+    attentions = sorted([*attentions, *((event, None) for event in mixers)], key=lambda pair: pair[0].enter)
     if not attentions:
         raise ValueError(
             f"{type(model).__name__} has no self-attention that could be found: no call went through the transformers "
-            "attention interface, and no submodule is an attention module with an output projection"
+            "attention interface, no submodule is an attention module with an output projection, and no block mixes tokens"
         )
-    found = enumerate(attentions)
-    return _numbered([_describe(i, event, core, events, attentions, names, elements) for i, (event, core) in found]), output
+    described = [
+        _describe(i, event, core, events, attentions, names, elements, mixers) for i, (event, core) in enumerate(attentions)
+    ]
+    return _numbered(described), output
+
+
+def _note(cores: list[TimedCore], tick: Callable[[], int], call: CoreCall) -> None:
+    cores.append((tick(), call))
 
 
 def _numbered(found: list[Sighting]) -> list[Sighting]:
@@ -157,6 +171,36 @@ def _attention_calls(events: list[Event], cores: list[TimedCore]) -> list[tuple[
     ]
 
 
+def _mixers(events: list[Event], attentions: list[tuple[Event, Any]], lists: list[nn.ModuleList]) -> list[Event]:
+    """Of blocks beside those with attention, and of all where none has any, the first call that lets tokens meet."""
+    beside = [each for each in lists if any(a.inside(e) for a, _ in attentions for e in events if e.module in set(each))]
+    chosen = beside or sorted(lists, key=len)[-1:]
+    found: list[Event] = []
+    for block in (e for e in events if any(e.module in set(each) for each in chosen)):
+        if any(a.inside(block) or block.inside(a) for a in [*(a for a, _ in attentions), *found]):
+            continue
+        inner = [e for e in events if e.inside(block) and e is not block]
+        outermost = [e for e in inner if not any(e.inside(other) for other in inner if other is not e)]
+        found += [e for e in outermost if _mixes(e)][:1]
+    return found
+
+
+def _mixes(event: Event) -> bool:
+    """Whether the output at a token depends on another one, for a call from tokens (B, n, d) to as many."""
+    tokens, output = event.tokens, event.output
+    if tokens is None or output is None or tokens.ndim != 3 or tokens.shape[:2] != output.shape[:2] or tokens.shape[1] < 2:
+        return False
+
+    def other(value: Any) -> Any:
+        return moved if value is tokens else None if "Cache" in type(value).__name__ else value
+
+    moved, project = tokens.clone(), event.module
+    moved[:, 0] += moved[:, 1]
+    with torch.no_grad():
+        changed = first_tensor(project(*map(other, event.args), **{name: other(v) for name, v in event.kwargs.items()}))
+    return changed is not None and not _close(changed[:, 1:], output[:, 1:])
+
+
 def _describe(
     index: int,
     event: Event,
@@ -165,10 +209,15 @@ def _describe(
     attentions: list[tuple[Event, TimedCore | None]],
     names: dict[nn.Module, str],
     elements: set[nn.Module],
+    mixers: list[Event],
 ) -> Sighting:
-    out = _output_projection(event, core, events)
+    heads = core[1].q.shape[1] if core else _head_count(event.module)
+    projection = None if event in mixers or heads is None else _output_projection(event, core, events)
+    out = projection or event
     host = min((e for e in events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
     label = f"layer {index} ({type(event.module).__name__})"
+    if not same(host.tokens, event.tokens) and same(out.tokens, event.output):
+        host = event  # something smaller does not hold both, but W_O takes what the attention module gives
     if host.tokens is None or event.tokens is None or not same(host.tokens, event.tokens):
         raise ValueError(
             f"{label}: the output projection is outside the attention module, and nothing smaller than "
@@ -178,14 +227,15 @@ def _describe(
     u = block.tokens if block.tokens is not None else host.tokens
     normed = not same(u, host.tokens)
     stream, adds_input = _stream(u, host.tokens, out, block, events, normed)
-    mask, causal = _mask(event, core)
+    kind = type(event.module).__name__
+    mask, causal = (f"no softmax attention seen ({kind})", False) if event in mixers else _mask(event, core)
     layer = Layer(
         index=index,
         name=names.get(block.module, ""),
         block=block.module,
         host=host.module,
         out=out.module,
-        heads=core[1].q.shape[1] if core else _head_count(event.module, label),
+        heads=heads or 1 if projection else 1,
         kv_heads=core[1].k.shape[1] if core else None,
         through_seam=core is not None,
         causal=causal,
@@ -196,6 +246,7 @@ def _describe(
         batch_first=bool(getattr(event.module, "batch_first", True)),
         occurrence=sum(earlier.module is event.module for earlier, _ in attentions[:index]),
         norm=_norm_before(host, events),
+        mixer="" if projection else kind,
     )
     return Sighting(layer, host, block, out)
 
@@ -210,8 +261,11 @@ def _norm_before(host: Event, events: list[Event]) -> nn.Module | None:
     return max(found, key=lambda e: e.exit).module if found else None
 
 
-def _output_projection(event: Event, core: TimedCore | None, events: list[Event]) -> Event:
-    """The last linear map inside the attention module, or the first one that takes the module's output."""
+def _output_projection(event: Event, core: TimedCore | None, events: list[Event]) -> Event | None:
+    """The last linear map inside the attention module, or the first one that takes the module's output.
+
+    Where the core is not seen, the last one inside may belong to something else, as DeBERTa's of relative positions do.
+    """
     if isinstance(event.module, nn.MultiheadAttention):
         return event
     start = core[0] if core else event.enter
@@ -221,12 +275,10 @@ def _output_projection(event: Event, core: TimedCore | None, events: list[Event]
         if is_linear(e.module) and not (linear and e.inside(linear[-1])):
             linear.append(e)
     within = [e for e in linear if e.enter > start and e.inside(event)]
-    if within:
+    after = next((e for e in linear if e.enter > event.exit and same(e.tokens, event.output)), None)
+    if within and (core or after is None or same(within[-1].output, event.output)):
         return within[-1]
-    for after in linear:
-        if after.enter > event.exit and same(after.tokens, event.output):
-            return after
-    raise ValueError(f"{type(event.module).__name__}: no output projection W_O was found in or after this attention module")
+    return after
 
 
 def _block(host: Event, events: list[Event], attentions: list[Event], elements: set[nn.Module]) -> Event:
@@ -254,7 +306,8 @@ def _stream(u: Tensor, x: Tensor, out: Event, block: Event, events: list[Event],
             break
         else:
             post_norm = not normed and "norm" in type(event.module).__name__.lower()
-            joined = branch[-1] is not None and _close(event.tokens, u.reshape(-1) + branch[-1].reshape(-1))
+            last = branch[-1]
+            joined = last is not None and last.numel() == u.numel() and _close(event.tokens, u + last.reshape(u.shape))
             return Cut(event.module, "output" if post_norm and joined else "input"), False
     return cut, True
 
@@ -279,12 +332,11 @@ def _hides_future(allowed: Tensor | None) -> bool:
     return allowed is not None and allowed.shape[-1] > 1 and not bool(allowed.triu(1).any())
 
 
-def _head_count(module: nn.Module, label: str) -> int:
+def _head_count(module: nn.Module) -> int | None:
+    """The number of heads, where it is written on the module."""
     names, owners = ("num_heads", "num_attention_heads", "n_heads", "n_head"), (module, getattr(module, "config", None))
     found = [count for name in names for owner in owners if isinstance(count := getattr(owner, name, None), int)]
-    if not found:
-        raise ValueError(f"{label}: the number of heads is not written on the module (num_heads, num_attention_heads, …)")
-    return found[0]
+    return found[0] if found else None
 
 
 def _is_attention(module: nn.Module) -> bool:

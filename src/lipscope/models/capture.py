@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from threading import RLock
 from typing import Any
 
@@ -172,7 +171,9 @@ def replay_until(call: Call, x: Tensor, cut: Cut) -> Tensor:
     hook = part.register_forward_pre_hook(here, with_kwargs=True) if at_input else part.register_forward_hook(here)
     try:
         with hook:
-            call(x)
+            output = call(x)
+            if part not in set(call.module.modules()):  # W_O that takes what the module gives
+                part(first_tensor(output))
     except ReachedError as reached:
         tensor: Tensor = reached.found
         return tensor
@@ -190,7 +191,7 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
     ``touch`` gets the position in ``layers``, the place and the tensor.
     """
     calls: Counter[Any] = Counter()
-    cores = count()
+    cores = iter([i for i, layer in enumerate(layers) if layer.through_seam])
     matrices: list[tuple[nn.Module, str, Any]] = []  # of the layer that runs
 
     def layer_at(part: str, module: nn.Module) -> int | None:
@@ -202,10 +203,13 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
         layer, tokens = layer_at("host", module), tokens_of(args, kwargs)
         if layer is None or tokens is None:
             return None
-        linear = [m for m in module.modules() if is_linear(m) or isinstance(m, nn.MultiheadAttention)]
+        held = dict.fromkeys([*module.modules(), layers[layer].out])
+        linear = [m for m in held if is_linear(m) or isinstance(m, nn.MultiheadAttention)]
         matrices.extend((m, name, w) for m in linear for name, w in m.named_parameters(recurse=False) if w.ndim == 2)
+        # Those of a quantised layer are made when they are asked for, unless it holds some.
+        matrices.extend((m, "weight", None) for m in linear if isinstance(getattr(type(m), "weight", None), property))
         for number, (m, name, w) in enumerate(matrices):
-            m._parameters[name] = touch(layer, ("weights", number), w)  # type: ignore[assignment]
+            m._parameters[name] = touch(layer, ("weights", number), getattr(m, name) if w is None else w)  # type: ignore[assignment]
         new = touch(layer, ("input", 0), tokens)
         # Self-attention in torch's own words is module(x, x, x).
         return tuple(new if v is tokens else v for v in args), {k: new if v is tokens else v for k, v in kwargs.items()}

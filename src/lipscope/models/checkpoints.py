@@ -66,11 +66,24 @@ def from_directory(directory: Path, name: str, *, allow_pickle: bool, trust_remo
     options |= {"use_safetensors": None if allow_pickle else True, "trust_remote_code": trust_remote_code}
     try:
         model = auto_model(directory, **options)
-    except (ImportError, MemoryError, OSError, ValueError):
+    except ImportError as error:
+        method = quantised_by(directory)
+        if method is None:
+            raise
+        raise ValueError(f"the weights of {directory} are quantised ({method}): {error}") from error
+    except (MemoryError, OSError, ValueError):
         raise
     except Exception as error:  # whatever transformers meets inside a configuration that makes no sense
         raise ValueError(f"transformers makes no model of {directory}: {type(error).__name__}: {error}") from error
     return Loaded(model, tokenizer_in(directory, trust_remote_code=trust_remote_code), name)
+
+
+def quantised_by(directory: Path) -> str | None:
+    """The method by which the weights of a saved model are quantised, or None."""
+    settings = read_json(directory / "config.json", dict).get("quantization_config")
+    return (
+        str(settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings) if settings else None
+    )
 
 
 def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
@@ -89,12 +102,6 @@ _PICKLE = (
 def refuse_files(directory: Path, *, allow_pickle: bool) -> None:
     """Refuse a model whose loading would take files from outside its directory, pickles, damaged weights or foreign code."""
     config = read_json(directory / "config.json", dict)
-    if settings := config.get("quantization_config"):
-        method = settings.get("quant_method", "unknown method") if isinstance(settings, dict) else "unknown method"
-        raise ValueError(
-            f"the weights of {directory} are quantised ({method}), and quantised kernels have no derivatives: save the "
-            "model de-quantised, in floating point, and load that"
-        )
     if re.search(r'"_?(attn|experts)_implementation\w*": "[^"]*/', json.dumps(config)):
         raise ValueError(f"{directory} wants attention code from the hub: take attn_implementation out of its config.json")
     if (directory / "adapter_config.json").exists():
@@ -278,6 +285,19 @@ def smollm2(name: str, files: Sequence[Path]) -> Loaded:
     return Loaded(model, auto_tokenizer(directory), name, notes)
 
 
+def gguf_file(file: Path) -> Loaded:
+    """A model in a GGUF file, de-quantised as a whole."""
+    try:
+        from gguf import GGUFReader
+
+        kinds = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1}
+    except ImportError:
+        raise ImportError("GGUF files need gguf: pip install 'lipscope[offline]'") from None
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{file} is no GGUF file, or damaged: {error}") from error
+    return Loaded(*from_gguf(file), file.stem, (f"weights de-quantised from GGUF {', '.join(sorted(kinds))}",))
+
+
 def from_gguf(file: Path) -> tuple[Any, Any]:
     """Model and tokenizer of a GGUF file, de-quantised to float32."""
     import torch
@@ -289,7 +309,10 @@ def from_gguf(file: Path) -> tuple[Any, Any]:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    return model, auto_tokenizer(file.parent, gguf_file=file.name)
+    try:
+        return model, auto_tokenizer(file.parent, gguf_file=file.name)
+    except Exception:  # what transformers raises when a file holds none, or one of an unknown kind
+        return model, None
 
 
 def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:

@@ -27,6 +27,7 @@ from lipscope.models.checkpoints import (
     cached_directory,
     from_directory,
     hub_directory,
+    quantised_by,
     refuse_directory,
     tokenizer_in,
 )
@@ -87,6 +88,8 @@ def load_named(
         if entry.missing is not None:
             raise FileNotFoundError(f"model {name} is not installed: {entry.missing}. {_offline_choices()}")
         return entry.load(name, [file for file in entry.files if file is not None])
+    if given.suffix == ".gguf" and given.is_file():
+        return checkpoints.gguf_file(given)
     directory, called = _directory(name, revision, allow_pickle), given.name if given.is_dir() else name
     return from_directory(directory, called, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, **options)
 
@@ -97,7 +100,7 @@ def _directory(name: str, revision: str | None, allow_pickle: bool = False) -> P
     if directory.is_dir():
         return directory
     if directory.is_file():
-        raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors")
+        raise FileNotFoundError(f"{name!r} is a file; a model is a directory with config.json and *.safetensors, or *.gguf")
     if not _of_hub(name):
         raise FileNotFoundError(f"no directory {name!r}. {_offline_choices()}")
     try:
@@ -280,6 +283,8 @@ def saved_model(
         raise ValueError(f"{name} cannot be streamed: layers are read from a directory with safetensors files")
     directory = _directory(name, revision)
     refuse_directory(directory, allow_pickle=False)
+    if (method := quantised_by(directory)) is not None:
+        raise ValueError(f"the weights of {directory} are quantised ({method}), and not streamed: load it whole, packed")
     checkpoint = Checkpoint(directory)
     return checkpoint, skeleton(checkpoint, dtype, **options)
 
@@ -302,7 +307,7 @@ def load(
 
     Args:
         model: a name from ``lipscope models`` (``"minilm-l6"``, ``"gpt2-random"``, …), a directory with a saved
-            transformers model, a hub name, or a module in eval mode.
+            transformers model, a GGUF file, a hub name, or a module in eval mode; quantised weights are de-quantised.
         tokenizer: replaces the model's own; a tokenizer, or the name or directory of one.
         part: ``"encoder"`` of an encoder–decoder model.
         dtype: float32 or float64; that of the weights by default, float32 for half precision.
@@ -345,7 +350,7 @@ def load(
     given = Path(name).expanduser()
     if stream is None:
         at = given if given.is_dir() else cached_directory(name, revision) if _of_hub(name) else None
-        stream = at is not None and name not in ZOO and not fits(at, dtype)
+        stream = at is not None and name not in ZOO and quantised_by(at) is None and not fits(at, dtype)
     if stream:
         if allow_pickle:
             raise ValueError("a pickle cannot be streamed: layers are read from safetensors files")

@@ -114,7 +114,7 @@ def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False
 def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:
     """Bytes of a recorded pass of so many inputs of n tokens."""
     width = max(token_width(handle, layer) for layer in handle.layers)
-    return RECORDED * len(handle.layers) * inputs * n * width * handle.dtype.itemsize
+    return RECORDED * len(handle.every) * inputs * n * width * handle.dtype.itemsize
 
 
 def token_width(handle: Model, layer: Layer) -> int:

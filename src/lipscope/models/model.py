@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -24,9 +24,10 @@ from lipscope.models.inputs import (
     runner,
     token_inputs,
 )
+from lipscope.models.quantised import dequantised
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
-from lipscope.models.seam import plain_experts
+from lipscope.models.seam import KEEPS_ITS_OWN, plain_experts
 from lipscope.models.selftest import run_self_tests
 from lipscope.models.streaming import Stream, streamed_recording
 from lipscope.rounding import Shown, counted
@@ -47,7 +48,8 @@ class Model(Shown):
         stream: brings in the weights of a ``model`` that has none in memory.
 
     Attributes:
-        layers: the attention layers, in order.
+        layers: the attention layers, in order; of a model without attention, those of ``every``.
+        every: with them the layers that mix tokens in another way (Mamba, linear attention, convolution), in order.
         model: the backbone (without a task head).
 
     Raises:
@@ -72,10 +74,12 @@ class Model(Shown):
             raise TypeError(f"tokenizer must be a tokenizer, got the class {tokenizer.__name__}")
         model = backbone(model, part)
         self.stream = stream
-        if stream is None:
-            refuse_unmeasurable(model)
         self.name = name or type(model).__name__
-        self.notes = tuple(notes)
+        self.notes, drawn = tuple(notes), not_in_checkpoint(model)
+        if stream is None:
+            model, packed = dequantised(model)
+            self.notes += packed
+            refuse_unmeasurable(model)
         self.tokenizer: Any = tokenizer
         self.model = in_dtype(model, dtype, device) if stream is None else model
         self._projections: dict[int, AffineParts | None] = {}
@@ -84,7 +88,17 @@ class Model(Shown):
         inputs = probe_inputs(self.model)
         run = runner(self.model, inputs)
         if stream is None:  # else what is missing is refused when the stream is made
-            refuse_random_weights(self.model, not_in_checkpoint(model), run)
+            refuse_random_weights(self.model, drawn, run)
+        known = self.notes
+        try:
+            self._prepare(inputs, run, check)
+        except NotImplementedError as error:
+            KEEPS_ITS_OWN.add(self.model)
+            self.notes = (*known, f"measured through the model's own attention: {error}")
+            self._prepare(inputs, run, check)
+
+    def _prepare(self, inputs: dict[str, Any], run: Callable[[], Any], check: bool) -> None:
+        """Find the layers and test them."""
         with replaying(self.model):
             try:
                 found, output = find_layers(self.model, run)
@@ -92,18 +106,21 @@ class Model(Shown):
                 # Layers are found by comparing tensors, and NaN compares with nothing.
                 refuse_nan_activations(self.model, run)
                 raise
-        self.layers = [seen.layer for seen in found]
+        self.every = [seen.layer for seen in found]
+        self.layers = [layer for layer in self.every if not layer.mixer] or self.every
         # A pass on the fixed inputs of the self-tests
         self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
-        if not self.layers[0].through_seam and not isinstance(self.layers[0].out, nn.MultiheadAttention):
-            self.notes += ("eager attention: this model does not use the transformers attention interface",)
+        first = self.layers[0]
+        if not first.through_seam and not first.mixer and not isinstance(first.out, nn.MultiheadAttention):
+            own = self.model in KEEPS_ITS_OWN
+            self.notes += () if own else ("eager attention: this model does not use the transformers attention interface",)
         if check or claims_causality(self.model) is not None:
             with torch.no_grad(), plain_experts(self.model), double_throughout(self.dtype):
-                own, claim = own_pass(self.model, inputs)
+                passed, claim = own_pass(self.model, inputs)
             if claim is not None:
                 self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
             if check:
-                run_self_tests(self.probe_recording, own)
+                run_self_tests(self.probe_recording, passed)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +153,7 @@ class Model(Shown):
         if isinstance(inputs, str):
             raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
         inputs = self.token_inputs(**tokens) if inputs is None else inputs
-        if documents is not None and not all(layer.through_seam for layer in self.layers):
+        if documents is not None and not all(layer.through_seam for layer in self.every):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
         padding, given, real = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds")), None
         if isinstance(padding, Tensor) and given is not None and padding.shape == given.shape[:2] and not padding.all():
@@ -146,16 +163,16 @@ class Model(Shown):
         if self.stream is not None:
             recording = streamed_recording(self, inputs, run, real, lengths)
         else:
-            recording = record(self.model, self.layers, run, real, lengths)
+            recording = record(self.model, self.every, run, real, lengths)
         return Recorded(**vars(recording), model=self, fresh=fresh)
 
     def layer(self, index: int) -> Layer:
-        """One attention layer by the number that the model gives its block; negative ones count from the end."""
+        """One layer by the number that the model gives its block; negative ones count from the end."""
         if -len(self.layers) <= index < 0:
             return self.layers[index]
-        found = next((layer for layer in self.layers if layer.index == index), None)
+        found = next((layer for layer in self.every if layer.index == index), None)
         if found is None:
-            numbers = [layer.index for layer in self.layers]
+            numbers = [layer.index for layer in self.every]
             if numbers != list(range(len(numbers))):
                 raise ValueError(f"layer must be one with attention, {', '.join(map(str, numbers))}, got {index}")
             raise ValueError(f"layer must lie between 0 and {numbers[-1]}, got {index}")
@@ -213,13 +230,13 @@ class Model(Shown):
         if scope == "model":
             if self.stream is not None:
                 raise ValueError("scope model needs all layers at once, for products through the whole model: load it whole")
-            return [self.layers[0].index]
+            return [self.every[0].index]
         return list(dict.fromkeys(layer.index for layer in (self.layers if layers is None else map(self.layer, layers))))
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One dictionary per layer."""
         names = ("index", "name", "heads", "kv_heads", "mask", "causal", "normed")
-        return [{name: getattr(layer, name) for name in names} for layer in self.layers]
+        return [{name: getattr(layer, name) for name in names} for layer in self.every]
 
     def __str__(self) -> str:
         return self.describe()
@@ -230,14 +247,16 @@ class Model(Shown):
         torch_module = isinstance(first.out, nn.MultiheadAttention)
         own = "torch's nn.MultiheadAttention" if torch_module else "the model's own eager attention"
         core = "the lipscope attention core" if first.through_seam else own
-        lines = [f"{self.name}: {counted(len(self.layers), 'attention layer')}, through {core}, {str(self.dtype)[6:]}"]
+        kind = "layer without attention" if first.mixer else "attention layer"
+        lines = [f"{self.name}: {counted(len(self.layers), kind)}, through {core}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
-        for layer in self.layers:
+        for layer in self.every:
             heads = counted(layer.heads, "head")
             if layer.kv_heads not in (None, layer.heads):
                 heads += f" on {counted(layer.kv_heads, 'key head')}"
             norm = "pre-norm" if layer.normed else "no norm before attention"
             # The name is empty when the layer is the whole module.
-            words = [layer.name, heads, f"mask {layer.mask}", norm]
+            heads = f"{layer.mixer} as a whole" if layer.mixer else heads
+            words = [layer.name, heads, layer.mask if layer.mask.startswith("no ") else f"mask {layer.mask}", norm]
             lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)

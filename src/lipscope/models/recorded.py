@@ -124,7 +124,7 @@ class RecordedLayer:
 
     def map(self, scope: str = "attention") -> TensorMap:
         """The map of a scope, batch first, with everything else as recorded."""
-        return scope_map(self.model.model, self.layer, self.recorded, scope, self.model.layers)
+        return scope_map(self.model.model, self.layer, self.recorded, scope, self.model.every)
 
     def core(self, tokens: Tensor | None = None, *, graph: bool = False, frozen: bool = True) -> CoreCall:
         """What the attention core receives at the recorded tokens, or at others: q, k, v and the rule; see ``core_call``."""
@@ -218,7 +218,7 @@ class RecordedLayer:
         hidden_heads = scope == "head" and isinstance(self.layer.out, nn.MultiheadAttention)
         if scope in ("attention", "head") and (analytic or hidden_heads) and self.attention is not None:
             return self.attention.operator(self.tokens(scope).contiguous(), scope)
-        start = self.recorded[self.model.layers[0].index] if scope == "model" else self
+        start = self.recorded[self.model.every[0].index] if scope == "model" else self
         return AutodiffOperator(start.map(scope), start.tokens(scope).contiguous())
 
     def sigma(

@@ -18,16 +18,12 @@ from lipscope.spectral.autodiff import refuse_training_dropout
 
 
 def refuse_unmeasurable(model: nn.Module) -> None:
-    """Refuse quantised, sharded, off-loaded, damaged or training-mode models, with the reason."""
-    method = str(getattr(model, "quantization_method", None) or "").lower()
-    # GGUF files are de-quantised on loading: what is measured are ordinary floating weights.
-    if (getattr(model, "is_quantized", False) or method) and not method.endswith("gguf"):
-        raise ValueError("the model's weights are quantised; load it without quantisation (its kernels have no derivatives)")
+    """Refuse sharded, off-loaded, damaged or training-mode models, and packed weights of unknown form, with the reason."""
     for name, p in model.named_parameters():
         if p.device.type == "meta" or type(p).__name__ == "DTensor":
             raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
         if not p.is_floating_point():
-            raise ValueError(f"parameter {name} is {p.dtype}: quantised weights cannot be measured")
+            raise ValueError(f"parameter {name} is {p.dtype}: quantised in a form that lipscope cannot de-quantise")
         # A sum is finite in one pass without copies; only one that is not, which may be overflow, is looked at closely.
         if not math.isfinite(float(p.detach().sum())) and not bool(torch.isfinite(p.detach()).all()):
             raise ValueError(f"parameter {name} holds NaN or infinite values: the weights are damaged")

@@ -46,6 +46,8 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
         case "attention":
             inner = partial(replay_until, host, cut=Cut(layer.out, "output"))
         case "head":
+            if layer.mixer:
+                raise ValueError(f"layer {layer.index} ({layer.name}) is a {layer.mixer} without heads; use scope attention")
             if isinstance(layer.out, nn.MultiheadAttention):
                 raise ValueError("nn.MultiheadAttention does not show its heads; they are measured from its weights")
             inner = partial(replay_until, host, cut=Cut(layer.out, "input"))

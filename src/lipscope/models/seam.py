@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,8 @@ class _Pullback(torch.autograd.Function):
 
 
 NAME = "lipscope"
+# Models whose attention the core cannot stand for: masks or biases made of the tokens, several calls in one layer.
+KEEPS_ITS_OWN: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +142,9 @@ def using_seam(model: nn.Module) -> Iterator[None]:
     through_seam = any(
         hasattr(sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS") and hasattr(part, "config")
         for part in model.modules()
-        if "Attention" in type(part).__name__
+        if "Attention" in type(part).__name__ or type(part).__name__.endswith("MLA")
     )
+    through_seam = through_seam and model not in KEEPS_ITS_OWN
     with (
         _registered(AttentionInterface, seam_attention),
         _registered(AttentionMaskInterface, seam_mask),
