@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as tf
+from typer.testing import CliRunner
 
 import lipscope
 from families import MADE, TEXT, built, row
+from lipscope.cli.main import app
 from lipscope.models.model import Model
 
 SOME = {
@@ -84,3 +88,10 @@ def test_what_only_feeds_forward_is_no_layer() -> None:
     torch.manual_seed(0)
     model = lipscope.load(tf.NemotronHModel(config).eval())
     assert [(layer.index, layer.mixer) for layer in model.every] == [(0, "")]
+
+
+def test_describe_measures_its_pace_at_a_layer_with_attention(tmp_path: Path) -> None:
+    built("jamba (hybrid)")[0].save_pretrained(tmp_path / "jamba")
+    said = CliRunner().invoke(app, ["describe", str(tmp_path / "jamba")])
+    assert said.exit_code == 0, said.output
+    assert "σ of all 1 layer on one input, scope attention" in said.output

@@ -84,16 +84,17 @@ def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
             echo(f"  {scope}: no, {error}")
     if getattr(handle.model, "main_input_name", "") != "input_ids":
         return
-    setting, limit = {"layer": 0, "scope": "attention"}, position_limit(handle.model)
+    layers, limit = [layer.index for layer in handle.layers], position_limit(handle.model)
+    setting = {"layer": layers[0], "scope": "attention"}
     lengths = [n for n in (32, 128, 512, 2048, 8192) if limit is None or n <= limit]
     recorded = handle.record(probe_inputs(handle.model, lengths[0]))
     for _ in range(2):  # the first one also looks at the layer
         start = time.perf_counter()
-        count = len(recorded[0].rows("attention", heads=None))
+        count = len(recorded[layers[0]].rows("attention", heads=None))
     pace = (time.perf_counter() - start) / task_work(handle, setting, n=lengths[0], inputs=count).flops
     rows = []
     for n in lengths:
-        plan = plan_layers(handle, n, range(len(handle.layers)), inputs=1, scope="attention")
+        plan = plan_layers(handle, n, layers, inputs=1, scope="attention")
         seconds = pace * task_work(handle, setting, n=n, inputs=1).flops * len(handle.layers)
         rows.append([str(n), f"{plan.total / 2**20:,.0f} MiB", duration(seconds)])
     caption = f"scaled up from one layer at n = {lengths[0]}, measured now; memory beside the weights, as planned"
