@@ -90,7 +90,7 @@ def test_what_only_feeds_forward_is_no_layer() -> None:
     assert [(layer.index, layer.mixer) for layer in model.every] == [(0, "")]
 
 
-def test_describe_measures_its_pace_at_a_layer_with_attention(tmp_path: Path) -> None:
+def test_describe_works_for_a_hybrid(tmp_path: Path) -> None:
     built("jamba (hybrid)")[0].save_pretrained(tmp_path / "jamba")
     said = CliRunner().invoke(app, ["describe", str(tmp_path / "jamba")])
     assert said.exit_code == 0, said.output
