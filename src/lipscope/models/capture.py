@@ -191,8 +191,8 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
     ``touch`` gets the position in ``layers``, the place and the tensor.
     """
     calls: Counter[Any] = Counter()
-    cores = iter([i for i, layer in enumerate(layers) if layer.through_seam])
-    matrices: list[tuple[nn.Module, str, Any]] = []  # of the layer that runs
+    running: list[int] = []  # the layer that runs, unless it is none of these
+    matrices: list[tuple[nn.Module, str, Any]] = []  # its own
 
     def layer_at(part: str, module: nn.Module) -> int | None:
         calls[part, module] += 1
@@ -203,6 +203,7 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
         layer, tokens = layer_at("host", module), tokens_of(args, kwargs)
         if layer is None or tokens is None:
             return None
+        running.append(layer)
         held = dict.fromkeys([*module.modules(), layers[layer].out])
         linear = [m for m in held if is_linear(m) or isinstance(m, nn.MultiheadAttention)]
         matrices.extend((m, name, w) for m in linear for name, w in m.named_parameters(recurse=False) if w.ndim == 2)
@@ -218,6 +219,7 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
         for m, name, w in matrices:
             m._parameters[name] = w
         matrices.clear()
+        running.clear()
 
     def leaving(module: nn.Module, args: Any, output: Any) -> Any:
         restore()
@@ -228,8 +230,9 @@ def touching(layers: Sequence[Layer], touch: Callable[[int, Place, Tensor], Tens
         return new if output is found else type(output)([new, *output[1:]])
 
     def at_core(call: CoreCall) -> CoreCall:
-        index = next(cores)
-        return replace(call, k=touch(index, ("k", 0), call.k), v=touch(index, ("v", 0), call.v))
+        if not running:
+            return call
+        return replace(call, k=touch(running[-1], ("k", 0), call.k), v=touch(running[-1], ("v", 0), call.v))
 
     with observing_core(at_core), ExitStack() as ending:
         ending.callback(restore)

@@ -119,8 +119,8 @@ def write_figures(
 
 def png(chart: Chart) -> bytes:
     """A chart as the bytes of a PNG file."""
-    file = io.BytesIO()
-    print_figure(chart).savefig(file, format="png")
+    file, save = io.BytesIO(), print_figure(chart).savefig
+    save(file, format="png")
     return file.getvalue()
 
 

@@ -172,10 +172,12 @@ class _LastDigits(TorchFunctionMode):
         if not isinstance(found, Tensor) or not found.requires_grad or found._is_view() or any(t is found for t in args):
             return found
         items = self._batch if found.ndim and found.shape[0] % self._batch == 0 else 1
-        info, drawn = torch.finfo(found.dtype), self._random.integers(0, 2, found.numel() // items)
+        info, drawn = torch.finfo(found.dtype), self._random.integers(0, 2, found.numel() // items, np.int8)
         lost = torch.from_numpy(drawn).repeat(items).reshape(found.shape).to(found)
-        # Numbers that stand for infinity keep to it.
-        return torch.where(found.abs() < info.max / 4, found * (1 - info.eps / 2 * lost), found)
+        with torch.no_grad():
+            # Numbers that stand for infinity keep to it.
+            lost *= torch.where(found.abs() < info.max / 4, found, 0.0) * (-info.eps / 2)
+        return found + lost
 
 
 class _Selection(DerivedOperator):
