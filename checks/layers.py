@@ -272,7 +272,8 @@ def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
     part in pieces, or ever larger pairs of both follow each other and all light atoms move; u = w is allowed.
     """
     found: list[tuple[float, float, float, Array]] = []
-    for E, at in point_pairs(p, radius)[:8]:
+    pairs = point_pairs(p, radius)[:8]
+    for E, at in pairs:
         few = math.exp(-min(E, 300.0))
         for grid in (np.logspace(-6, 3, 10), np.logspace(-0.5, 0.5, 15)):
             heavy = grid if grid[0] < 1e-3 else grid * max(found[-10:], key=lambda one: one[0])[1]
@@ -280,14 +281,17 @@ def two_points(p: Problem, radius: float, enough: float, causal: bool) -> float:
     ordered = sorted(found, key=lambda one: -one[0])
     best, tried = ordered[0][0], list[int]()
     growing, pieces = np.exp(0.1 * np.arange(400)), np.diff(np.logspace(-8, 8, 800), prepend=0.0)
+    for E, at in pairs if causal else []:
+        if best < enough:
+            light = [math.exp(-min(E, 300.0))]
+            best = max(best, weighted_norm(p, np.stack([at[0], *[at[1]] * 800]), np.concatenate([light, pieces])))
     for _, t, few, at in ordered:
         if not causal or best >= enough or len(tried) > 2:
             break
         if id(at) not in tried:
             tried.append(id(at))
-            first = weighted_norm(p, np.stack([at[0], *[at[1]] * 800]), np.concatenate([[few], pieces]))
             masses = np.stack([few * growing, t * growing], -1).flatten()
-            best = max(best, first, weighted_norm(p, np.tile(at, (400, 1)), masses, every=2, enough=enough))
+            best = max(best, weighted_norm(p, np.tile(at, (400, 1)), masses, every=2, enough=enough))
     return best
 
 

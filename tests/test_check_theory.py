@@ -147,3 +147,10 @@ def test_lower_bounds_beyond_what_float64_can_hold_are_reached() -> None:
         assert bound.value > 1e263
         share = float(layers.light_atom(p, at, E, 100) * more / bound.value)
         assert 1 - near < share < 1 + 1e-12
+
+
+def test_a_causal_lower_bound_is_reached_by_the_light_atom_first() -> None:
+    """Its pair is not among those that are best without a mask."""
+    row = layers.check_layer(0, 433, steps=1)["lower.meanfield"]
+    assert not row.violations
+    assert 0.98 < row.closest < 1
