@@ -65,6 +65,33 @@ def test_a_mask_among_the_inputs_says_where_padding_is() -> None:
         assert verdict_on("padding right", model, inputs=inputs).held
 
 
+def test_padding_on_the_left_is_tested_in_a_call_without_positions() -> None:
+    model, ids = FAMILIES["gpt2"]().float(), torch.arange(10, 22)[None]
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 12).long()}
+    for options in ({"n": 12}, {"inputs": given}):
+        verdict = verdict_on("padding left", model, **options)
+        assert (verdict.held, verdict.leak.module.split(" ")[0]) == (False, "wpe")
+        assert verdict.remark == "held when position_ids are given"
+    counted = given | {"position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+    assert verdict_on("padding left", model, inputs=counted).held
+    for kind in ("llama", "opt"):  # the one turns by differences of positions, the other counts them from the mask
+        assert verdict_on("padding left", FAMILIES[kind]().float(), inputs=given).held
+
+
+def test_no_claim_about_padding_leaves_the_causal_test_as_it_is() -> None:
+    model: Any = FAMILIES["llama"]().float()
+    masks: list[Any] = []
+    model.register_forward_pre_hook(lambda part, args, kw: masks.append(kw.get("attention_mask")), with_kwargs=True)
+
+    def leaking(x: Tensor) -> Tensor:
+        left = masks[-1] is not None and not bool(masks[-1][:, 0].all())
+        return ahead(0.5)(x) if left else x
+
+    after(mlp, leaking)(model)
+    for side in (None, "none", "left"):
+        assert verdict_on("causal", model, n=12, padding=side).held is False
+
+
 def test_documents_by_a_mask_of_the_users_own() -> None:
     owner = torch.repeat_interleave(torch.arange(3), torch.tensor([5, 4, 3]))
     seen = (owner[:, None] == owner) & torch.ones(12, 12, dtype=torch.bool).tril()
@@ -281,9 +308,9 @@ def test_a_constant_head_does_not_hide_a_leak() -> None:
         "eos_token_id": 0,
     }
     model: Any = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, tie_word_embeddings=False)).eval()
-    assert lipscope.check(model, n=9).held is True
+    assert lipscope.check(model, n=9, padding="right").held is True
     model.lm_head.weight.data.zero_()
-    assert lipscope.check(model, n=9).held is True
+    assert lipscope.check(model, n=9, padding="right").held is True
     after(mlp, ahead(0.1))(model.transformer)
     assert verdict_on("causal", model, n=9).leak.module.split(" ")[0] == "transformer.h.1.mlp"
     after(mlp, lambda x: x + 0.1 * x.mean(0))(model.transformer)

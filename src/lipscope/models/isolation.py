@@ -5,7 +5,7 @@ The model runs as it is, with its own attention implementation; ``lipscope.model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +17,7 @@ from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
 from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, vocabulary
 from lipscope.models.leaks import (
+    WITHOUT_PADDING,
     Again,
     agreed,
     by_derivative,
@@ -230,7 +231,7 @@ class _Tests:
     def side(self) -> str:
         """Where padding stands."""
         left = claims_causality(self.alone.model) and self.alone.tokens != "decoder_input_ids"
-        return self.padding_side or ("left" if left else "right")
+        return self.padding_side if self.padding_side in ("left", "right") else "left" if left else "right"
 
     @property
     def source(self) -> str:
@@ -271,10 +272,8 @@ class _Tests:
 
     @cached_property
     def padded(self) -> Subject:
-        """Two sequences, the second one padded."""
-        positions = self.two.inputs.get("position_ids")
-        if self.given is None and positions is None and self.side == "left" and accepts(self.alone.model, "position_ids"):
-            positions = (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
+        """Two sequences, the second one padded, in a plain call: positions are given only beside a mask that was given."""
+        positions = None if self.given is None else self.two.inputs.get("position_ids")
         return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
 
     def batch(self) -> Iterator[Found]:
@@ -312,14 +311,27 @@ class _Tests:
         """Real tokens and padding; real tokens beside padding and without."""
         if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
             raise CannotCheckError("the model takes no attention_mask beside its tokens")
-        padded, real = self.padded, self.real
+        real, counted = self.real, (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
         watched = real if self.source == self.alone.tokens else self.everywhere.expand(2, -1)
-        yield _tested(padded, [Cut(~real, watched, real)])
-        for row in (0, 1) if self.side == "right" or "position_ids" in padded.inputs else ():
-            alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
-            if bool(real[row].all()) and not {"attention_mask", "position_ids"} & {*self.alone.inputs}:
-                alone = self.alone if self.source == self.alone.tokens else alone
-            yield _compared(alone, padded, real[row], "comparison without padding", row)
+
+        def tests(padded: Subject) -> Iterator[Found]:
+            yield _tested(padded, [Cut(~real, watched, real)])
+            for row in (0, 1):
+                alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
+                if bool(real[row].all()) and not {"attention_mask", "position_ids"} & {*self.alone.inputs}:
+                    alone = self.alone if self.source == self.alone.tokens else alone
+                yield _compared(alone, padded, real[row], WITHOUT_PADDING, row)
+
+        # Some models count positions from the mask, some from the left end.
+        yield from _unless(tests, self.padded, "held when position_ids are given", position_ids=counted)
+
+
+def _unless(tests: Callable[[Subject], Iterator[Found]], plain: Subject, remark: str, **given: Any) -> Iterator[Found]:
+    """The tests of a plain call, and where it leaks a remark if all of them hold when more is given."""
+    for boundaries, leak, said in tests(plain):
+        free = leak is not None and all(accepts(plain.model, name) and name not in plain.inputs for name in given)
+        holds = free and all(other is None for _, other, _ in tests(plain.like(**given)))
+        yield boundaries, leak, remark if holds else said
 
 
 def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
@@ -335,13 +347,8 @@ def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
             mine = (owner == k)[0]
             yield _compared(packed.part(0, mine, position_ids=None), packed, mine, "comparison with the document alone")
 
-    packed = alone.like(**restarted)
-    for boundaries, leak, remark in tests(packed):
-        # Transformers reads positions that start again only where there is no cache.
-        free = leak is not None and accepts(alone.model, "use_cache") and "use_cache" not in alone.inputs
-        if free and all(other is None for _, other, _ in tests(packed.like(use_cache=False))):
-            remark = "held with use_cache=False"
-        yield boundaries, leak, remark
+    # Transformers reads positions that start again only where there is no cache.
+    yield from _unless(tests, alone.like(**restarted), "held with use_cache=False", use_cache=False)
 
 
 def _picked(tensor: Tensor, mine: Tensor, row: int = 0) -> Tensor:

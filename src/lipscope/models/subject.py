@@ -24,6 +24,7 @@ class NoDerivativeError(CannotCheckError):
 
 
 Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
+Traced = tuple[Tensor, Tensor, list[Event]]  # its outputs, its embedded tokens as a leaf of the graph, its module calls
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Tally:
     forwards: int = 0
     backwards: int = 0
     mute: bool = False
+    last: tuple[Subject, Traced] | None = None  # the last pass with derivatives
 
 
 @dataclass
@@ -125,8 +127,14 @@ class Subject:
         floating = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
         return self.like(**{name: value.double() for name, value in floating.items()})
 
-    def traced(self) -> tuple[Tensor, Tensor, list[Event]]:
-        """A pass with derivatives: its outputs, its embedded tokens as a leaf of the graph, and its module calls."""
+    def traced(self) -> Traced:
+        """A pass with derivatives; the last one is kept."""
+        if self.tally.last is None or self.tally.last[0] is not self:
+            self.tally.last = None
+            self.tally.last = self, self._traced()
+        return self.tally.last[1]
+
+    def _traced(self) -> Traced:
         leaves, given, subject = list[Tensor](), self.inputs[self.tokens], self
 
         def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
