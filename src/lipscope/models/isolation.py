@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
-from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, vocabulary
+from lipscope.models.inputs import first_position, position_limit, probe_inputs, vocabulary
 from lipscope.models.leaks import (
     WITHOUT_PADDING,
     Again,
@@ -28,7 +28,7 @@ from lipscope.models.leaks import (
     line,
     refuse_unsteady,
 )
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, chosen_output
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
 
@@ -88,7 +88,11 @@ def check(
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
         raise CannotCheckError(kind + line(error)) from error
-    verdicts = tuple(_verdict(*claim) for claim in _claims(tests, causal, window, documents, batch, cache))
+    rows = 1 if inputs is None else len(inputs[alone.tokens])
+    said = f"on the first of the {rows} sequences given" if rows > 1 else ""
+    verdicts = tuple(_verdict(*claim, said) for claim in _claims(tests, causal, window, documents, batch, cache))
+    if not verdicts:
+        raise CannotCheckError("no claim is left to test: ask for one, such as causal")
     return Isolation(name, alone.shape[1], verdicts, alone.tally.forwards, alone.tally.backwards)
 
 
@@ -97,9 +101,9 @@ Claim = tuple[str, str, Iterator[Found]]  # its name, who makes it, and its test
 ASKED = "asked for"
 
 
-def _verdict(claim: str, why: str, tests: Iterator[Found]) -> Verdict:
+def _verdict(claim: str, why: str, tests: Iterator[Found], said: str) -> Verdict:
     """What the tests of one claim find, up to the first leak."""
-    boundaries, leak, remarks = 0, None, list[str]()
+    boundaries, leak, remarks = 0, None, [said] if said else []
     try:
         for more, leak, remark in tests:
             boundaries += more
@@ -131,6 +135,9 @@ def _subject(
     model: nn.Module, n: int | None, documents: Sequence[int] | None, inputs: dict[str, Any] | None, tally: Tally
 ) -> Subject:
     config: Any = getattr(model, "config", None)
+    turned = any(getattr(part, "batch_first", True) is False for part in model.modules()) and config is None
+    if _sequence_first(model) or (turned and inputs is None):
+        raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: give a module that takes (B, n, d)")
     if inputs is None:
         n = n if n is not None else sum(documents) if documents is not None else 32
         room = position_limit(model)
@@ -145,15 +152,29 @@ def _subject(
             known = vocabulary(model) or 2
             ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
-            short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
+            short = {"input_ids": inputs["input_ids"][:1, : max(n - 1, 1)]} if takes_ids else {}
             inputs = inputs | short | {"decoder_input_ids": ids}
     tokens = next((known for known in _TOKENS if known in inputs), None)
     if tokens is None:
         raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    if inputs[tokens].ndim < 2 or inputs[tokens].shape[1] < 2:
+    given = inputs[tokens]
+    vectors = tokens == "inputs_embeds" or (tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point())
+    if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
+        raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
+    for name, value in inputs.items():
+        strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
+        if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
+            raise CannotCheckError(f"{name} {tuple(value.shape)} has no row per sequence, so it cannot be cut: leave it out")
+    if given.shape[1] < 2:
         raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
     one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
     return Subject(model, one, tokens, tally)
+
+
+def _sequence_first(model: nn.Module) -> bool:
+    """Whether a module of torch's own takes tokens (n, B, d)."""
+    own = type(model).__module__.startswith("torch.nn")
+    return own and (getattr(model, "batch_first", True) is False or any(map(_sequence_first, model.children())))
 
 
 def _claims(

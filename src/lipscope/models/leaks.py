@@ -199,7 +199,12 @@ def compared(
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
-    """The largest difference of watched outputs relative to the largest of them, and its place."""
+    """The largest difference of watched outputs relative to the largest of them, and its place.
+
+    Equal entries beyond a quarter of the largest float say "never", as a mask does, and have no part in the scale.
+    """
+    never = (one == other) & (one.abs() > min(torch.finfo(one.dtype).max, torch.finfo(torch.float32).max) / 4)
+    one, other = (value.masked_fill(never & value.isfinite(), 0) for value in (one, other))
     gap, scale = (
         torch.where(watched, value.double().abs().reshape(*watched.shape, -1).amax(-1), 0.0)
         for value in (one.double() - other.double(), one)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import Event, first_tensor, watching
+from lipscope.models.anatomy import Event, watching
 from lipscope.models.inputs import runner, vocabulary
 
 
@@ -168,13 +168,23 @@ class Subject:
 
 
 def chosen_output(output: Any) -> Tensor:
-    """The logits, else the last hidden state, else the first tensor."""
-    if type(output) is dict:
-        output = SimpleNamespace(**{"logits": next(iter(output.values()), None)} | output)
+    """The logits, else the last hidden state, else the first tensor with places, else the first with sequences."""
+    table = output if isinstance(output, dict) else {}
     for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
+        if isinstance(found := table.get(name, getattr(output, name, None)), Tensor):
             return found
-    found = first_tensor(output)
-    if found is None:
-        raise CannotCheckError("the model returns no tensor")
-    return found
+    parts = [*table.values()] if table else output if isinstance(output, (tuple, list)) else [output]
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    if not tensors:
+        raise CannotCheckError("the model returns no tensor, or single numbers alone")
+    return next((part for part in tensors if part.ndim > 1), tensors[0])
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether forward has an argument of this name; where it has *args and **kwargs alone, that of the model inside."""
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    known = inspect.signature(model.forward).parameters
+    if argument in known or any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in known.values()):
+        return argument in known
+    inside = [part for part in model.children() if hasattr(part, "config")]
+    return accepts(inside[0], argument) if inside else True
