@@ -104,66 +104,6 @@ def test_documents_by_a_mask_of_the_users_own() -> None:
     assert said == "the inputs hold an attention_mask that is not one of padding"
 
 
-class Passing(nn.Module):
-    """Hands everything on."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self.config = model, model.config
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-
-@pytest.mark.parametrize("wrapped", [lambda model: torch.compile(model, backend="eager"), Passing])
-def test_a_wrapped_model_has_the_claims_of_the_one_inside(wrapped: Callable[[Any], Any]) -> None:
-    found = lipscope.check(wrapped(FAMILIES["llama"]().float()), n=8, cache=True)
-    held = {"batch": True, "causal": True, "padding left": True, "cache": True}
-    assert {v.claim: v.held for v in found.verdicts} == held, str(found)
-
-
-def test_inputs_of_several_rows_say_which_was_tested() -> None:
-    ids = torch.arange(10, 34).reshape(2, 12)
-    found = lipscope.check(FAMILIES["llama"]().float(), inputs={"input_ids": ids})
-    assert {v.remark for v in found.verdicts} == {"on the first of the 2 sequences given"}
-
-
-class Lambda(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
-IDS, PLACES = torch.arange(10, 22)[None], torch.arange(12)[None]
-
-
-@pytest.mark.parametrize(
-    ("model", "inputs", "message"),
-    [
-        ("llama", {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 5, 12])}, r"cu_seq_lens_q \(3,\) has no row"),
-        ("llama", {"input_ids": IDS, "position_ids": PLACES.expand(3, 1, 12)}, r"position_ids \(3, 1, 12\) has no row"),
-        ("llama", {"input_ids": [[1, 2, 3]]}, r"input_ids must be a tensor \(B, n\)"),
-        (nn.Linear(6, 6), {"tokens": torch.randn(9, 6)}, r"tokens must be a tensor \(B, n, d\)"),
-        (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), {"tokens": torch.randn(9, 1, 6)}, "sequence-first"),
-        (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), None, "sequence-first"),
-        (Lambda(torch.mean), TOKENS, "single numbers alone"),
-    ],
-)
-def test_inputs_and_outputs_that_are_not_read_are_one_line(model: Any, inputs: Any, message: str) -> None:
-    with pytest.raises(CannotCheckError, match=message):
-        lipscope.check(FAMILIES[model]().float() if isinstance(model, str) else model, inputs=inputs, causal=True)
-
-
-def test_no_claim_at_all_is_refused() -> None:
-    with pytest.raises(CannotCheckError, match="no claim is left to test"):
-        lipscope.check(FAMILIES["llama"]().float(), n=8, causal=False, batch=False, padding="none")
-
-
 # ── windows ──
 
 
@@ -197,8 +137,23 @@ def test_a_window_holds_for_keys_from_another_tensor() -> None:
     torch.manual_seed(0)
     verdict = verdict_on("window 3", Wrapper(None), inputs=TOKENS, window=3)
     assert verdict.leak.module == "attention (Crossed)"
-    assert verdict.leak.picture.splitlines()[-2].split()[1:] == ["■"] * 9
+    assert verdict.leak.picture.splitlines()[-2].split()[1:] in (["■"] * 9, ["■"] * 10)
     assert verdict_on("window 3", Wrapper(3), inputs=TOKENS, window=3).held
+
+
+def test_a_window_is_tested_at_every_place() -> None:
+    for place in range(4, 16):
+        model: Any = FAMILIES["mistral"]().float()
+        model.config.sliding_window = 4
+
+        def seeing(part: nn.Module, args: Any, kwargs: Any, output: Any, place: int = place) -> Any:
+            one = torch.zeros_like(output[0])
+            one[:, place] = kwargs["hidden_states"][:, place - 4]
+            return (output[0] + one, *output[1:])
+
+        model.layers[1].self_attn.register_forward_hook(seeing, with_kwargs=True)
+        leak = verdict_on("window 4", model, n=16, batch=False, causal=False, padding="none").leak
+        assert (leak.output, leak.token, leak.layer) == ((0, place), (0, place - 4), 1)
 
 
 def test_a_window_is_tested_beside_rotations_of_a_wider_type() -> None:
@@ -274,33 +229,6 @@ def test_a_multimodal_model_is_checked_by_its_text() -> None:
     layer.register_forward_hook(lambda module, args, out: ahead(0.1)(out))
     leak = verdict_on("causal", model, n=12).leak
     assert leak.module.split(" ")[0] == "model.language_model.layers.1.mlp"
-
-
-def test_a_name_claims_causality_and_the_configuration_can_deny_it() -> None:
-    import transformers as tf
-
-    class OwnConfig(tf.PreTrainedConfig):
-        model_type, vocab_size, hidden_size = "own", 40, 6
-
-    class OwnForCausalLM(tf.PreTrainedModel):
-        config_class = OwnConfig
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.embed, self.head = nn.Embedding(40, 6), nn.Linear(6, 40)
-            self.post_init()
-
-        def get_input_embeddings(self) -> nn.Module:
-            return self.embed
-
-        def forward(self, input_ids: Tensor) -> Any:
-            return {"logits": self.head(ahead(0.5)(self.embed(input_ids)))}
-
-    verdict = verdict_on("causal", OwnForCausalLM(OwnConfig()).eval(), n=8)
-    assert (verdict.held, verdict.why) == (False, "OwnForCausalLM is a causal language model")
-    model: Any = FAMILIES["llama"]().float()
-    model.config.is_causal = False
-    assert "causal" not in {v.claim for v in lipscope.check(model, n=8).verdicts}
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VL", "PaliGemma", "CLIP", "Blip2", "Speech2Text"])
@@ -433,21 +361,6 @@ def test_outputs_without_a_signal_are_refused() -> None:
 
     with pytest.raises(CannotCheckError, match="the outputs are the same for other tokens"):
         lipscope.check(Mute(), inputs=TOKENS, causal=True)
-
-
-def test_numbers_that_say_never_do_not_hide_a_leak() -> None:
-    def logits(x: Tensor) -> Tensor:
-        leaking = x + 0.5 * x.detach().mean(1, keepdim=True)
-        return leaking.masked_fill(torch.arange(x.shape[-1]) < 2, torch.finfo(x.dtype).min)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = {"tokens": TOKENS["tokens"].to(dtype)}
-        assert verdict_on("causal", Lambda(logits), inputs=inputs, causal=True).leak.instrument == "substitution"
-
-
-def test_a_loss_before_the_outputs_is_not_watched() -> None:
-    model = Lambda(lambda x: {"loss": x.mean(), "y": ahead(0.5)(x)})
-    assert verdict_on("causal", model, inputs=TOKENS, causal=True).held is False
 
 
 def test_channels_are_not_taken_for_tokens() -> None:

@@ -28,7 +28,17 @@ from lipscope.models.leaks import (
     line,
     refuse_unsteady,
 )
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
+from lipscope.models.subject import (
+    CannotCheckError,
+    Cut,
+    NoDerivativeError,
+    Subject,
+    Tally,
+    accepts,
+    chosen_output,
+    refuse_unreadable,
+    sequence_first,
+)
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
 
@@ -136,7 +146,7 @@ def _subject(
 ) -> Subject:
     config: Any = getattr(model, "config", None)
     turned = any(getattr(part, "batch_first", True) is False for part in model.modules()) and config is None
-    if _sequence_first(model) or (turned and inputs is None):
+    if sequence_first(model) or (turned and inputs is None):
         raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: give a module that takes (B, n, d)")
     if inputs is None:
         n = n if n is not None else sum(documents) if documents is not None else 32
@@ -157,24 +167,11 @@ def _subject(
     tokens = next((known for known in _TOKENS if known in inputs), None)
     if tokens is None:
         raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    given = inputs[tokens]
-    vectors = tokens == "inputs_embeds" or (tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point())
-    if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
-        raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
-    for name, value in inputs.items():
-        strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
-        if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
-            raise CannotCheckError(f"{name} {tuple(value.shape)} has no row per sequence, so it cannot be cut: leave it out")
-    if given.shape[1] < 2:
+    refuse_unreadable(inputs, tokens)
+    if inputs[tokens].shape[1] < 2:
         raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
     one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
     return Subject(model, one, tokens, tally)
-
-
-def _sequence_first(model: nn.Module) -> bool:
-    """Whether a module of torch's own takes tokens (n, B, d)."""
-    own = type(model).__module__.startswith("torch.nn")
-    return own and (getattr(model, "batch_first", True) is False or any(map(_sequence_first, model.children())))
 
 
 def _claims(
@@ -405,7 +402,8 @@ def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Iterator[Fo
     if reach >= n:
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
     at, events = subject.places, subject.seen[1]
-    cuts = [Cut(at <= t - reach, at >= t) for t in sorted({reach, (reach + n - 1) // 2, n - 1})]
+    cuts = [Cut(at <= t - reach, at >= t) for t in range(reach, n)]
+    cuts = [cuts[int(k)] for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _EVERY)).round()]
     called = [
         event for event in events
         if event.module in windows and event.tokens is not None and event.tokens.ndim > 2

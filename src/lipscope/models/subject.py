@@ -188,3 +188,21 @@ def accepts(model: nn.Module, argument: str) -> bool:
         return argument in known
     inside = [part for part in model.children() if hasattr(part, "config")]
     return accepts(inside[0], argument) if inside else True
+
+
+def refuse_unreadable(inputs: dict[str, Any], tokens: str) -> None:
+    """Refuse tokens without sequences, and tensors beside them that have no row for each."""
+    given = inputs[tokens]
+    vectors = tokens == "inputs_embeds" or (tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point())
+    if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
+        raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
+    for name, value in inputs.items():
+        strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
+        if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
+            raise CannotCheckError(f"{name} {tuple(value.shape)} has no row per sequence, so it cannot be cut: leave it out")
+
+
+def sequence_first(model: nn.Module) -> bool:
+    """Whether a module of torch's own takes tokens (n, B, d)."""
+    own = type(model).__module__.startswith("torch.nn")
+    return own and (getattr(model, "batch_first", True) is False or any(map(sequence_first, model.children())))
