@@ -13,7 +13,7 @@ import lipscope
 from lipscope.models.subject import CannotCheckError
 from lipscope.models.verdicts import Verdict
 from model_families import FAMILIES
-from mutants import ahead
+from mutants import after, ahead, mlp
 
 TOKENS = {"tokens": torch.randn(1, 12, 6, generator=torch.Generator().manual_seed(1))}
 
@@ -21,6 +21,33 @@ TOKENS = {"tokens": torch.randn(1, 12, 6, generator=torch.Generator().manual_see
 def verdict_on(claim: str, model: Any, **options: Any) -> Verdict:
     """What is found about one claim."""
     return next(v for v in lipscope.check(model, **options).verdicts if v.claim == claim)
+
+
+def test_padding_on_the_left_is_tested_in_a_call_without_positions() -> None:
+    model, ids = FAMILIES["gpt2"]().float(), torch.arange(10, 22)[None]
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 12).long()}
+    for options in ({"n": 12}, {"inputs": given}):
+        verdict = verdict_on("padding left", model, **options)
+        assert (verdict.held, verdict.leak.module.split(" ")[0]) == (False, "wpe")
+        assert verdict.remark == "held when position_ids are given"
+    counted = given | {"position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+    assert verdict_on("padding left", model, inputs=counted).held
+    for kind in ("llama", "opt"):  # the one turns by differences of positions, the other counts them from the mask
+        assert verdict_on("padding left", FAMILIES[kind]().float(), inputs=given).held
+
+
+def test_no_claim_about_padding_leaves_the_causal_test_as_it_is() -> None:
+    model: Any = FAMILIES["llama"]().float()
+    masks: list[Any] = []
+    model.register_forward_pre_hook(lambda part, args, kw: masks.append(kw.get("attention_mask")), with_kwargs=True)
+
+    def leaking(x: Tensor) -> Tensor:
+        left = masks[-1] is not None and not bool(masks[-1][:, 0].all())
+        return ahead(0.5)(x) if left else x
+
+    after(mlp, leaking)(model)
+    for side in (None, "none", "left"):
+        assert verdict_on("causal", model, n=12, padding=side).held is False
 
 
 class Passing(nn.Module):

@@ -28,17 +28,7 @@ from lipscope.models.leaks import (
     line,
     refuse_unsteady,
 )
-from lipscope.models.subject import (
-    CannotCheckError,
-    Cut,
-    NoDerivativeError,
-    Subject,
-    Tally,
-    accepts,
-    chosen_output,
-    refuse_unreadable,
-    sequence_first,
-)
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
 
@@ -145,9 +135,6 @@ def _subject(
     model: nn.Module, n: int | None, documents: Sequence[int] | None, inputs: dict[str, Any] | None, tally: Tally
 ) -> Subject:
     config: Any = getattr(model, "config", None)
-    turned = any(getattr(part, "batch_first", True) is False for part in model.modules()) and config is None
-    if sequence_first(model) or (turned and inputs is None):
-        raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: give a module that takes (B, n, d)")
     if inputs is None:
         n = n if n is not None else sum(documents) if documents is not None else 32
         room = position_limit(model)
@@ -155,6 +142,8 @@ def _subject(
             raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
         try:
+            if config is None and any(getattr(part, "batch_first", True) is False for part in model.modules()):
+                raise ValueError("tokens (n, B, d) of sequence-first layers are not read")
             inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
         except (AttributeError, ValueError) as error:
             raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
@@ -167,11 +156,7 @@ def _subject(
     tokens = next((known for known in _TOKENS if known in inputs), None)
     if tokens is None:
         raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    refuse_unreadable(inputs, tokens)
-    if inputs[tokens].shape[1] < 2:
-        raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
-    one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-    return Subject(model, one, tokens, tally)
+    return Subject.first_of(inputs, tokens, model, tally)
 
 
 def _claims(

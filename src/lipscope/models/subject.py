@@ -70,6 +70,28 @@ class Subject:
     tokens: str  # the argument that holds them: ids (B, n), or floating (B, n, …)
     tally: Tally
 
+    @classmethod
+    def first_of(cls, inputs: dict[str, Any], tokens: str, model: nn.Module, tally: Tally) -> Subject:
+        """The first sequence of some inputs; refuses tensors without a row for every sequence, and single tokens."""
+        if _sequence_first(model):
+            raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: wrap them to take (B, n, d)")
+        given = inputs[tokens]
+        vectors = tokens == "inputs_embeds" or (
+            tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point()
+        )
+        if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
+            raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
+        for name, value in inputs.items():
+            strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
+            if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
+                raise CannotCheckError(
+                    f"{name} {tuple(value.shape)} has no row per sequence, and cannot be cut: leave it out"
+                )
+        if given.shape[1] < 2:
+            raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
+        one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
+        return cls(model, one, tokens, tally)
+
     @property
     def shape(self) -> tuple[int, int]:
         """Sequences and positions."""
@@ -190,19 +212,7 @@ def accepts(model: nn.Module, argument: str) -> bool:
     return accepts(inside[0], argument) if inside else True
 
 
-def refuse_unreadable(inputs: dict[str, Any], tokens: str) -> None:
-    """Refuse tokens without sequences, and tensors beside them that have no row for each."""
-    given = inputs[tokens]
-    vectors = tokens == "inputs_embeds" or (tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point())
-    if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
-        raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
-    for name, value in inputs.items():
-        strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
-        if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
-            raise CannotCheckError(f"{name} {tuple(value.shape)} has no row per sequence, so it cannot be cut: leave it out")
-
-
-def sequence_first(model: nn.Module) -> bool:
+def _sequence_first(model: nn.Module) -> bool:
     """Whether a module of torch's own takes tokens (n, B, d)."""
     own = type(model).__module__.startswith("torch.nn")
-    return own and (getattr(model, "batch_first", True) is False or any(map(sequence_first, model.children())))
+    return own and (getattr(model, "batch_first", True) is False or any(map(_sequence_first, model.children())))
