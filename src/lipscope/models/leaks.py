@@ -204,10 +204,8 @@ def compared(
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
-    """The largest difference of watched outputs relative to the largest of them, and its place.
-
-    Equal entries beyond a quarter of the largest float say "never", as a mask does, and have no part in the scale.
-    """
+    """The largest difference of watched outputs relative to the largest of them, and its place."""
+    # Equal numbers beyond a quarter of the largest float say "never", as a mask does, and have no part in the scale.
     never = (one == other) & (one.abs() > min(torch.finfo(one.dtype).max, torch.finfo(torch.float32).max) / 4)
     one, other = (value.masked_fill(never & value.isfinite(), 0) for value in (one, other))
     gap, scale = (
@@ -287,10 +285,7 @@ def _place(values: Tensor) -> tuple[int, int]:
 
 
 def culprit(events: list[Event], depends: Callable[[Tensor, tuple[Event, Any]], bool]) -> Event:
-    """The innermost call whose output depends on what it must not see while nothing that it was given does.
-
-    ``depends`` is asked about a tensor, with the call and its place among the arguments, None for the output.
-    """
+    """The innermost call whose output (place None) depends on what it must not see while nothing that it was given does."""
     at = events[0]
     while True:
         made = ((event, event.output) for event in _made_by(at, events))
