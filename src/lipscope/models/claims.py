@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.models.capture import last_hidden_state
-from lipscope.models.inputs import accepts, runner
+from lipscope.models.inputs import runner
 from lipscope.models.leaks import apart, tolerance
-from lipscope.models.subject import CannotCheckError, Subject, Tally
+from lipscope.models.subject import CannotCheckError, Subject, Tally, accepts
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -22,9 +23,9 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def claims_causality(model: nn.Module) -> str | None:
-    """Why a model is taken to be causal: what its configuration says; None when it is not."""
+    """Why a model is taken to be causal: what its configuration says, or its name; None when it is not."""
     config = _text_config(model)
-    if config is None or getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", None) is False:
         return None
     if getattr(config, "is_encoder_decoder", False):
         return "the decoder of an encoder–decoder model" if accepts(model, "decoder_input_ids") else None
@@ -35,11 +36,14 @@ def claims_causality(model: nn.Module) -> str | None:
     kind, whole = (str(getattr(part, "model_type", "")) for part in (config, getattr(model, "config", None)))
     causal = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     causal |= {*getattr(auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", ())}
-    if not {kind, whole} & {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, *_BOTH_WAYS}:
-        return f"{kind} is a causal language model" if {kind, kind.removesuffix("_text"), whole} & causal else None
-    return None
+    if {kind, whole} & {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, *_BOTH_WAYS}:
+        return None
+    names = [type(model).__name__, *(getattr(config, "architectures", None) or ())]
+    name = kind if {kind, kind.removesuffix("_text"), whole} & causal else next(filter(_CAUSAL, names), None)
+    return name and f"{name} is a causal language model"
 
 
+_CAUSAL = re.compile("ForCausalLM$").search
 _BOTH_WAYS = ("diffusion_gemma", "paligemma", "pi0", "xlnet")  # language models whose prompts see themselves, or all tokens
 
 

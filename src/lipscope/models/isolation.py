@@ -5,7 +5,7 @@ The model runs as it is, with its own attention implementation; ``lipscope.model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
-from lipscope.models.inputs import accepts, first_position, position_limit, probe_inputs, vocabulary
+from lipscope.models.inputs import first_position, position_limit, probe_inputs, vocabulary
 from lipscope.models.leaks import (
+    WITHOUT_PADDING,
     Again,
     agreed,
     by_derivative,
@@ -27,7 +28,7 @@ from lipscope.models.leaks import (
     line,
     refuse_unsteady,
 )
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, chosen_output
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
 from lipscope.models.verdicts import Isolation, Leak, Verdict
 
 
@@ -87,7 +88,11 @@ def check(
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
         raise CannotCheckError(kind + line(error)) from error
-    verdicts = tuple(_verdict(*claim) for claim in _claims(tests, causal, window, documents, batch, cache))
+    rows = 1 if inputs is None else len(inputs[alone.tokens])
+    said = f"on the first of the {rows} sequences given" if rows > 1 else ""
+    verdicts = tuple(_verdict(*claim, said) for claim in _claims(tests, causal, window, documents, batch, cache))
+    if not verdicts:
+        raise CannotCheckError("no claim is left to test: ask for one, such as causal")
     return Isolation(name, alone.shape[1], verdicts, alone.tally.forwards, alone.tally.backwards)
 
 
@@ -96,9 +101,9 @@ Claim = tuple[str, str, Iterator[Found]]  # its name, who makes it, and its test
 ASKED = "asked for"
 
 
-def _verdict(claim: str, why: str, tests: Iterator[Found]) -> Verdict:
+def _verdict(claim: str, why: str, tests: Iterator[Found], said: str) -> Verdict:
     """What the tests of one claim find, up to the first leak."""
-    boundaries, leak, remarks = 0, None, list[str]()
+    boundaries, leak, remarks = 0, None, [said] if said else []
     try:
         for more, leak, remark in tests:
             boundaries += more
@@ -137,6 +142,8 @@ def _subject(
             raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
         takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
         try:
+            if config is None and any(getattr(part, "batch_first", True) is False for part in model.modules()):
+                raise ValueError("tokens (n, B, d) of sequence-first layers are not read")
             inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
         except (AttributeError, ValueError) as error:
             raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
@@ -144,15 +151,12 @@ def _subject(
             known = vocabulary(model) or 2
             ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)
             # Of another length than the encoder's, so that the two are told apart where they share an embedding.
-            short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
+            short = {"input_ids": inputs["input_ids"][:1, : max(n - 1, 1)]} if takes_ids else {}
             inputs = inputs | short | {"decoder_input_ids": ids}
     tokens = next((known for known in _TOKENS if known in inputs), None)
     if tokens is None:
         raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    if inputs[tokens].ndim < 2 or inputs[tokens].shape[1] < 2:
-        raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
-    one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-    return Subject(model, one, tokens, tally)
+    return Subject.first_of(inputs, tokens, model, tally)
 
 
 def _claims(
@@ -230,7 +234,7 @@ class _Tests:
     def side(self) -> str:
         """Where padding stands."""
         left = claims_causality(self.alone.model) and self.alone.tokens != "decoder_input_ids"
-        return self.padding_side or ("left" if left else "right")
+        return self.padding_side if self.padding_side in ("left", "right") else "left" if left else "right"
 
     @property
     def source(self) -> str:
@@ -271,10 +275,8 @@ class _Tests:
 
     @cached_property
     def padded(self) -> Subject:
-        """Two sequences, the second one padded."""
-        positions = self.two.inputs.get("position_ids")
-        if self.given is None and positions is None and self.side == "left" and accepts(self.alone.model, "position_ids"):
-            positions = (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
+        """Two sequences, the second one padded, in a plain call: positions are given only beside a mask that was given."""
+        positions = None if self.given is None else self.two.inputs.get("position_ids")
         return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
 
     def batch(self) -> Iterator[Found]:
@@ -312,14 +314,27 @@ class _Tests:
         """Real tokens and padding; real tokens beside padding and without."""
         if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
             raise CannotCheckError("the model takes no attention_mask beside its tokens")
-        padded, real = self.padded, self.real
+        real, counted = self.real, (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
         watched = real if self.source == self.alone.tokens else self.everywhere.expand(2, -1)
-        yield _tested(padded, [Cut(~real, watched, real)])
-        for row in (0, 1) if self.side == "right" or "position_ids" in padded.inputs else ():
-            alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
-            if bool(real[row].all()) and not {"attention_mask", "position_ids"} & {*self.alone.inputs}:
-                alone = self.alone if self.source == self.alone.tokens else alone
-            yield _compared(alone, padded, real[row], "comparison without padding", row)
+
+        def tests(padded: Subject) -> Iterator[Found]:
+            yield _tested(padded, [Cut(~real, watched, real)])
+            for row in (0, 1):
+                alone = padded.part(row, real[row], attention_mask=None, position_ids=None)
+                if bool(real[row].all()) and not {"attention_mask", "position_ids"} & {*self.alone.inputs}:
+                    alone = self.alone if self.source == self.alone.tokens else alone
+                yield _compared(alone, padded, real[row], WITHOUT_PADDING, row)
+
+        # Some models count positions from the mask, some from the left end.
+        yield from _unless(tests, self.padded, "held when position_ids are given", position_ids=counted)
+
+
+def _unless(tests: Callable[[Subject], Iterator[Found]], plain: Subject, remark: str, **given: Any) -> Iterator[Found]:
+    """The tests of a plain call, and where it leaks a remark if all of them hold when more is given."""
+    for boundaries, leak, said in tests(plain):
+        free = leak is not None and all(accepts(plain.model, name) and name not in plain.inputs for name in given)
+        holds = free and all(other is None for _, other, _ in tests(plain.like(**given)))
+        yield boundaries, leak, remark if holds else said
 
 
 def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
@@ -335,13 +350,8 @@ def _documents(alone: Subject, lengths: list[int]) -> Iterator[Found]:
             mine = (owner == k)[0]
             yield _compared(packed.part(0, mine, position_ids=None), packed, mine, "comparison with the document alone")
 
-    packed = alone.like(**restarted)
-    for boundaries, leak, remark in tests(packed):
-        # Transformers reads positions that start again only where there is no cache.
-        free = leak is not None and accepts(alone.model, "use_cache") and "use_cache" not in alone.inputs
-        if free and all(other is None for _, other, _ in tests(packed.like(use_cache=False))):
-            remark = "held with use_cache=False"
-        yield boundaries, leak, remark
+    # Transformers reads positions that start again only where there is no cache.
+    yield from _unless(tests, alone.like(**restarted), "held with use_cache=False", use_cache=False)
 
 
 def _picked(tensor: Tensor, mine: Tensor, row: int = 0) -> Tensor:
@@ -377,7 +387,8 @@ def _window(subject: Subject, windows: set[nn.Module], wide: int) -> Iterator[Fo
     if reach >= n:
         raise CannotCheckError(f"a window of {wide} tokens hides nothing in {n}: use a larger n")
     at, events = subject.places, subject.seen[1]
-    cuts = [Cut(at <= t - reach, at >= t) for t in sorted({reach, (reach + n - 1) // 2, n - 1})]
+    cuts = [Cut(at <= t - reach, at >= t) for t in range(reach, n)]
+    cuts = [cuts[int(k)] for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _EVERY)).round()]
     called = [
         event for event in events
         if event.module in windows and event.tokens is not None and event.tokens.ndim > 2

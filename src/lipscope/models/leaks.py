@@ -18,6 +18,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from lipscope.models.verdicts import Leak
 # ── the instruments ──
 
 SUBSTITUTION = "substitution"
+WITHOUT_PADDING = "comparison without padding"
 
 
 def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
@@ -61,12 +64,13 @@ def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, s
         inside_half = float(_gains(subject, leaf, [(end, half) for end in ends])[token]) > 0
         places = places[: len(places) // 2] if inside_half else places[len(places) // 2 :]
 
+    @cache
     def depends(tensor: Tensor) -> bool:
         rows = across.rows(tensor) if tensor.requires_grad else None
         return rows is not None and float(_gains(subject, leaf, [(tensor, rows)])[token]) > 0
 
     leak = Leak("derivative", worst, (int(places[0][0]), int(places[0][1])), token)
-    return described(subject, leak, culprit(events, depends), events, across), ""
+    return described(subject, leak, culprit(events, lambda tensor, _: depends(tensor)), events, across), ""
 
 
 def _watched(subject: Subject, cut: Cut, seen: Seen) -> list[tuple[Tensor, Tensor]]:
@@ -162,16 +166,17 @@ def compared(
     """
     (output, before), (_, after) = one, other
     same = len(before) == len(after)
-    pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
-    for old, new in zip(before, after, strict=True) if same else ():
+    # By tensor, and by call and place: a module may hand on another's tensor in one pass, and its own in the other.
+    pairs: dict[Any, tuple[Tensor | None, Tensor | None]] = {}
+    for old, new in sorted(zip(before, after, strict=True), key=lambda pair: pair[0].exit) if same else ():
         given = new.inputs
-        pairs |= {id(was): (was, given.get(place)) for place, was in old.inputs.items()}
-        pairs |= {id(old.output): (old.output, new.output)} if old.output is not None else {}
+        found = {place: (was, given.get(place)) for place, was in old.inputs.items()} | {None: (old.output, new.output)}
+        pairs |= {id(pair[0]): pair for pair in found.values()} | {(old, place): pair for place, pair in found.items()}
     pairs[id(output)] = (output, other[0])
 
-    def gap(tensor: Tensor | None) -> Leak | None:
+    def gap(key: Any) -> Leak | None:
         """How far the two passes are apart in one of their tensors; None where there is nothing to compare."""
-        old, new = pairs.get(id(tensor), (None, None))
+        old, new = pairs.get(key, (None, None))
         rows = cut.rows(old)
         if rows is None or old is None or new is None or new.ndim < 2 or pick(new).shape != old.shape:
             return None
@@ -179,25 +184,30 @@ def compared(
             return None  # a mask
         return Leak(instrument, *apart(old, pick(new), rows), None)
 
-    def steps(tensor: Tensor | None) -> float | None:
+    @cache
+    def steps(key: Any) -> float | None:
         """That over what rounding explains."""
-        found = None if tensor is None else gap(tensor)
-        return None if tensor is None or found is None else found.size / tolerance(tensor.dtype)
+        old, found = pairs.get(key, (None, None))[0], gap(key)
+        return None if old is None or found is None else found.size / tolerance(old.dtype)
 
     # Where shapes are the same, half precision that differs at all is looked at in float64.
     least = 0 if instrument == SUBSTITUTION and tolerance(output.dtype) > 1e-3 else 1
-    leak = next((gap(end) for end in subject.ends(cut, one) if (steps(end) or 0.0) > least), None)
+    leak = next((gap(id(end)) for end in subject.ends(cut, one) if (steps(id(end)) or 0.0) > least), None)
     if leak is None or not same:
         return leak, False
-    event = culprit(before, lambda tensor: (steps(tensor) or 0.0) > 1)
+    event = culprit(before, lambda _, key: (steps(key) or 0.0) > 1)
     # A call inside it that cannot be compared may be a router, which flips by rounding of its own.
-    earlier = [(steps(call.output), call) for call in before if call.exit < event.exit]
+    earlier = [(steps((call, None)), call) for call in before if call.exit < event.exit]
     equal = not any((size is None and call.inside(event)) or 0 < (size or 0) <= 1 for size, call in earlier)
-    return described(subject, leak, event, before, cut), equal and (steps(event.output) or 0) > _SUDDEN
+    equal &= instrument != WITHOUT_PADDING  # rotations by position are others there, and outputs the same
+    return described(subject, leak, event, before, cut), equal and (steps((event, None)) or 0) > _SUDDEN
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
     """The largest difference of watched outputs relative to the largest of them, and its place."""
+    # Equal numbers beyond a quarter of the largest float say "never", as a mask does, and have no part in the scale.
+    never = (one == other) & (one.abs() > min(torch.finfo(one.dtype).max, torch.finfo(torch.float32).max) / 4)
+    one, other = (value.masked_fill(never & value.isfinite(), 0) for value in (one, other))
     gap, scale = (
         torch.where(watched, value.double().abs().reshape(*watched.shape, -1).amax(-1), 0.0)
         for value in (one.double() - other.double(), one)
@@ -274,19 +284,13 @@ def _place(values: Tensor) -> tuple[int, int]:
 # ── who lets it through ──
 
 
-def culprit(events: list[Event], depends: Callable[[Tensor], bool]) -> Event:
-    """The innermost call whose output depends on what it must not see while nothing that it was given does."""
-    known: dict[int, bool] = {}
-
-    def leaks(tensor: Tensor | None) -> bool:
-        if tensor is not None and id(tensor) not in known:
-            known[id(tensor)] = depends(tensor)
-        return tensor is not None and known[id(tensor)]
-
+def culprit(events: list[Event], depends: Callable[[Tensor, tuple[Event, Any]], bool]) -> Event:
+    """The innermost call whose output (place None) depends on what it must not see while nothing that it was given does."""
     at = events[0]
     while True:
-        first = next((event for event in _made_by(at, events) if leaks(event.output)), None)
-        if first is None or any(map(leaks, first.inputs.values())):
+        made = ((event, event.output) for event in _made_by(at, events))
+        first = next((event for event, output in made if output is not None and depends(output, (event, None))), None)
+        if first is None or any(depends(given, (first, place)) for place, given in first.inputs.items()):
             return at
         at = first
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import Event, first_tensor, watching
+from lipscope.models.anatomy import Event, watching
 from lipscope.models.inputs import runner, vocabulary
 
 
@@ -24,6 +24,7 @@ class NoDerivativeError(CannotCheckError):
 
 
 Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
+Traced = tuple[Tensor, Tensor, list[Event]]  # its outputs, its embedded tokens as a leaf of the graph, its module calls
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Tally:
     forwards: int = 0
     backwards: int = 0
     mute: bool = False
+    last: tuple[Subject, Traced] | None = None  # the last pass with derivatives
 
 
 @dataclass
@@ -67,6 +69,28 @@ class Subject:
     inputs: dict[str, Any]
     tokens: str  # the argument that holds them: ids (B, n), or floating (B, n, …)
     tally: Tally
+
+    @classmethod
+    def first_of(cls, inputs: dict[str, Any], tokens: str, model: nn.Module, tally: Tally) -> Subject:
+        """The first sequence of some inputs; refuses tensors without a row for every sequence, and single tokens."""
+        if _sequence_first(model):
+            raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: wrap them to take (B, n, d)")
+        given = inputs[tokens]
+        vectors = tokens == "inputs_embeds" or (
+            tokens == "tokens" and isinstance(given, Tensor) and given.is_floating_point()
+        )
+        if not isinstance(given, Tensor) or given.ndim < 2 + vectors:
+            raise CannotCheckError(f"{tokens} must be a tensor {'(B, n, d)' if vectors else '(B, n)'}, one row per sequence")
+        for name, value in inputs.items():
+            strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
+            if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
+                raise CannotCheckError(
+                    f"{name} {tuple(value.shape)} has no row per sequence, and cannot be cut: leave it out"
+                )
+        if given.shape[1] < 2:
+            raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
+        one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
+        return cls(model, one, tokens, tally)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,8 +149,14 @@ class Subject:
         floating = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
         return self.like(**{name: value.double() for name, value in floating.items()})
 
-    def traced(self) -> tuple[Tensor, Tensor, list[Event]]:
-        """A pass with derivatives: its outputs, its embedded tokens as a leaf of the graph, and its module calls."""
+    def traced(self) -> Traced:
+        """A pass with derivatives; the last one is kept."""
+        if self.tally.last is None or self.tally.last[0] is not self:
+            self.tally.last = None
+            self.tally.last = self, self._traced()
+        return self.tally.last[1]
+
+    def _traced(self) -> Traced:
         leaves, given, subject = list[Tensor](), self.inputs[self.tokens], self
 
         def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -160,13 +190,29 @@ class Subject:
 
 
 def chosen_output(output: Any) -> Tensor:
-    """The logits, else the last hidden state, else the first tensor."""
-    if type(output) is dict:
-        output = SimpleNamespace(**{"logits": next(iter(output.values()), None)} | output)
+    """The logits, else the last hidden state, else the first tensor with places, else the first with sequences."""
+    table = output if isinstance(output, dict) else {}
     for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
+        if isinstance(found := table.get(name, getattr(output, name, None)), Tensor):
             return found
-    found = first_tensor(output)
-    if found is None:
-        raise CannotCheckError("the model returns no tensor")
-    return found
+    parts = [*table.values()] if table else output if isinstance(output, (tuple, list)) else [output]
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    if not tensors:
+        raise CannotCheckError("the model returns no tensor, or single numbers alone")
+    return next((part for part in tensors if part.ndim > 1), tensors[0])
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether forward has an argument of this name; where it has *args and **kwargs alone, that of the model inside."""
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    known = inspect.signature(model.forward).parameters
+    if argument in known or any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in known.values()):
+        return argument in known
+    inside = [part for part in model.children() if hasattr(part, "config")]
+    return accepts(inside[0], argument) if inside else True
+
+
+def _sequence_first(model: nn.Module) -> bool:
+    """Whether a module of torch's own takes tokens (n, B, d)."""
+    own = type(model).__module__.startswith("torch.nn")
+    return own and (getattr(model, "batch_first", True) is False or any(map(_sequence_first, model.children())))
