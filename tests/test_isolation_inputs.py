@@ -26,10 +26,12 @@ def verdict_on(claim: str, model: Any, **options: Any) -> Verdict:
 def test_padding_on_the_left_is_tested_in_a_call_without_positions() -> None:
     model, ids = FAMILIES["gpt2"]().float(), torch.arange(10, 22)[None]
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 12).long()}
-    for options in ({"n": 12}, {"inputs": given}):
-        verdict = verdict_on("padding left", model, **options)
-        assert (verdict.held, verdict.leak.module.split(" ")[0]) == (False, "wpe")
-        assert verdict.remark == "held when position_ids are given"
+    verdict = verdict_on("padding left", model, inputs=given)
+    assert (verdict.held, verdict.leak.module.split(" ")[0]) == (False, "wpe")
+    assert verdict.remark == "held when position_ids are given"
+    verdict = verdict_on("padding left", model, n=12)  # no call was given, and generate counts positions
+    assert verdict.held
+    assert verdict.remark.startswith("held when position_ids are given; without them outputs differ by ")
     counted = given | {"position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
     assert verdict_on("padding left", model, inputs=counted).held
     for kind in ("llama", "opt"):  # the one turns by differences of positions, the other counts them from the mask
