@@ -84,6 +84,7 @@ def test_layers_of_models(family: str, mask: str) -> None:
         (["WEIGHTS", "--law", "ball:0"], "radius must be positive"),
         (["WEIGHTS", "--lengths", "x"], "lengths must look like"),
         (["WEIGHTS", "--repeats", "0"], "repeats must be at least 1"),
+        (["WEIGHTS", "--repeats", "9" * 20], "repeats must be at most 100,000"),
         (["WEIGHTS", "--mask", "window:2"], "no mean-field meaning"),
         (["WEIGHTS", "--head", "7"], "head must lie between"),
         (["WEIGHTS", "--sink-length", "7"], "sink_length belongs to layers with sinks"),

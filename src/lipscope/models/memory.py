@@ -1,7 +1,7 @@
 """How much memory σ of a model's layers takes beside its weights, known before the run starts.
 
 Beside what ``measure.memory`` counts there is the recorded pass, 3 tensors per layer. For scopes that go through autograd,
-the graph of a product and of its adjoint holds about 64 tensors of the size of the tokens around attention, and about 140
+the graph of a product and of its adjoint holds about 64 tensors of the size of the tokens around attention, and about 200
 with the feed-forward part of a block, a second graph with other last digits included.
 """
 
@@ -18,7 +18,7 @@ from lipscope.models.anatomy import Layer
 from lipscope.models.model import Model
 
 # Tensors of the size of the tokens, per attention layer; fitted to measured peaks.
-ATTENTION_ACTIVATIONS, BLOCK_ACTIVATIONS = 64, 140
+ATTENTION_ACTIVATIONS, BLOCK_ACTIVATIONS = 64, 200
 RECORDED = 3
 
 

@@ -172,7 +172,7 @@ class _LastDigits(TorchFunctionMode):
         if not isinstance(found, Tensor) or not found.requires_grad or found._is_view() or any(t is found for t in args):
             return found
         items = self._batch if found.ndim and found.shape[0] % self._batch == 0 else 1
-        info, drawn = torch.finfo(found.dtype), self._random.integers(0, 2, found.numel() // items, np.int8)
+        info, drawn = torch.finfo(found.dtype), self._random.integers(0, 2, found.numel() // items)
         lost = torch.from_numpy(drawn).repeat(items).reshape(found.shape).to(found)
         with torch.no_grad():
             # Numbers that stand for infinity keep to it.

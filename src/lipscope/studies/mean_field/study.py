@@ -30,6 +30,9 @@ from lipscope.studies.mean_field.measures import Law, Measure
 from lipscope.studies.mean_field.transport import wasserstein
 from lipscope.studies.rows import Row, study_row
 
+# More draws per length than anybody waits for.
+MOST_REPEATS = 100_000
+
 
 @dataclass(frozen=True)
 class StudyRow:
@@ -172,6 +175,8 @@ def convergence_study(
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths must be positive, got {list(lengths)}")
     at_least(1, repeats=repeats)
+    if repeats > MOST_REPEATS:
+        raise ValueError(f"repeats must be at most {MOST_REPEATS:,}, got {repeats}")
     if law.dimension != attention.layer.width:
         raise ValueError(f"the law lives on R^{law.dimension}, but the layer takes width {attention.layer.width}")
     jobs = [(n, repeat) for n in sorted(set(lengths)) for repeat in range(repeats)]
