@@ -250,3 +250,14 @@ def test_certificates_that_do_not_exist_are_not_promised() -> None:
     with pytest.raises(ValueError, match="no certificate for scope 'attention'"):
         recording[0].sigma(certificate=True)
     assert recording[0].sigma().certified is None
+
+
+def test_options_of_loading_are_not_ignored_by_what_is_loaded():
+    """They would be measured without, in silence."""
+    model = lipscope.load("gpt2-mini")
+    with pytest.raises(ValueError, match="dtype: too late for a Model"):
+        lipscope.scan(model, "python-docs", lengths=[8], inputs=1, layers=[0], dtype=torch.float64)
+    with pytest.raises(ValueError, match="attn_implementation: too late for a GPT2Model"):
+        lipscope.load(model.model, attn_implementation="eager")
+    with pytest.raises(TypeError, match="scopes"):
+        lipscope.scan(model, "python-docs", lengths=[8], inputs=1, layers=[0], scopes=["block"])

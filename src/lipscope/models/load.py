@@ -337,6 +337,12 @@ def load(
         >>> len(model.layers), model.layers[0].heads
         (1, 2)
     """
+    asked: dict[str, Any] = {"revision": revision, "attn_implementation": attn_implementation, "stream": stream}
+    if isinstance(model, Model):
+        asked |= {"tokenizer": tokenizer, "part": part, "dtype": dtype, "device": device}
+    late = [name for name, value in asked.items() if value]
+    if late and isinstance(model, nn.Module | Model):
+        raise ValueError(f"{', '.join(late)}: too late for a {type(model).__name__}, which is loaded; give its name")
     if isinstance(model, Model):
         return model
     if isinstance(tokenizer, (str, os.PathLike)):

@@ -83,7 +83,7 @@ def scan(
         >>> [row["n"] for row in result.rows]
         [8]
     """
-    handle = model_loading.load(model, **load_options) if not isinstance(model, Model) else model
+    handle = model_loading.load(model, **load_options)
     named, documents = (os.fspath(text), None) if isinstance(text, (str, os.PathLike)) else (None, list(text))
     solver = solver or Auto()
     scope = scope or ("head" if heads else "attention")

@@ -87,31 +87,35 @@ class AutodiffOperator(Operator):
     def _sensitivity(self, function: TensorMap, inside: AbstractContextManager[Any] = nullcontext()) -> Tensor:  # noqa: B008
         """Further relative error to allow for, (B,): eight times the most that a product changes with its rounding alone.
 
-        Jᵀ·g is compared with that of the map whose input, and ``inside`` which every other number, has other last digits.
         What cancels in a product shows when c·g, which is rounded elsewhere, is compared with g, and c·u with u. Where J·u
-        and Jᵀ·g do not fit together, ⟨g, Ju⟩ differs from ⟨Jᵀg, u⟩. All this for random u and g, the same for every item,
-        and, but for the last, for Jᵀ·g and J·u in their places, which lean towards the top singular vectors.
+        and Jᵀ·g do not fit together, ⟨g, Ju⟩ differs from ⟨Jᵀg, u⟩. And Jᵀ·g is compared with that of maps whose input, and
+        ``inside`` which every other number, has other last digits: several of them, as one may change little by chance.
+        All this for random u and g, the same for every item, and, but for the adjoints, for Jᵀ·g and J·u in their places,
+        which lean towards the top singular vectors.
         """
         info, (M, N) = torch.finfo(self.dtype), self.shape
-        signs = torch.randint(0, 2, self.input_shape, generator=torch.Generator().manual_seed(2)).to(self._X) * 2 - 1
-        X = (self._X.detach() * (1 + info.eps * signs)).requires_grad_(True)
-        with inside:
-            Y = function(X)
         u, g = (size**0.5 * random_direction(size, seed, self).expand(self.batch, -1) for seed, size in enumerate((N, M), 1))
-        changes, adjoint = [], torch.zeros(0)
+        changes, pulled, adjoint = [], [], torch.zeros(0)
         for _ in range(2):
             Ju, Jg = self.matvec(u), self.rmatvec(g)
-            gaps = [
-                self.matvec(_FACTOR * u) / _FACTOR - Ju,
-                self.rmatvec(_FACTOR * g) / _FACTOR - Jg,
-                _differentiate(Y, X, g.reshape(Y.shape)).reshape(self.batch, -1) - Jg,
-            ]
+            gaps = self.matvec(_FACTOR * u) / _FACTOR - Ju, self.rmatvec(_FACTOR * g) / _FACTOR - Jg
             # Of a map with few inputs or outputs one of them may be short by chance.
             size = torch.maximum(scaled_norm(Ju), scaled_norm(Jg)).clamp_min(info.tiny / info.eps)
             changes += [scaled_norm(gap) / size for gap in gaps]
+            pulled.append((g, Jg, size))
             if not adjoint.numel():
                 adjoint = ((Ju.double() * g).sum(-1) - (u * Jg.double()).sum(-1)).abs() / size
             u, g = unit_rows(Jg, scaled_norm(Jg)), unit_rows(Ju, scaled_norm(Ju))
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(_DRAWS):
+            signs = torch.randint(0, 2, self.input_shape, generator=generator).to(self._X) * 2 - 1
+            X = (self._X.detach() * (1 + info.eps * signs)).requires_grad_(True)
+            with inside:
+                Y = function(X)
+            for g, Jg, size in pulled:
+                gap = _differentiate(Y, X, g.reshape(Y.shape)).reshape(self.batch, -1) - Jg
+                changes.append(scaled_norm(gap) / size)
+            del Y  # with its graph, before the next one is made
         change = torch.stack(changes).amax(0)
         if bool((adjoint > (64 * change).clamp_min(1e-3)).any()):
             raise ValueError(f"{_NOT_TWICE} (the products J·u and Jᵀ·g are not adjoint)")
@@ -159,7 +163,9 @@ class AutodiffOperator(Operator):
 class _LastDigits(TorchFunctionMode):
     """Inside it, entries of every new tensor that depends on the input lose half of their last digit, at random.
 
-    This is stochastic arithmetic (Parker, *Monte Carlo arithmetic*, 1997). Where batch items come first they lose alike.
+    This is stochastic arithmetic (Parker, *Monte Carlo arithmetic*, 1997). Where batch items come first they lose alike. A
+    tensor loses its digits where it stands, so that what an operation kept of its result for the way back loses them too:
+    the slope 1 − y² of a saturated y = tanh(x) has hardly more digits than 1 − y.
     """
 
     def __init__(self, batch: int) -> None:
@@ -177,7 +183,8 @@ class _LastDigits(TorchFunctionMode):
         with torch.no_grad():
             # Numbers that stand for infinity keep to it.
             lost *= torch.where(found.abs() < info.max / 4, found, 0.0) * (-info.eps / 2)
-        return found + lost
+            found.data += lost
+        return found
 
 
 class _Selection(DerivedOperator):
@@ -312,6 +319,8 @@ def _differentiate(Y: Tensor, X: Tensor, g: Tensor, *, create_graph: bool = Fals
 
 # A number that changes every digit of what it multiplies.
 _FACTOR = 1.37
+# How often the last digits are drawn: with one draw the allowance of one map varies by a factor of ten and more.
+_DRAWS = 4
 _NOT_TWICE = (
     "the map cannot be differentiated twice: some operation inside has no second derivative in torch (a custom or fused "
     "kernel, probably). Use its plain torch form, for example attn_implementation='eager' for Hugging Face models."
