@@ -28,7 +28,7 @@ _CLOSE, _CHANGED = 0.05, 0.1
 
 TEXT, SCRIPTS, WORST, MASKS, NORM, MODELS = (
     "What σ does on real text", "What the published scripts compute instead", "The worst case, and where it ends",
-    "Masked against unmasked", "What layer normalisation changes", "What stood in for what, and how sure this is",
+    "Masked against unmasked", "What layer normalisation changes", "Which models, and how sure this is",
 )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ _PLOTS = (
     ("Theorem 3.5: upper bound for every n", "—", "in `docs/theory`: its exponent is optimal for W_1, halved for W_2"),
     ("norms of tokens against n", "radius", "measured"),
     ("LayerNorm before attention", "layernorm", "measured; no plot of the paper is known to us"),
-    ("text AG_NEWS; the original checkpoints on text", "—", "not measured here"),
+    ("text AG_NEWS", "—", "not measured here"),
 )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn:
 
 
 def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any]) -> Document:
-    """What was measured, who stood in for whom, and what each difference from the published scripts is."""
+    """What was measured, on which models, and what each difference from the published scripts is."""
     lead = [
         f"The experiments of {_PAPER}, measured again by `lipscope paper --{about['mode']}`, which wrote this page. What "
         "was found is in [FINDINGS.md](FINDINGS.md), every number in `FINDINGS.csv` beside it.",
@@ -265,7 +265,7 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
     measured = {row["variant"] for row in analysis.of(rows, DIFFERENCES)}
     sections = [
         Section("What was measured", table=_measured(rows)),
-        Section("Which model stood in for which", bullets=_stand_ins(rows, cast)),
+        Section("The models", bullets=_models(rows, cast)),
         Section(
             "Which plot is which",
             ["Plots of the paper are named by their content, theorems by their number."],
@@ -297,7 +297,7 @@ def _measured(rows: Sequence[Row]) -> Table:
     return Table(["experiment", "model", "layers", "scopes", "n", "text", "rows"], lines)
 
 
-def _stand_ins(rows: Sequence[Row], cast: Cast) -> list[str]:
+def _models(rows: Sequence[Row], cast: Cast) -> list[str]:
     sentences = []
     for member in cast.members:
         mine = [row for row in rows if row["model"] == member.name]
