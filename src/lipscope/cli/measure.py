@@ -16,6 +16,7 @@ from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
+from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
@@ -335,13 +336,11 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
 
 def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """The mask, or which layers have which."""
-    layers: dict[str, list[int]] = {}
-    for row in rows:
-        if row["layer"] not in layers.setdefault(row["mask"], []):
-            layers[row["mask"]].append(row["layer"])
+    by_mask = grouped(rows, lambda row: row["mask"])
+    layers = {mask: sorted({row["layer"] for row in found}) for mask, found in by_mask.items()}
     if len(layers) == 1:
-        return next(iter(layers))
-    return ", ".join(f"{mask} (layers {', '.join(map(str, sorted(which)))})" for mask, which in layers.items())
+        return str(*layers)
+    return ", ".join(f"{mask} (layers {', '.join(map(str, which))})" for mask, which in layers.items())
 
 
 def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:

@@ -19,12 +19,13 @@ from lipscope.cli.options import Group, indices, option
 from lipscope.cli.source import look_first
 from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
+from lipscope.runs.run import grouped
 
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
     from lipscope.runs.plan import Plan
     from lipscope.runs.sweep import Step, Summary
-    from lipscope.runs.tasks import Expansion
+    from lipscope.runs.tasks import Expansion, Task
 
 
 Format = StrEnum("Format", ["parquet", "csv", "json"])
@@ -237,13 +238,11 @@ def task_bar(first: str = "starting") -> Iterator[Callable[[Step], None]]:
 
 
 def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: Path) -> None:
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for task in expansion.tasks:
-        labels, identity = task.labels, task.identity
-        key = (str(labels["model"]), str(labels["text"] or "–"), str(identity["scope"]))
-        groups.setdefault(key, []).append(task)
+    def about(task: Task) -> tuple[str, ...]:
+        return str(task.labels["model"]), str(task.labels["text"] or "–"), str(task.identity["scope"])
+
     rows = []
-    for (model, source, scope), tasks in groups.items():
+    for (model, source, scope), tasks in grouped(expansion.tasks, about).items():
         lengths = sorted({task.identity["n"] for task in tasks})
         layers = len({task.identity["layer"] for task in tasks})
         span = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} … {lengths[-1]} ({len(lengths)})"
@@ -266,10 +265,7 @@ def _print_summary(summary: Summary, store: Path) -> None:
             ["measured now", str(summary.measured)], ["failed", str(summary.failed)], ["rows", str(summary.rows)],
             ["time", duration(summary.seconds)], ["table digest", summary.digest]]  # fmt: skip
     print_table(["sweep", str(store)], rows, text=["sweep", str(store)])
-    reasons: dict[str, list[dict[str, Any]]] = {}
-    for failure in summary.failures:
-        reasons.setdefault(failure["error"], []).append(failure)
-    for reason, failures in list(reasons.items())[:5]:
+    for reason, failures in list(grouped(summary.failures, lambda failure: failure["error"]).items())[:5]:
         first = failures[0]
         place = f"{first['model']}, layer {first['layer']}, scope {first['scope']}, n = {first['n']}"
         echo(f"{len(failures)} failed, the first at {place}: {reason}")

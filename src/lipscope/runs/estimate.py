@@ -22,6 +22,7 @@ from lipscope.attention.masks import as_mask
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import current_tiling
 from lipscope.measure.memory import AUTOGRAD_SCOPES, MemoryPlan, Shape, Strategy, solve_plan
+from lipscope.runs.run import grouped
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model
@@ -170,11 +171,8 @@ def _plans(jobs: Iterable[Job]) -> Iterator[tuple[Job, MemoryPlan]]:
 
     seen = set()
     for job in jobs:
-        by_scope: dict[str, list[Task]] = {}
-        for task in job.tasks:
-            by_scope.setdefault(task.identity["scope"], []).append(task)
-        for scope, (first, *others) in by_scope.items():
-            layers = tuple(task.identity["layer"] for task in (first, *others))
+        for scope, tasks in grouped(job.tasks, lambda task: task.identity["scope"]).items():
+            first, layers = tasks[0], tuple(task.identity["layer"] for task in tasks)
             n, inputs, limit = first.identity["n"], first.work.inputs, first.identity.get("memory", {}).get("limit")
             if (one := (job.fingerprint, n, layers, inputs, scope, limit)) not in seen:
                 seen.add(one)
@@ -186,12 +184,8 @@ def calibrate(jobs: Sequence[Job], known: dict[Group, float]) -> dict[Group, flo
     from lipscope.runs.work import run_job
 
     rates = dict(known)
-    samples: dict[Group, list[tuple[Job, Task]]] = {}
-    for job in jobs:
-        for task in job.tasks:
-            if group_of(task) not in rates:
-                samples.setdefault(group_of(task), []).append((job, task))
-    for group, choices in samples.items():
+    unknown = ((job, task) for job in jobs for task in job.tasks if group_of(task) not in known)
+    for group, choices in grouped(unknown, lambda choice: group_of(choice[1])).items():
         # The largest of at most two seconds at the nominal rate, else the smallest of all.
         quick = [choice for choice in choices if choice[1].work.flops <= 2 * NOMINAL_RATE]
         job, task = (max if quick else min)(quick or choices, key=lambda choice: choice[1].work.flops)

@@ -12,11 +12,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipscope.doors import read_json, reading, refuse_shape
 from lipscope.measure.columns import COLUMNS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lipscope.runs.fit import GrowthFit
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 # Beyond it an influence matrix is more than a page shows, and its n² entries take longer than the scan itself.
 LONGEST_VIEW = 48
@@ -95,16 +97,11 @@ class Provenance:
     def of_scan(cls, run: Mapping[str, Any]) -> Provenance:
         """From what ``run.json`` holds: ``about``, ``command``, ``environment`` and ``created``."""
         about = run.get("about") or {}
-        solver = about.get("solver")
-        options = solver if isinstance(solver, dict) else {}
-        return cls(
-            command=run.get("command"),
-            created=run.get("created"),
-            seeds=() if "seed" not in about else (about["seed"],),
-            rtol=() if "rtol" not in options else (options["rtol"],),
-            delta=() if "delta" not in options else (options["delta"],),
-            environments=(run["environment"],) if run.get("environment") else (),
-        )
+        solver = about["solver"] if isinstance(about.get("solver"), dict) else {}
+        asked = {"seeds": about.get("seed"), "rtol": solver.get("rtol"), "delta": solver.get("delta")}
+        known: dict[str, Any] = {name: () if value is None else (value,) for name, value in asked.items()}
+        where = (run["environment"],) if run.get("environment") else ()
+        return cls(run.get("command"), created=run.get("created"), environments=where, **known)
 
 
 @dataclass(frozen=True, repr=False)
@@ -258,13 +255,17 @@ def is_store(path: Path) -> bool:
         return file.read(len(_SQLITE)) == _SQLITE
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Items by what a function says of them, in the order in which they come."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def by_place(rows: Iterable[Row]) -> dict[tuple[int, int | None], list[Row]]:
     """Rows by (layer, head), without those of single documents in a packed input."""
-    places: dict[tuple[int, int | None], list[Row]] = {}
-    for row in rows:
-        if row["document"] is None:
-            places.setdefault((row["layer"], row["head"]), []).append(row)
-    return places
+    return grouped((row for row in rows if row["document"] is None), itemgetter("layer", "head"))
 
 
 def point_of(rows: Sequence[Row]) -> Point:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal, Full, Mask
+from lipscope.attention.masks import Causal, Explicit, Full
 from lipscope.bounds.constants import Constants
 from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
@@ -110,14 +110,19 @@ class MeanFieldAttention:
         Differentiable in the points, with the weights held fixed.
         """
         self.check(measure)
-        weights = measure.weights
+        weights, positions = measure.weights, measure.positions
         if self.sink_length is None:
             log_weights = torch.log(weights / weights.max())
+            if measure.is_uniform and (positions is None or bool((positions.diff() > 0).all())):
+                return self.layer
         elif measure.is_uniform:
             log_weights = torch.full_like(weights, math.log(self.sink_length / measure.size))
         else:
             log_weights = torch.log(weights * self.sink_length)
-        return dataclasses.replace(self.layer, mask=Reweighted(log_weights, measure.positions))
+        seen = log_weights.expand(measure.size, -1)
+        if positions is not None:
+            seen = seen.masked_fill(positions > positions[:, None], -math.inf)
+        return dataclasses.replace(self.layer, mask=Explicit(seen))
 
     def __call__(self, measure: Measure) -> Measure:
         """F(μ), or F^m(μ̄): every atom moves to Γ of it, weights and positions stay.
@@ -138,36 +143,6 @@ class MeanFieldAttention:
     def measure_of(self, X: Tensor) -> Measure:
         """A token sequence as the kind of measure this layer maps."""
         return Measure.from_tokens(X, ordered=self.causal)
-
-
-@dataclass(frozen=True, eq=False)
-class Reweighted(Mask):
-    """Log-weights on the keys, and the order of positions: how a measure looks to the softmax."""
-
-    log_weights: Tensor  # log w_j up to a constant (n,); −inf hides an atom of weight zero
-    positions: Tensor | None = None  # s_i when only τ ≤ s is visible, or None
-
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
-        """Atoms that carry mass, at positions not later than the query's."""
-        self._check(n)
-        charged = torch.isfinite(self.log_weights)
-        if self.positions is None:
-            return None if bool(charged.all()) else charged[None, None, None, columns]
-        return ((self.positions[None, columns] <= self.positions[rows, None]) & charged[columns])[None, None]
-
-    def additive(self, n: int) -> Tensor | None:
-        """The finite log-weights, the same for every query; None when all atoms weigh the same."""
-        self._check(n)
-        if not bool(self.log_weights.any()):
-            return None
-        return self.log_weights.masked_fill(~torch.isfinite(self.log_weights), 0.0)[None, None, None]
-
-    def _check(self, n: int) -> None:
-        if n != len(self.log_weights):
-            raise ValueError(f"the measure has {len(self.log_weights)} atoms but the input has n = {n} tokens")
-
-    def __str__(self) -> str:
-        return "measure" if self.positions is None else "measure&causal"
 
 
 class WeightedOperator(Operator):

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from lipscope.rounding import span
+from lipscope.runs import run
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.studies.paper.cast import SUFFIX
 from lipscope.studies.paper.differences import VARIANTS
@@ -75,10 +76,7 @@ def of(rows: Iterable[Row], *experiments: str) -> list[Row]:
 
 def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by what they hold in some columns, in the order in which they come."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in columns), []).append(row)
-    return groups
+    return run.grouped(rows, lambda row: tuple(row[name] for name in columns))
 
 
 def text_curves(rows: Sequence[Row]) -> list[Curve]:
