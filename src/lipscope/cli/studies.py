@@ -68,26 +68,11 @@ def compare_attention(
     attention, tokens = _on_text(found, max([n, *chosen]), inputs, seed)
     if target.mask is not None:
         attention = attention.with_mask(target.mask)
-    options: dict[str, dict[str, Any]] = {
-        "soft-capped": {"softcap": cap},
-        "qk-norm": {"eps": eps},
-        "cosine": {"eps": eps, "tau": tau},
-    }
+    options = {"soft-capped": {"softcap": cap}, "qk-norm": {"eps": eps}, "cosine": {"eps": eps, "tau": tau}}
     names = VARIANTS if kinds is None else tuple(part.strip() for part in kinds.split(","))
+    where: dict[str, Any] = {"n": n, "radius": radius, "tokens": tokens, "lengths": chosen, "inputs": inputs, "seed": seed}
     with progress_bar() as progress:
-        study = compare(
-            attention,
-            n=n,
-            radius=radius,
-            tokens=tokens,
-            lengths=chosen,
-            inputs=inputs,
-            search=search,
-            names=names,
-            options=options,
-            seed=seed,
-            progress=progress,
-        )
+        study = compare(attention, **where, search=search, names=names, options=options, progress=progress)
     content = {"weights": found.name} | study.to_dict()
     if out is not None:
         from lipscope.studies.charts import comparison_chart
@@ -154,17 +139,10 @@ def meanfield(
     attention = MeanFieldAttention(whole, sink_length)
     if head is not None:
         attention = attention.head(head)
+    drawn, solver = _law(law, whole.width, tokens), Auto(rtol=rtol, seed=seed)
+    how: dict[str, Any] = {"repeats": repeats, "seed": seed, "transport_up_to": transport_up_to, "solver": solver}
     with progress_bar() as progress:
-        study = convergence_study(
-            attention,
-            _law(law, whole.width, tokens),
-            chosen,
-            repeats=repeats,
-            seed=seed,
-            transport_up_to=transport_up_to,
-            solver=Auto(rtol=rtol, seed=seed),
-            progress=progress,
-        )
+        study = convergence_study(attention, drawn, chosen, **how, progress=progress)
     name = found.title(head)
     content = {"layer": name} | study.to_dict()
     if out is not None:
@@ -262,16 +240,9 @@ def paper(
         if threads is not None:
             settings = dataclasses.replace(settings, threads=threads)
         with task_bar("looking at models and texts, which takes a minute or two") as progress, kept_in(out / STORE):
-            done = reproduce(
-                out,
-                settings,
-                bert=bert,
-                gpt2=gpt2,
-                engine=_engine(scheduler, workers),
-                retry_failed=retry_failed,
-                progress=progress,
-                notice=notice,
-            )
+            engine = _engine(scheduler, workers)
+            told: dict[str, Any] = {"progress": progress, "notice": notice}
+            done = reproduce(out, settings, bert=bert, gpt2=gpt2, engine=engine, retry_failed=retry_failed, **told)
         _print_paper(done)
         if done.summary.failed:
             raise typer.Exit(1)

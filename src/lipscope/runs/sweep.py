@@ -156,13 +156,8 @@ def _steps(engine: Engine, jobs: Sequence[Job], ledger: Store, run: int, step: S
             yield replace(step, task=None)
             continue
         ledger.save(outcome, run)
-        step = replace(
-            step,
-            done=step.done + outcome.task.work.flops,
-            tasks=step.tasks + 1,
-            failed=step.failed + (outcome.error is not None),
-            task=outcome.task,
-        )
+        done, failed = step.done + outcome.task.work.flops, step.failed + (outcome.error is not None)
+        step = replace(step, done=done, tasks=step.tasks + 1, failed=failed, task=outcome.task)
         yield step
 
 
