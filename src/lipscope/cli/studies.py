@@ -20,10 +20,6 @@ from lipscope.rounding import duration, interval, round_down, round_up
 from lipscope.runs.writing import csv_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipscope.attention.layer import Attention
-    from lipscope.cli.source import Found
     from lipscope.runs.engines import Engine
     from lipscope.studies.mean_field.study import PlateauStudy
     from lipscope.studies.paper.run import Reproduction
@@ -65,7 +61,15 @@ def compare_attention(
 
     chosen = parse_lengths(lengths)
     found = find(source, target, seed=seed, any_mask=True, text=text)
-    attention, tokens = _on_text(found, max([n, *chosen]), inputs, seed)
+    if found.model is None:
+        attention, tokens = found.part(None), None
+    else:
+        from lipscope.models.corpora import read_text
+        from lipscope.models.text import chunks_of
+
+        ids = chunks_of(found.model, read_text(found.text), max([n, *chosen]), inputs, seed)
+        at = found.model.record(input_ids=ids)[found.layer]
+        attention, tokens = at.weights().for_input(0), at.tokens()
     if target.mask is not None:
         attention = attention.with_mask(target.mask)
     options = {"soft-capped": {"softcap": cap}, "qk-norm": {"eps": eps}, "cosine": {"eps": eps, "tau": tau}}
@@ -83,19 +87,6 @@ def compare_attention(
         echo(csv_text(study.summary()), data=True)
     else:
         show(content, as_json, lambda: _print_comparison(study, found.name))
-
-
-def _on_text(found: Found, n: int, inputs: int, seed: int) -> tuple[Attention, Tensor | None]:
-    """The layer; of a model, also the tokens (inputs, n, d) that reach it on a text."""
-    if found.model is None:
-        return found.part(None), None
-    import torch
-
-    from lipscope.models.corpora import read_text
-    from lipscope.models.text import chunks_of
-
-    at = found.model.record(input_ids=chunks_of(found.model, read_text(found.text), n, inputs, seed))[found.layer]
-    return at.weights().for_input(0).to(torch.float64), at.tokens().double()
 
 
 def meanfield(

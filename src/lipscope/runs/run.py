@@ -45,13 +45,8 @@ _ROW: dict[str, Any] = {
     **dict.fromkeys(COLUMNS, float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
     **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
 }  # fmt: skip
-_TABLE = dict[str, Any]
-_STORY: dict[str, Any] = {
-    "about": _TABLE | None,
-    "environment": _TABLE | None,
-    **dict.fromkeys(("command", "created"), str | None),
-}
-_ASKED: dict[str, Any] = {"seed": int, "text": str | None, "solver": _TABLE | str | None}
+_STORY = dict.fromkeys(("about", "environment"), Row | None) | dict.fromkeys(("command", "created"), str | None)
+_ASKED: dict[str, Any] = {"seed": int, "text": str | None, "solver": Row | str | None}
 _VIEW: dict[str, Any] = {
     **dict.fromkeys(("layer", "n", "input"), int), **dict.fromkeys(("lower", "estimate", "upper"), float), "scope": str,
     "head": int | None, "tokens": list[str], "energy": list[float], "singular_values": list[float],
@@ -229,12 +224,9 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
     run = source if isinstance(source, Run) else Run.read(source, all_plans=all_plans)
     common = dict.fromkeys(name for name in (*COLUMNS, "text", "kind", "options") if name not in _NEEDED)
     rows = [common | dict(row) for row in run.rows]
-    if rows:
-        for column in _NEEDED:
-            if all(column not in row for row in run.rows):
-                raise ValueError(
-                    f"the rows of {run.name} have no column {column!r}: they do not come from a scan or a sweep"
-                )
+    lacking = [column for column in _NEEDED if all(column not in row for row in run.rows)]
+    if rows and lacking:
+        raise ValueError(f"the rows of {run.name} have no column {lacking[0]!r}: they do not come from a scan or a sweep")
     # One value of every type in a column stands for all, but for integers that no float holds.
     kinds = {
         (name, type(value), type(value) is int and abs(value) >> 63): value for row in rows for name, value in row.items()
@@ -359,7 +351,7 @@ def _from_files(path: Path, name: str) -> Run:
     about, environment = told.get("about") or {}, told.get("environment") or {}
     solver = about.get("solver") if isinstance(about, dict) and isinstance(about.get("solver"), dict) else {}
     for part, shape in ((told, _STORY), (about, _ASKED), (solver, dict.fromkeys(("rtol", "delta"), float | None)),
-                        (environment, {"versions": _TABLE})):  # fmt: skip
+                        (environment, {"versions": Row})):  # fmt: skip
         refuse_shape(str(file), part, shape)
     views = read_json(views_file, list) if views_file.is_file() else []
     for view in views:

@@ -37,7 +37,7 @@ from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
 from lipscope.models.model import Model
 from lipscope.models.text import chunks_of
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
 from lipscope.studies.mean_field.measures import Measure
@@ -67,8 +67,6 @@ class MeanFieldAttention:
     sink_length: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, Attention):
-            raise TypeError(f"layer must be a lipscope.Attention, got {type(self.layer).__name__}")
         if not isinstance(self.layer.mask, Full | Causal):
             raise ValueError(
                 f"mask {self.layer.mask} has no mean-field meaning: it counts tokens, and a measure has none to count. "
@@ -145,7 +143,7 @@ class MeanFieldAttention:
         return Measure.from_tokens(X, ordered=self.causal)
 
 
-class WeightedOperator(Operator):
+class WeightedOperator(DerivedOperator):
     """D_w^{1/2} J D_w^{−1/2} for an operator J on token sequences (n, ·) and weights (B, n), all positive.
 
     Directions are u_i = √w_i·ε_i, of length ‖ε‖ in the metric of the measure; ``lift_right`` gives back ε, and
@@ -158,9 +156,8 @@ class WeightedOperator(Operator):
         roots = weights.to(dtype=base.dtype, device=base.device).sqrt().expand(base.batch, base.input_shape[0])
         if not bool((roots > 0).all()):
             raise ValueError("weights must be positive: drop the atoms of weight zero with measure.support()")
-        self.base, self.roots = base, roots[..., None]
-        self.batch, self.input_shape, self.output_shape = base.batch, base.input_shape, base.output_shape
-        self.dtype, self.device = base.dtype, base.device
+        super().__init__(base)
+        self.roots = roots[..., None]
 
     @property
     def rounding_error(self) -> float:

@@ -105,9 +105,8 @@ class PlateauStudy(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Numbers and strings only; infinite numbers become None."""
         plateau, growth = self.plateau(), self.growth()
-        fitted = {} if plateau is None else asdict(plateau)
-        if plateau is not None:
-            fitted |= {"rate_is_determined": plateau.rate_is_determined, "is_visible": plateau.is_visible}
+        told = ("rate_is_determined", "is_visible")
+        fitted = {} if plateau is None else asdict(plateau) | {name: getattr(plateau, name) for name in told}
         about = {"law": self.law, "law_radius": self.law_radius, "mask": self.mask, "bound": self.bound, "seed": self.seed}
         return _plain(about) | {
             "plateau": _plain(fitted) or None,

@@ -279,15 +279,9 @@ _MEASURES: dict[str, Callable[[_Here], Pair]] = {
 def _tokens_under_dropout(handle: Model, layer: int, ids: list[int], seed: int) -> Tensor:
     """What attention sees when the model runs in training mode, on its own attention."""
     seen: list[Any] = []
-
-    def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(tokens_of(args, kwargs))
-
-    with (
-        handle.layer(layer).host.register_forward_pre_hook(entering, with_kwargs=True),
-        torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
-    ):
+    host = handle.layer(layer).host
+    hook = host.register_forward_pre_hook(lambda _, args, kwargs: seen.append(tokens_of(args, kwargs)), with_kwargs=True)
+    with hook, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         try:
             handle.model.train()(input_ids=torch.tensor([ids]), use_cache=False)
