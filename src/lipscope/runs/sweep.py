@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lipscope.runs.engines import Engine, InProcess, check_workers
-from lipscope.runs.estimate import Estimate, Work, calibrate, estimate
+from lipscope.runs.estimate import Estimate, calibrate, estimate
 from lipscope.runs.plan import Plan
 from lipscope.runs.recovery import Recovery
 from lipscope.runs.run import worst_inputs
 from lipscope.runs.schema import digest, table_digest
 from lipscope.runs.store import VIEWS, Store
-from lipscope.runs.tasks import Expansion, Job, Task, expand
+from lipscope.runs.tasks import Expansion, Job, Task, Work, expand
 from lipscope.runs.work import environment
 
 Progress = Callable[["Step"], None]

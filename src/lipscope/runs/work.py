@@ -29,7 +29,6 @@ import torch
 from lipscope import __version__
 from lipscope.models import load as model_loading
 from lipscope.models.model import Model
-from lipscope.runs.estimate import KEEP_BYTES
 from lipscope.runs.plan import ModelChoice
 from lipscope.runs.registry import Row, TaskKind, load_object
 from lipscope.runs.schema import DIGEST_SIZE, digest
@@ -37,6 +36,8 @@ from lipscope.runs.schema import DIGEST_SIZE, digest
 if TYPE_CHECKING:
     from lipscope.runs.tasks import Job, Task
 
+# Weights that a process keeps; the model in use stays whatever its size.
+KEEP_BYTES = 1 << 29
 _PACKAGES = ("torch", "transformers", "numpy", "scipy", "safetensors", "dask", "distributed")
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from lipscope.studies.mean_field.measures import Measure
@@ -160,9 +162,6 @@ def _solve(x: Floats, y: Floats, a: Floats, b: Floats, p: float) -> tuple[NDArra
         import ot  # type: ignore[import-untyped]  # POT ships no types
     except ImportError:
         raise ImportError("transport distances need POT: pip install 'lipscope[ot]'") from None
-    from scipy import sparse
-    from scipy.spatial.distance import cdist
-
     log: dict[str, Any] = {"warning": None}
     if x.shape[1] == 1:
         plan = ot.emd_1d(x[:, 0], y[:, 0], a, b, metric="minkowski", p=p, dense=False)

@@ -120,7 +120,7 @@ def power_loop(
 def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Time that ``power_loop`` would need for every point, from the time it needs for the samples.
 
-    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.estimate``. Counted is the processor's time on one
+    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.tasks``. Counted is the processor's time on one
     thread, as for the tasks of a run: it does not depend on what else the machine does. ``points`` are (n, d) of every
     measured input.
     """
