@@ -64,15 +64,11 @@ def bounds(
     refuse(["--tokens"] if tokens is not None else [], "a weights file", f"{source} is a model")
     from lipscope.models.layer_bounds import layer_bounds
 
-    if text is None and say is None and n is not None:
-        of_model = layer_bounds(found.model, found.layer, head=head, n=n, radius=radius)
-        title = of_model.title()
-    else:
-        ids = read_ids(found.model, text, say, n, seed)
-        of_model = layer_bounds(found.model, found.layer, head=head, input_ids=ids, radius=radius)
-        title = of_model.title() + ("" if say is not None else f", from {found.text}")
-    if found.model.notes:
-        title += f"\n{'; '.join(found.model.notes)}"
+    any_tokens = text is None and say is None and n is not None
+    given: dict[str, Any] = {"n": n} if any_tokens else {"input_ids": read_ids(found.model, text, say, n, seed)}
+    of_model = layer_bounds(found.model, found.layer, head=head, radius=radius, **given)
+    title = of_model.title() + ("" if any_tokens or say is not None else f", from {found.text}")
+    title += f"\n{'; '.join(found.model.notes)}" if found.model.notes else ""
     show(of_model.to_rows(), as_json, lambda: _print_bounds(of_model.table, title))
 
 

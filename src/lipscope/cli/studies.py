@@ -14,7 +14,7 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
 from lipscope.cli.source import find, keep
-from lipscope.cli.sweep import gentle_end, kept_in, task_bar
+from lipscope.cli.sweep import gentle_end, task_bar
 from lipscope.cli.terminal import echo, notice, print_table, progress_bar, show
 from lipscope.rounding import duration, interval, round_down, round_up
 from lipscope.runs.writing import csv_text
@@ -230,7 +230,7 @@ def paper(
         settings = MODES["full" if full else "quick"]
         if threads is not None:
             settings = dataclasses.replace(settings, threads=threads)
-        with task_bar("looking at models and texts, which takes a minute or two") as progress, kept_in(out / STORE):
+        with task_bar(out / STORE, "looking at models and texts, which takes a minute or two") as progress:
             engine = _engine(scheduler, workers)
             told: dict[str, Any] = {"progress": progress, "notice": notice}
             done = reproduce(out, settings, bert=bert, gpt2=gpt2, engine=engine, retry_failed=retry_failed, **told)

@@ -100,7 +100,7 @@ def sweep(
         n = max((task.identity["n"] for task in expansion.tasks), default=0)
         limit = next((str(block.memory) for block in chosen.blocks if block.memory is not None), None)
         announce(n, limit, lambda: largest_plan(expansion.jobs, n))
-        with task_bar() as progress, kept_in(ledger):
+        with task_bar(ledger) as progress:
             summary = run_plan(expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice)
         _print_summary(summary, ledger)
         if summary.failed:
@@ -212,29 +212,23 @@ def _end_at_once(number: int) -> None:
 
 
 @contextmanager
-def kept_in(store: Path) -> Iterator[None]:
-    """Say on an interruption that nothing is lost."""
+def task_bar(store: Path, first: str = "starting") -> Iterator[Callable[[Step], None]]:
+    """The progress bar, for the steps of a run; ends it between two of them when that was asked for, and loses nothing."""
     try:
-        yield
+        with progress_bar(first) as show:
+
+            def of(step: Step) -> None:
+                if _requests:
+                    raise Stopped(_requests[0])
+                what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
+                if (task := step.task) is not None:
+                    what += f" · {task.labels['model']} layer {task.identity['layer']} n = {task.identity['n']}"
+                show(step.done, step.total, what)
+
+            yield of
     except KeyboardInterrupt:
         notice(f"stopped; every finished task is kept in {store}. Run the same command again to go on")
         raise
-
-
-@contextmanager
-def task_bar(first: str = "starting") -> Iterator[Callable[[Step], None]]:
-    """The progress bar, for the steps of a run; ends it between two of them when that was asked for."""
-    with progress_bar(first) as show:
-
-        def of(step: Step) -> None:
-            if _requests:
-                raise Stopped(_requests[0])
-            what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
-            if step.task is not None:
-                what += f" · {step.task.labels['model']} layer {step.task.identity['layer']} n = {step.task.identity['n']}"
-            show(step.done, step.total, what)
-
-        yield of
 
 
 def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: Path) -> None:

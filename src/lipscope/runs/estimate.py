@@ -1,6 +1,7 @@
 """What a run will take: work by a formula, time by measuring a sample of its own tasks, memory by ``models.memory``.
 
-Work is that of ``tasks.task_work``. Memory of one worker: Python and torch, the weights of the models it keeps, and what σ of a scope takes beside them.
+Work is that of ``tasks.task_work``. Memory of one worker: Python and torch, the weights of the models it keeps, and what σ
+of a scope takes beside them.
 """
 
 from __future__ import annotations

@@ -214,13 +214,8 @@ def masked_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def power_law(fit: GrowthFit, decimals: int = 3) -> str:
-    """``c·n^α`` as text; an exponent that rounds to zero has no sign."""
-    return f"{fit.c:.3g}·n^{round(fit.alpha, decimals) + 0.0:.{decimals}f}"
-
-
 def exponent(fit: GrowthFit) -> str:
-    """α with its interval, as text."""
+    """α with its interval, as text; an exponent that rounds to zero has no sign."""
     return f"{round(fit.alpha, 2) + 0.0:.2f} ({span(fit.alpha_low, fit.alpha_high, decimals=2)})"
 
 
