@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from lipscope.cli.options import Group, indices, option
 from lipscope.cli.source import look_first
 from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
+from lipscope.runs.registry import Trust
 from lipscope.runs.run import grouped
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def sweep(
     for one in asked.model or ():
         look_first(one)
     with gentle_end():
-        chosen = _plan(plan, asked, (tuple(trust_module or ()), allow_pickle, trust_remote_code))
+        chosen = _plan(plan, asked, Trust(tuple(trust_module or ()), allow_pickle, trust_remote_code))
         ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
         if dry_run:
             from lipscope.runs.sweep import dry_run as preview
@@ -123,18 +124,16 @@ def export(
         notice(f"{count} rows are in {out}")
 
 
-def _plan(file: Path | None, asked: Asked, granted: tuple[tuple[str, ...], bool, bool]) -> Plan:
+def _plan(file: Path | None, asked: Asked, trust: Trust) -> Plan:
     from lipscope.runs.plan import ModelChoice, Plan
-    from lipscope.runs.registry import Trust
 
     if file is not None:
         if asked.given():
             raise ValueError(f"a plan file says what to measure: leave out {', '.join(asked.given())}")
-        return Plan.read(file, trust=Trust(*granted))
+        return Plan.read(file, trust=trust)
     if not asked.model or not asked.text:
         raise ValueError("give a plan file, or at least one --model and one --text")
-    _, pickles, code = granted
-    loading: dict[str, Any] = {"allow_pickle": pickles, "trust_remote_code": code, "tokenizer": asked.tokenizer}
+    loading = {name: getattr(trust, name) for name in ("allow_pickle", "trust_remote_code")} | {"tokenizer": asked.tokenizer}
     scopes = list(dict.fromkeys([*(asked.scope or ()), *(["head"] if asked.per_head or asked.head is not None else [])]))
     same = ("lengths", "inputs", "rtol", "seed", "certificate", "memory", "views", "threads")
     flags = {name: getattr(asked, name) for name in same} | {"texts": asked.text, "scopes": scopes or None}

@@ -132,7 +132,12 @@ def model_fingerprint(handle: Model) -> str:
         return handle.stream.fingerprint
     model = handle.model
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    state.update(f"{type(model).__name__} {_configuration(model)}".encode())
+    config: Any = getattr(model, "config", None)
+    about = repr(model)
+    if hasattr(config, "to_dict"):
+        known = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+        about = json.dumps({name: known[name] for name in known.keys() - _INCIDENTAL}, sort_keys=True, default=str)
+    state.update(f"{type(model).__name__} {about}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -140,15 +145,7 @@ def model_fingerprint(handle: Model) -> str:
     return state.hexdigest()
 
 
-def _configuration(model: Any) -> str:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return repr(model)
-    known = {name: value for name, value in config.to_dict().items() if not name.startswith("_") and name not in _INCIDENTAL}
-    return json.dumps(known, sort_keys=True, default=str)
-
-
-_INCIDENTAL = ("transformers_version", "name_or_path", "dtype", "torch_dtype", "architectures")
+_INCIDENTAL = {"transformers_version", "name_or_path", "dtype", "torch_dtype", "architectures"}
 
 
 def weight_bytes(handle: Model) -> int:
