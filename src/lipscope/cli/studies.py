@@ -20,7 +20,6 @@ from lipscope.rounding import duration, interval, round_down, round_up
 from lipscope.runs.writing import csv_text
 
 if TYPE_CHECKING:
-    from lipscope.runs.engines import Engine
     from lipscope.studies.mean_field.study import PlateauStudy
     from lipscope.studies.paper.run import Reproduction
     from lipscope.studies.sensitivity import Sensitivity
@@ -222,6 +221,7 @@ def paper(
     Run it again to go on where it stopped. It uses two worker processes where Dask is installed.
     """
     with gentle_end():
+        from lipscope.runs.engines import make_engine
         from lipscope.studies.paper.plan import MODES
         from lipscope.studies.paper.run import STORE, reproduce
 
@@ -230,8 +230,11 @@ def paper(
         settings = MODES["full" if full else "quick"]
         if threads is not None:
             settings = dataclasses.replace(settings, threads=threads)
+        # Two processes of one thread each use two cores better than one process of two threads.
+        if scheduler is None and workers is None and find_spec("distributed") is not None:
+            workers = min(2, os.cpu_count() or 1)
+        engine = make_engine(scheduler, None if workers == 1 else workers)
         with task_bar(out / STORE, "looking at models and texts, which takes a minute or two") as progress:
-            engine = _engine(scheduler, workers)
             told: dict[str, Any] = {"progress": progress, "notice": notice}
             done = reproduce(out, settings, bert=bert, gpt2=gpt2, engine=engine, retry_failed=retry_failed, **told)
         _print_paper(done)
@@ -325,15 +328,6 @@ def _print_sensitivity(found: Sensitivity, name: str) -> None:
     if name in found.together:
         ranks = [f"{words[key]} {value:.2f} [{a:.2f}, {b:.2f}]" for key, (value, a, b) in found.correlations(name).items()]
         echo(f"rank correlation with the measured damage: {', '.join(ranks)}")
-
-
-def _engine(scheduler: str | None, workers: int | None) -> Engine:
-    """Two processes of one thread each use two cores better than one process of two threads."""
-    from lipscope.runs.engines import make_engine
-
-    if scheduler is None and workers is None and find_spec("distributed") is not None:
-        workers = min(2, os.cpu_count() or 1)
-    return make_engine(scheduler, None if workers == 1 else workers)
 
 
 def _print_paper(done: Reproduction) -> None:
