@@ -42,9 +42,7 @@ class Asked(Group):
     per_head: opt.PerHead = False
     head: opt.HeadChoice = None
     scope: Annotated[list[str] | None, option("A scope as for scan, attention by default; may be repeated.")] = None
-    lengths: Annotated[str | None, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8; 16,32,64,128 by default.")] = (
-        None
-    )
+    lengths: Annotated[str | None, option(f"{opt.LENGTHS[:-1]}; 16,32,64,128 by default.")] = None
     inputs: Annotated[int | None, option("Inputs per length, 4 by default, disjoint in the text.")] = None
     pack: opt.Pack = False
     rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None
