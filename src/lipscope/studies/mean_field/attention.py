@@ -22,7 +22,6 @@ rows and columns, and adds the directions in which the halves move against each 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +30,8 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal, Explicit, Full
+from lipscope.attention.masks import Causal, Full, MaskFunction
+from lipscope.attention.validation import derived
 from lipscope.bounds.constants import Constants
 from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
@@ -108,19 +108,20 @@ class MeanFieldAttention:
         Differentiable in the points, with the weights held fixed.
         """
         self.check(measure)
-        weights, positions = measure.weights, measure.positions
+        weights, places, mask = measure.weights, measure.positions, self.layer.mask
         if self.sink_length is None:
             log_weights = torch.log(weights / weights.max())
-            if measure.is_uniform and (positions is None or bool((positions.diff() > 0).all())):
-                return self.layer
         elif measure.is_uniform:
             log_weights = torch.full_like(weights, math.log(self.sink_length / measure.size))
         else:
             log_weights = torch.log(weights * self.sink_length)
-        seen = log_weights.expand(measure.size, -1)
-        if positions is not None:
-            seen = seen.masked_fill(positions > positions[:, None], -math.inf)
-        return dataclasses.replace(self.layer, mask=Explicit(seen))
+        charged = weights > 0
+        if not bool(charged.all()) or (places is not None and bool((places.diff() <= 0).any())):
+            s = torch.zeros_like(weights) if places is None else places
+            mask = MaskFunction(lambda b, h, q, k: charged[k] & (s[k] <= s[q]), 1, measure.size)
+        # The same for every query: a matrix of one row.
+        bias = log_weights.masked_fill(~charged, 0.0).expand(measure.size, -1)
+        return derived(self.layer, mask=mask, bias=bias if bool(bias.any()) else None)
 
     def __call__(self, measure: Measure) -> Measure:
         """F(μ), or F^m(μ̄): every atom moves to Γ of it, weights and positions stay.
