@@ -22,7 +22,6 @@ import pyarrow.parquet
 import pytest
 
 from lipscope.runs import Plan, Store, StoreError, expand, export, run_plan
-from lipscope.runs.estimate import Work
 from lipscope.runs.schema import (
     IDENTITY_COLUMNS,
     VERSION,
@@ -34,7 +33,7 @@ from lipscope.runs.schema import (
     table_digest,
 )
 from lipscope.runs.sweep import kept_notices
-from lipscope.runs.tasks import Task
+from lipscope.runs.tasks import Task, Work
 from lipscope.runs.work import Outcome
 from sweep_cases import plan_of, save_models
 

@@ -134,14 +134,7 @@ def show_bytes(count: int) -> str:
 
 
 def rounded(value: float, rounding: str, digits: int, decimals: int | None = None) -> Decimal:
-    """A finite number on the grid of so many significant digits, or decimals.
-
-    Args:
-        value: the number.
-        rounding: ``decimal.ROUND_FLOOR`` or ``decimal.ROUND_CEILING``.
-        digits: significant digits; not used when there are ``decimals``.
-        decimals: digits after the point.
-    """
+    """A finite number on the grid of so many significant digits or, where they are given, decimals; see ``decimal``."""
     exact = Decimal(repr(value))
     last = exact.adjusted() - digits + 1 if decimals is None else -decimals
     return exact.quantize(Decimal(1).scaleb(last, _EXACT), rounding, _EXACT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
@@ -64,15 +64,11 @@ def bounds(
     refuse(["--tokens"] if tokens is not None else [], "a weights file", f"{source} is a model")
     from lipscope.models.layer_bounds import layer_bounds
 
-    if text is None and say is None and n is not None:
-        of_model = layer_bounds(found.model, found.layer, head=head, n=n, radius=radius)
-        title = of_model.title()
-    else:
-        ids = read_ids(found.model, text, say, n, seed)
-        of_model = layer_bounds(found.model, found.layer, head=head, input_ids=ids, radius=radius)
-        title = of_model.title() + ("" if say is not None else f", from {found.text}")
-    if found.model.notes:
-        title += f"\n{'; '.join(found.model.notes)}"
+    any_tokens = text is None and say is None and n is not None
+    given: dict[str, Any] = {"n": n} if any_tokens else {"input_ids": read_ids(found.model, text, say, n, seed)}
+    of_model = layer_bounds(found.model, found.layer, head=head, radius=radius, **given)
+    title = of_model.title() + ("" if any_tokens or say is not None else f", from {found.text}")
+    title += f"\n{'; '.join(found.model.notes)}" if found.model.notes else ""
     show(of_model.to_rows(), as_json, lambda: _print_bounds(of_model.table, title))
 
 
@@ -105,6 +101,7 @@ def attack(
 ) -> None:
     """Look for the input at which a layer is least smooth, and follow its σ over the number of tokens."""
     found = find(source, target, seed=seed, text=text, say=say, n=n)
+    where: dict[str, Any] = {"layer": found.layer, "head": head}
     if method is Method.tokens:
         from lipscope.studies.worst_case.tokens import attack_tokens
 
@@ -112,39 +109,19 @@ def attack(
             raise ValueError(f"method tokens needs a model: {found.name} has no vocabulary")
         if radius is not None:
             raise ValueError("--radius does not apply to method tokens: words have the norms they have")
-        ids = read_ids(found.model, text, say, n, seed)
+        where["input_ids"] = read_ids(found.model, text, say, n, seed)
         with progress_bar() as progress:
-            worst = attack_tokens(
-                found.model,
-                input_ids=ids,
-                layer=found.layer,
-                head=head,
-                k=k,
-                candidates=candidates,
-                beam=beam,
-                progress=progress,
-            )
+            worst = attack_tokens(found.model, **where, k=k, candidates=candidates, beam=beam, progress=progress)
         _report_tokens(worst, found, head, out, as_json)
         return
     of_tokens = [f"--{name}" for name, value in (("say", say), ("n", n)) if value is not None]
     refuse(of_tokens, "method tokens", f"this is {method.value}")
     from lipscope.studies.worst_case.growth_in_n import attack as search
 
+    where |= {"text": found.text, "lengths": lengths, "radius": radius}
+    how: dict[str, Any] = {"method": method.value, "restarts": restarts, "steps": steps, "seed": seed}
     with progress_bar() as progress:
-        study = search(
-            found.model or found.part(None),
-            layer=found.layer,
-            head=head,
-            text=found.text,
-            lengths=lengths,
-            radius=radius,
-            method="ascend" if method is Method.ascend else "construct",
-            restarts=restarts,
-            steps=steps,
-            seed=seed,
-            progress=progress,
-            notice=notice,
-        )
+        study = search(found.model or found.part(None), **where, **how, progress=progress, notice=notice)
     _report_growth(study, found, head, out, as_json)
 
 
@@ -165,15 +142,14 @@ def _report_growth(study: Growth, found: Found, head: int | None, out: Path | No
 
 
 def _print_growth(study: Growth, title: str) -> None:
-    names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", "σ on the text", "least bound"]
+    on_text = ["σ on the text"] if any(w.given is not None for w in study.worst) else []
+    names = ["n", "worst input", "σ ≥", "σ ≤", "closed form ≥", *on_text, "least bound"]
     cells = []
     for w in study.worst:
         built = max((c.predicted for c in w.built if c.predicted is not None), default=None)
-        row = [str(w.n), w.source, round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5)]
-        row += ["–" if built is None else round_down(built, 5), "–" if w.given is None else f"{w.given:.5g}"]
-        cells.append([*row, round_up(min(w.bounds.values()))])
-    if all(w.given is None for w in study.worst):  # weights alone: no text was read
-        names, cells = names[:5] + names[6:], [row[:5] + row[6:] for row in cells]
+        ends = [round_down(w.sigma.lower, 5), round_up(w.sigma.upper, 5), "–" if built is None else round_down(built, 5)]
+        given = ["–" if w.given is None else f"{w.given:.5g}" for _ in on_text]
+        cells.append([str(w.n), w.source, *ends, *given, round_up(min(w.bounds.values()))])
     least = min(study.worst[-1].bounds, key=lambda name: study.worst[-1].bounds[name])
     caption = f"{study.domain}; σ of the worst input lies between σ ≥ and σ ≤; {least} bounds all of them"
     title = f"Worst inputs of {title}"
@@ -222,15 +198,15 @@ def _print_regimes(
     from lipscope.bounds.domain import domain_of
     from lipscope.bounds.exponent import regimes
 
-    norm, layer, most = None, None if found.model is not None else found.part(None), 1024
-    if found.model is not None:
+    if found.model is None:
+        norm, layer, most = None, found.part(None), 1024
+    else:
         from lipscope.models.inputs import position_limit, probe_inputs
 
-        most = position_limit(found.model.model) or most
         at = found.model.record(probe_inputs(found.model.model, 8))[found.layer]
         norm, layer = at.norm if radius is None else None, at.weights().for_input(0)
-    assert layer is not None
-    domain, n = domain_of(radius, norm, layer.width), n or min(most, 1024)
+        most = min(position_limit(found.model.model) or 1024, 1024)
+    domain, n = domain_of(radius, norm, layer.width), n or most
     rows = [vars(regime) | {"n": n, "regime": regime.at(n)} for regime in regimes(layer, domain)]
     if out is not None:
         from lipscope.studies.charts import regime_chart
@@ -254,9 +230,8 @@ def _print_regimes(
 def _print_bounds(found: BoundTable, title: str) -> None:
     cells = []
     for bound in found.bounds:
-        ratio = found.ratio(bound)
-        shown = "" if ratio is None else f"{ratio:.4g}"
-        cells.append([bound.name, bound.kind, bound.sign, bound.shown(), shown, bound.norm])
+        times = "" if (ratio := found.ratio(bound)) is None else f"{ratio:.4g}"
+        cells.append([bound.name, bound.kind, bound.sign, bound.shown(), times, bound.norm])
     caption = "set: for all tokens of that norm · local: at these tokens · limit: as token norms grow without bound\n"
     if any(bound.kind == "sup n" for bound in found.bounds):
         caption += "sup n: the supremum over all numbers of tokens, which this number need not reach\n"

@@ -16,6 +16,7 @@ from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
+from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
@@ -185,22 +186,17 @@ def measure(
 
     layer = load_layer(weights_file, **weights.settings())
     X, precision = load_tokens(tokens), as_dtype(dtype)
-    inputs, limit = 1 if X.ndim == 2 else X.shape[0], None if memory is None else read_bytes(memory)
-    computed = precision or working_dtype(layer, X)
-    announce(
-        X.shape[-2],
-        memory,
-        lambda: plan_memory(layer, X.shape[-2], dtype=computed, inputs=inputs, limit=limit, scope=scope.value),
-    )
-    solver = Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed)
-    asked: dict[str, Any] = {"scope": scope.value, "solver": solver, "certificate": certificate}
-    asked |= {"dtype": precision, "memory": memory}
+    n, inputs = X.shape[-2], 1 if X.ndim == 2 else X.shape[0]
+    planned: dict[str, Any] = {"dtype": precision or working_dtype(layer, X), "inputs": inputs, "scope": scope.value}
+    limit = None if memory is None else read_bytes(memory)
+    announce(n, memory, lambda: plan_memory(layer, n, limit=limit, **planned))
     if certificate == "verified":
-        announce_verified([layer], X.shape[-2], scope.value, memory)
-        with progress_bar() as progress:
-            result = local_lipschitz(layer, X, **asked, progress=lambda done: progress(done, 1.0, "verifying σ"))
-    else:
-        result = local_lipschitz(layer, X, **asked)
+        announce_verified([layer], n, scope.value, memory)
+    solver = Auto(rtol=rtol, delta=delta, interval=interval, max_steps=max_steps, seed=seed)
+    asked: dict[str, Any] = {"certificate": certificate, "dtype": precision, "memory": memory}
+    with progress_bar("measuring") as progress:
+        asked["progress"] = lambda done: progress(done, 1.0, "verifying σ")
+        result = local_lipschitz(layer, X, scope=scope.value, solver=solver, **asked)
     show(result.to_rows(), as_json, lambda: _print_result(result))
 
 
@@ -251,36 +247,24 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
 
 def _print_result(result: SpectralNorm) -> None:
     rows = result.to_rows()
-    about = f"scope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
+    title = f"Local Lipschitz constant σ\nscope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
     if result.dtype != result.input_dtype:
-        about += f" (from {result.input_dtype})"
+        title += f" (from {result.input_dtype})"
     index = [name for name in ("input", "head") if name in rows[0]]
-    cells = [
-        [
-            *(str(row[name]) for name in index),
-            round_down(row["lower"], 6),
-            f"{row['estimate']:.6g}",
-            round_up(row["upper"], 6),
-            str(row["iterations"]),
-            row["status"],
-        ]
-        for row in rows
-    ]
-    title = f"Local Lipschitz constant σ\n{about}"
+    cells = []
+    for row in rows:
+        sigma = [round_down(row["lower"], 6), f"{row['estimate']:.6g}", round_up(row["upper"], 6)]
+        cells.append([*(str(row[name]) for name in index), *sigma, str(row["iterations"]), row["status"]])
     names = [*index, "lower", "estimate", "upper", "steps", "status"]
-    print_table(names, cells, text=["status"], title=title, caption=_caption(result))
+    kinds, rounding = " or ".join(dict.fromkeys(row["upper_kind"] for row in rows)), max(row["rounding"] for row in rows)
+    caption = f"{kinds}, up to the rounding allowance {rounding:.1e}"
+    if "probabilistic" in kinds:
+        caption = f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
+    elif kinds == "verified":
+        caption = f"upper is verified, its rounding included; lower is attained up to the rounding allowance {rounding:.1e}"
+    print_table(names, cells, text=["status"], title=title, caption=caption)
     if not all(row["converged"] for row in rows):
         echo(result.message)
-
-
-def _caption(result: SpectralNorm) -> str:
-    rows = result.to_rows()
-    kinds, rounding = " or ".join(dict.fromkeys(row["upper_kind"] for row in rows)), max(row["rounding"] for row in rows)
-    if "probabilistic" in kinds:
-        return f"lower is attained; upper is {kinds}, a probabilistic one fails with probability ≤ {result.delta:g}"
-    if kinds == "verified":
-        return f"upper is verified, its rounding included; lower is attained up to the rounding allowance {rounding:.1e}"
-    return f"{kinds}, up to the rounding allowance {rounding:.1e}"
 
 
 # From these on: the cap of Gemma 2 changes a logit by 1 % (c·tanh(s/c), c = 50), and the clip of Kimi K2 rescales (τ = 100).
@@ -291,11 +275,11 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
     first = result.rows[0]
     summaries = result.worst()
-    by_head, whole = summaries[0]["head"] is not None, first["scope"] == "model"
+    place = [*(["layer"] if first["scope"] != "model" else []), *(["head"] if summaries[0]["head"] is not None else []), "n"]
     chances = [row["delta"] for row in result.rows if row["delta"] is not None]
     caption = "σ of every input at this n lies between lower and upper"
     caption += f"; an upper end fails with probability ≤ {max(chances):g}" if chances else ""
-    names = [*(["layer"] if not whole else []), *(["head"] if by_head else []), "n", "median σ", "lower", "upper"]
+    names = [*place, "median σ", "lower", "upper"]
     if for_logits is None:
         names += ["|x|", "entropy", "on first"]
         fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
@@ -310,8 +294,7 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         )
     rows = []
     for s in summaries[:top]:
-        cells = [*([str(s["layer"])] if not whole else []), *([str(s["head"])] if by_head else []), str(s["n"])]
-        cells += [f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"])]
+        cells = [*(str(s[name]) for name in place), f"{s['median']:.4g}", round_down(s["lower"]), round_up(s["upper"])]
         cells += [f"{s['radius_rms']:.3g}"] if for_logits is None else []
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
@@ -335,13 +318,11 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
 
 def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """The mask, or which layers have which."""
-    layers: dict[str, list[int]] = {}
-    for row in rows:
-        if row["layer"] not in layers.setdefault(row["mask"], []):
-            layers[row["mask"]].append(row["layer"])
+    by_mask = grouped(rows, lambda row: row["mask"])
+    layers = {mask: sorted({row["layer"] for row in found}) for mask, found in by_mask.items()}
     if len(layers) == 1:
-        return next(iter(layers))
-    return ", ".join(f"{mask} (layers {', '.join(map(str, sorted(which)))})" for mask, which in layers.items())
+        return str(*layers)
+    return ", ".join(f"{mask} (layers {', '.join(map(str, which))})" for mask, which in layers.items())
 
 
 def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:

@@ -69,7 +69,8 @@ TextOrNone = Annotated[str | None, option(f"{CORPUS[:-1]}; python-docs by defaul
 Say = Annotated[str | None, option("The words themselves, instead of a text.")]
 N = Annotated[int, option("Number of tokens.", "--n", default=True)]
 NOrNone = Annotated[int | None, option("Number of tokens taken from the text, 32 by default.", "--n")]
-Lengths = Annotated[str, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8.", default=True)]
+LENGTHS = "Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8."
+Lengths = Annotated[str, option(LENGTHS, default=True)]
 Inputs = Annotated[int, option("Inputs per length, disjoint in the text.", default=True)]
 Pack = Annotated[bool, option("Fill each input with documents that do not see each other.", "--pack")]
 Seed = Annotated[int, option("Seed of everything drawn: where in a text the inputs lie, and starts.", default=True)]

@@ -69,7 +69,7 @@ def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
     from lipscope.measure.scopes import SCOPES
     from lipscope.models.inputs import position_limit, probe_inputs
     from lipscope.models.memory import plan_layers
-    from lipscope.runs.estimate import task_work
+    from lipscope.runs.tasks import task_work
 
     with waiting(f"loading {model}"):
         handle = load_model(model, loading)

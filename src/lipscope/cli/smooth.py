@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import indices, option
@@ -12,7 +12,7 @@ from lipscope.cli.source import look_first
 from lipscope.cli.terminal import echo, notice, print_table, show
 
 if TYPE_CHECKING:
-    from lipscope.training.smooth import HeadChange, Smoothing
+    from lipscope.training.smooth import Smoothing
 
 
 Quantity = StrEnum("Quantity", {"max_logit": "max-logit", "sigma": "sigma"})
@@ -43,17 +43,8 @@ def smooth(
         raise ValueError(f"--out {out} exists, and a checkpoint is never overwritten: choose another directory")
     from lipscope.training.smooth import smooth as run
 
-    report = run(
-        model,
-        target=target,
-        by=by.value,
-        text=text,
-        n=n,
-        inputs=inputs,
-        seed=seed,
-        layers=chosen,
-        heads=indices("head", head),
-    )
+    which: dict[str, Any] = {"layers": chosen, "heads": indices("head", head)}
+    report = run(model, target=target, by=by.value, text=text, n=n, inputs=inputs, seed=seed, **which)
     show(report.to_dict(), as_json, lambda: _print(report, top))
     if out is not None:
         notice(f"saved in {report.save(out)}")
@@ -64,23 +55,15 @@ def _print(report: Smoothing, top: int) -> None:
     title += "".join(f"\n{note}" for note in report.notes)
     names = ["layer", "head", "factor", "max logit", "after", "σ", "σ after"]
     shown = sorted(report.changed, key=lambda change: change.factor or 0.0)[:top]
-    rows = [_row(change) for change in [*shown, *report.layers]]
+    rows = []
+    for change in [*shown, *report.layers]:
+        who = [str(change.layer), "all" if change.head is None else str(change.head)]
+        factor = "" if change.factor is None else f"{change.factor:.4f}"
+        logits = [f"{change.logit_before:.4g}", f"{change.logit_after:.4g}"]
+        rows.append([*who, factor, *logits, str(change.sigma_before), str(change.sigma_after)])
     caption = "head: σ of one head before W_O · all: σ of the layer, scope attention · largest over the inputs"
     print_table(names, rows, text=[], title=title, caption=caption)
-    left = len(report.changed) - len(shown)
-    if left:
+    if left := len(report.changed) - len(shown):
         echo(f"… and {left} more; --top and --json show them")
     echo(f"{len(report.changed)} of {len(report.heads)} heads rescaled")
     echo(report.cost())
-
-
-def _row(change: HeadChange) -> list[str]:
-    return [
-        str(change.layer),
-        "all" if change.head is None else str(change.head),
-        "" if change.factor is None else f"{change.factor:.4f}",
-        f"{change.logit_before:.4g}",
-        f"{change.logit_after:.4g}",
-        str(change.sigma_before),
-        str(change.sigma_after),
-    ]

@@ -14,17 +14,12 @@ import typer
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
 from lipscope.cli.source import find, keep
-from lipscope.cli.sweep import gentle_end, kept_in, task_bar
+from lipscope.cli.sweep import gentle_end, task_bar
 from lipscope.cli.terminal import echo, notice, print_table, progress_bar, show
 from lipscope.rounding import duration, interval, round_down, round_up
 from lipscope.runs.writing import csv_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipscope.attention.layer import Attention
-    from lipscope.cli.source import Found
-    from lipscope.runs.engines import Engine
     from lipscope.studies.mean_field.study import PlateauStudy
     from lipscope.studies.paper.run import Reproduction
     from lipscope.studies.sensitivity import Sensitivity
@@ -65,29 +60,22 @@ def compare_attention(
 
     chosen = parse_lengths(lengths)
     found = find(source, target, seed=seed, any_mask=True, text=text)
-    attention, tokens = _on_text(found, max([n, *chosen]), inputs, seed)
+    if found.model is None:
+        attention, tokens = found.part(None), None
+    else:
+        from lipscope.models.corpora import read_text
+        from lipscope.models.text import chunks_of
+
+        ids = chunks_of(found.model, read_text(found.text), max([n, *chosen]), inputs, seed)
+        at = found.model.record(input_ids=ids)[found.layer]
+        attention, tokens = at.weights().for_input(0), at.tokens()
     if target.mask is not None:
         attention = attention.with_mask(target.mask)
-    options: dict[str, dict[str, Any]] = {
-        "soft-capped": {"softcap": cap},
-        "qk-norm": {"eps": eps},
-        "cosine": {"eps": eps, "tau": tau},
-    }
+    options = {"soft-capped": {"softcap": cap}, "qk-norm": {"eps": eps}, "cosine": {"eps": eps, "tau": tau}}
     names = VARIANTS if kinds is None else tuple(part.strip() for part in kinds.split(","))
+    where: dict[str, Any] = {"n": n, "radius": radius, "tokens": tokens, "lengths": chosen, "inputs": inputs, "seed": seed}
     with progress_bar() as progress:
-        study = compare(
-            attention,
-            n=n,
-            radius=radius,
-            tokens=tokens,
-            lengths=chosen,
-            inputs=inputs,
-            search=search,
-            names=names,
-            options=options,
-            seed=seed,
-            progress=progress,
-        )
+        study = compare(attention, **where, search=search, names=names, options=options, progress=progress)
     content = {"weights": found.name} | study.to_dict()
     if out is not None:
         from lipscope.studies.charts import comparison_chart
@@ -98,19 +86,6 @@ def compare_attention(
         echo(csv_text(study.summary()), data=True)
     else:
         show(content, as_json, lambda: _print_comparison(study, found.name))
-
-
-def _on_text(found: Found, n: int, inputs: int, seed: int) -> tuple[Attention, Tensor | None]:
-    """The layer; of a model, also the tokens (inputs, n, d) that reach it on a text."""
-    if found.model is None:
-        return found.part(None), None
-    import torch
-
-    from lipscope.models.corpora import read_text
-    from lipscope.models.text import chunks_of
-
-    at = found.model.record(input_ids=chunks_of(found.model, read_text(found.text), n, inputs, seed))[found.layer]
-    return at.weights().for_input(0).to(torch.float64), at.tokens().double()
 
 
 def meanfield(
@@ -154,17 +129,10 @@ def meanfield(
     attention = MeanFieldAttention(whole, sink_length)
     if head is not None:
         attention = attention.head(head)
+    drawn, solver = _law(law, whole.width, tokens), Auto(rtol=rtol, seed=seed)
+    how: dict[str, Any] = {"repeats": repeats, "seed": seed, "transport_up_to": transport_up_to, "solver": solver}
     with progress_bar() as progress:
-        study = convergence_study(
-            attention,
-            _law(law, whole.width, tokens),
-            chosen,
-            repeats=repeats,
-            seed=seed,
-            transport_up_to=transport_up_to,
-            solver=Auto(rtol=rtol, seed=seed),
-            progress=progress,
-        )
+        study = convergence_study(attention, drawn, chosen, **how, progress=progress)
     name = found.title(head)
     content = {"layer": name} | study.to_dict()
     if out is not None:
@@ -253,6 +221,7 @@ def paper(
     Run it again to go on where it stopped. It uses two worker processes where Dask is installed.
     """
     with gentle_end():
+        from lipscope.runs.engines import make_engine
         from lipscope.studies.paper.plan import MODES
         from lipscope.studies.paper.run import STORE, reproduce
 
@@ -261,17 +230,13 @@ def paper(
         settings = MODES["full" if full else "quick"]
         if threads is not None:
             settings = dataclasses.replace(settings, threads=threads)
-        with task_bar("looking at models and texts, which takes a minute or two") as progress, kept_in(out / STORE):
-            done = reproduce(
-                out,
-                settings,
-                bert=bert,
-                gpt2=gpt2,
-                engine=_engine(scheduler, workers),
-                retry_failed=retry_failed,
-                progress=progress,
-                notice=notice,
-            )
+        # Two processes of one thread each use two cores better than one process of two threads.
+        if scheduler is None and workers is None and find_spec("distributed") is not None:
+            workers = min(2, os.cpu_count() or 1)
+        engine = make_engine(scheduler, None if workers == 1 else workers)
+        with task_bar(out / STORE, "looking at models and texts, which takes a minute or two") as progress:
+            told: dict[str, Any] = {"progress": progress, "notice": notice}
+            done = reproduce(out, settings, bert=bert, gpt2=gpt2, engine=engine, retry_failed=retry_failed, **told)
         _print_paper(done)
         if done.summary.failed:
             raise typer.Exit(1)
@@ -363,15 +328,6 @@ def _print_sensitivity(found: Sensitivity, name: str) -> None:
     if name in found.together:
         ranks = [f"{words[key]} {value:.2f} [{a:.2f}, {b:.2f}]" for key, (value, a, b) in found.correlations(name).items()]
         echo(f"rank correlation with the measured damage: {', '.join(ranks)}")
-
-
-def _engine(scheduler: str | None, workers: int | None) -> Engine:
-    """Two processes of one thread each use two cores better than one process of two threads."""
-    from lipscope.runs.engines import make_engine
-
-    if scheduler is None and workers is None and find_spec("distributed") is not None:
-        workers = min(2, os.cpu_count() or 1)
-    return make_engine(scheduler, None if workers == 1 else workers)
 
 
 def _print_paper(done: Reproduction) -> None:

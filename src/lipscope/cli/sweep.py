@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +19,14 @@ from lipscope.cli.options import Group, indices, option
 from lipscope.cli.source import look_first
 from lipscope.cli.terminal import announce, echo, notice, print_table, progress_bar, waiting
 from lipscope.rounding import counted, duration
+from lipscope.runs.registry import Trust
+from lipscope.runs.run import grouped
 
 if TYPE_CHECKING:
     from lipscope.runs.estimate import Estimate
     from lipscope.runs.plan import Plan
     from lipscope.runs.sweep import Step, Summary
-    from lipscope.runs.tasks import Expansion
+    from lipscope.runs.tasks import Expansion, Task
 
 
 Format = StrEnum("Format", ["parquet", "csv", "json"])
@@ -40,9 +42,7 @@ class Asked(Group):
     per_head: opt.PerHead = False
     head: opt.HeadChoice = None
     scope: Annotated[list[str] | None, option("A scope as for scan, attention by default; may be repeated.")] = None
-    lengths: Annotated[str | None, option("Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8; 16,32,64,128 by default.")] = (
-        None
-    )
+    lengths: Annotated[str | None, option(f"{opt.LENGTHS[:-1]}; 16,32,64,128 by default.")] = None
     inputs: Annotated[int | None, option("Inputs per length, 4 by default, disjoint in the text.")] = None
     pack: opt.Pack = False
     rtol: Annotated[float | None, option("Relative accuracy of the estimates, 0.001 by default.")] = None
@@ -79,7 +79,7 @@ def sweep(
     for one in asked.model or ():
         look_first(one)
     with gentle_end():
-        chosen = _plan(plan, asked, (tuple(trust_module or ()), allow_pickle, trust_remote_code))
+        chosen = _plan(plan, asked, Trust(tuple(trust_module or ()), allow_pickle, trust_remote_code))
         ledger = store or Path(f"{plan.stem}.db" if plan else "sweep.db")
         if dry_run:
             from lipscope.runs.sweep import dry_run as preview
@@ -99,7 +99,7 @@ def sweep(
         n = max((task.identity["n"] for task in expansion.tasks), default=0)
         limit = next((str(block.memory) for block in chosen.blocks if block.memory is not None), None)
         announce(n, limit, lambda: largest_plan(expansion.jobs, n))
-        with task_bar() as progress, kept_in(ledger):
+        with task_bar(ledger) as progress:
             summary = run_plan(expansion, ledger, engine=engine, retry_failed=retry_failed, progress=progress, notice=notice)
         _print_summary(summary, ledger)
         if summary.failed:
@@ -122,18 +122,16 @@ def export(
         notice(f"{count} rows are in {out}")
 
 
-def _plan(file: Path | None, asked: Asked, granted: tuple[tuple[str, ...], bool, bool]) -> Plan:
+def _plan(file: Path | None, asked: Asked, trust: Trust) -> Plan:
     from lipscope.runs.plan import ModelChoice, Plan
-    from lipscope.runs.registry import Trust
 
     if file is not None:
         if asked.given():
             raise ValueError(f"a plan file says what to measure: leave out {', '.join(asked.given())}")
-        return Plan.read(file, trust=Trust(*granted))
+        return Plan.read(file, trust=trust)
     if not asked.model or not asked.text:
         raise ValueError("give a plan file, or at least one --model and one --text")
-    _, pickles, code = granted
-    loading: dict[str, Any] = {"allow_pickle": pickles, "trust_remote_code": code, "tokenizer": asked.tokenizer}
+    loading = {name: getattr(trust, name) for name in ("allow_pickle", "trust_remote_code")} | {"tokenizer": asked.tokenizer}
     scopes = list(dict.fromkeys([*(asked.scope or ()), *(["head"] if asked.per_head or asked.head is not None else [])]))
     same = ("lengths", "inputs", "rtol", "seed", "certificate", "memory", "views", "threads")
     flags = {name: getattr(asked, name) for name in same} | {"texts": asked.text, "scopes": scopes or None}
@@ -211,39 +209,31 @@ def _end_at_once(number: int) -> None:
 
 
 @contextmanager
-def kept_in(store: Path) -> Iterator[None]:
-    """Say on an interruption that nothing is lost."""
+def task_bar(store: Path, first: str = "starting") -> Iterator[Callable[[Step], None]]:
+    """The progress bar, for the steps of a run; ends it between two of them when that was asked for, and loses nothing."""
     try:
-        yield
+        with progress_bar(first) as show:
+
+            def of(step: Step) -> None:
+                if _requests:
+                    raise Stopped(_requests[0])
+                what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
+                if (task := step.task) is not None:
+                    what += f" · {task.labels['model']} layer {task.identity['layer']} n = {task.identity['n']}"
+                show(step.done, step.total, what)
+
+            yield of
     except KeyboardInterrupt:
         notice(f"stopped; every finished task is kept in {store}. Run the same command again to go on")
         raise
 
 
-@contextmanager
-def task_bar(first: str = "starting") -> Iterator[Callable[[Step], None]]:
-    """The progress bar, for the steps of a run; ends it between two of them when that was asked for."""
-    with progress_bar(first) as show:
-
-        def of(step: Step) -> None:
-            if _requests:
-                raise Stopped(_requests[0])
-            what = f"{step.tasks}/{step.all_tasks} tasks" + (f", {step.failed} failed" if step.failed else "")
-            if step.task is not None:
-                what += f" · {step.task.labels['model']} layer {step.task.identity['layer']} n = {step.task.identity['n']}"
-            show(step.done, step.total, what)
-
-        yield of
-
-
 def _print_estimate(expansion: Expansion, left: Estimate, workers: int, store: Path) -> None:
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for task in expansion.tasks:
-        labels, identity = task.labels, task.identity
-        key = (str(labels["model"]), str(labels["text"] or "–"), str(identity["scope"]))
-        groups.setdefault(key, []).append(task)
+    def about(task: Task) -> tuple[str, ...]:
+        return str(task.labels["model"]), str(task.labels["text"] or "–"), str(task.identity["scope"])
+
     rows = []
-    for (model, source, scope), tasks in groups.items():
+    for (model, source, scope), tasks in grouped(expansion.tasks, about).items():
         lengths = sorted({task.identity["n"] for task in tasks})
         layers = len({task.identity["layer"] for task in tasks})
         span = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} … {lengths[-1]} ({len(lengths)})"
@@ -266,10 +256,7 @@ def _print_summary(summary: Summary, store: Path) -> None:
             ["measured now", str(summary.measured)], ["failed", str(summary.failed)], ["rows", str(summary.rows)],
             ["time", duration(summary.seconds)], ["table digest", summary.digest]]  # fmt: skip
     print_table(["sweep", str(store)], rows, text=["sweep", str(store)])
-    reasons: dict[str, list[dict[str, Any]]] = {}
-    for failure in summary.failures:
-        reasons.setdefault(failure["error"], []).append(failure)
-    for reason, failures in list(reasons.items())[:5]:
+    for reason, failures in list(grouped(summary.failures, lambda failure: failure["error"]).items())[:5]:
         first = failures[0]
         place = f"{first['model']}, layer {first['layer']}, scope {first['scope']}, n = {first['n']}"
         echo(f"{len(failures)} failed, the first at {place}: {reason}")

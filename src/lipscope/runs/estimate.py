@@ -1,11 +1,7 @@
 """What a run will take: work by a formula, time by measuring a sample of its own tasks, memory by ``models.memory``.
 
-Work of one task: the forward pass is left out (it costs less than one measured layer), and σ of B inputs takes about k = 20
-pairs of products (J·u, Jᵀ·g) for each input. With P weights in the map, H heads of d_h and n tokens, a pair takes
-
-    4·n·P + 16·n²·H·d_h        floating-point operations (twice that where autograd computes it: scopes around attention)
-
-Memory of one worker: Python and torch, the weights of the models it keeps, and what σ of a scope takes beside them.
+Work is that of ``tasks.task_work``. Memory of one worker: Python and torch, the weights of the models it keeps, and what σ
+of a scope takes beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,43 +17,17 @@ from torch import nn
 from lipscope.attention.masks import as_mask
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import current_tiling
-from lipscope.measure.memory import AUTOGRAD_SCOPES, MemoryPlan, Shape, Strategy, solve_plan
-
-if TYPE_CHECKING:
-    from lipscope.models.model import Model
-    from lipscope.runs.tasks import Job, Task
+from lipscope.measure.memory import MemoryPlan, Shape, Strategy, solve_plan
+from lipscope.models.capture import model_dtype
+from lipscope.models.memory import RECORDED, plan_layers
+from lipscope.models.streaming import blocks_of
+from lipscope.runs.run import grouped
+from lipscope.runs.tasks import PAIRS, Job, Task, handed_out
+from lipscope.runs.work import KEEP_BYTES, model_of, run_job, weight_bytes
 
 BASE_BYTES = 400 << 20
-# Weights that a process keeps; the model in use stays whatever its size.
-KEEP_BYTES = 1 << 29
-
 # A core's rate before anything was measured, only used to choose the sample.
 NOMINAL_RATE = 2e10
-# Operator pairs of a solve, with room for the harder ones.
-_PAIRS = 20
-
-
-@dataclass(frozen=True)
-class Work:
-    """Estimated size of a task."""
-
-    flops: float
-    inputs: int  # sequences in its forward pass
-    rows: int  # rows that it gives
-
-
-def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, effort: float = 1.0) -> Work:
-    """The formula of this module for one task."""
-    layer, scope = handle.layer(setting["layer"]), setting["scope"]
-    layers = len(handle.layers) if scope == "model" else 1
-    inside = layer.host if scope in ("head", "attention", "norm+attention") else layer.block
-    width = int(handle.probe_recording.hosts[layer.index].tokens.shape[-1])
-    parameters = sum(p.numel() for p in inside.parameters()) * layers
-    pair = (2 if scope in AUTOGRAD_SCOPES else 1) * (4.0 * n * parameters + 16.0 * n * n * layers * width)
-    heads = setting.get("heads")
-    return Work(effort * inputs * _PAIRS * pair, inputs, inputs * (1 if heads is None else len(heads)))
-
-
 # Copies of the weights of one attention that finding, measuring and bounding it hold at the peak, its own among them: q, k
 # and v as they were found, and factors of all of them in float64. Norms of weights for set bounds take so many times d³
 # operations. Both are fitted to one layer of a 7B model.
@@ -71,10 +41,6 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
 
     The parameters of the skeleton need no storage; ``stored`` are their bytes on disk, ``rate`` is that of products.
     """
-    from lipscope.models.capture import model_dtype
-    from lipscope.models.memory import RECORDED
-    from lipscope.models.streaming import blocks_of
-
     config: Any = skeleton.config
     dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(config.num_attention_heads)
     blocks = list(blocks_of(skeleton))
@@ -94,7 +60,7 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     unit = max(*alone, *(sum(p.numel() for p in block.parameters()) for block in blocks)) * dtype.itemsize
     pair = 4.0 * n * attention + 16.0 * n * n * width
     finding = 2.0 * (width + 1) * attention + _NORMS * float(width) ** 3
-    work = len(blocks) * (inputs * _PAIRS * pair + finding) + 2.0 * inputs * n * whole / dtype.itemsize
+    work = len(blocks) * (inputs * PAIRS * pair + finding) + 2.0 * inputs * n * whole / dtype.itemsize
     return {
         "in memory": (BASE_BYTES + stored + whole + len(blocks) * tokens + measuring, work / rate + stored / READ_RATE),
         "streamed": (
@@ -138,9 +104,6 @@ def estimate(jobs: Sequence[Job], rates: dict[Group, float], workers: int = 1) -
 
     Workers are taken to run at the rate of one alone, and the longest job to be the least time.
     """
-    from lipscope.runs.tasks import handed_out
-    from lipscope.runs.work import model_of, weight_bytes
-
     tasks = [task for job in jobs for task in job.tasks]
     lengths = [
         sum(task.work.flops / rates.get(group_of(task), NOMINAL_RATE) for task in job.tasks) for job in handed_out(jobs)
@@ -165,16 +128,10 @@ def largest_plan(jobs: Sequence[Job], n: int) -> MemoryPlan:
 
 def _plans(jobs: Iterable[Job]) -> Iterator[tuple[Job, MemoryPlan]]:
     """What a pass and the layers of one scope on it take beside the weights; of passes that take the same, the first."""
-    from lipscope.models.memory import plan_layers
-    from lipscope.runs.work import model_of
-
     seen = set()
     for job in jobs:
-        by_scope: dict[str, list[Task]] = {}
-        for task in job.tasks:
-            by_scope.setdefault(task.identity["scope"], []).append(task)
-        for scope, (first, *others) in by_scope.items():
-            layers = tuple(task.identity["layer"] for task in (first, *others))
+        for scope, tasks in grouped(job.tasks, lambda task: task.identity["scope"]).items():
+            first, layers = tasks[0], tuple(task.identity["layer"] for task in tasks)
             n, inputs, limit = first.identity["n"], first.work.inputs, first.identity.get("memory", {}).get("limit")
             if (one := (job.fingerprint, n, layers, inputs, scope, limit)) not in seen:
                 seen.add(one)
@@ -183,15 +140,9 @@ def _plans(jobs: Iterable[Job]) -> Iterator[tuple[Job, MemoryPlan]]:
 
 def calibrate(jobs: Sequence[Job], known: dict[Group, float]) -> dict[Group, float]:
     """Rates by model and scope: those that are known, and of the others that of one task, whose rows are dropped."""
-    from lipscope.runs.work import run_job
-
     rates = dict(known)
-    samples: dict[Group, list[tuple[Job, Task]]] = {}
-    for job in jobs:
-        for task in job.tasks:
-            if group_of(task) not in rates:
-                samples.setdefault(group_of(task), []).append((job, task))
-    for group, choices in samples.items():
+    unknown = ((job, task) for job in jobs for task in job.tasks if group_of(task) not in known)
+    for group, choices in grouped(unknown, lambda choice: group_of(choice[1])).items():
         # The largest of at most two seconds at the nominal rate, else the smallest of all.
         quick = [choice for choice in choices if choice[1].work.flops <= 2 * NOMINAL_RATE]
         job, task = (max if quick else min)(quick or choices, key=lambda choice: choice[1].work.flops)

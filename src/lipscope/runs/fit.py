@@ -231,16 +231,15 @@ def fit_plateau(
     level, c, rate = fit(x, y)
     fitted = _curve((level, c, rate), x)
     left = y - fitted
-    levels, rates = [], []
+    again = []
     for _ in range(resamples):
         if single:
             # One measurement per length says nothing about the scatter within it: resample the residuals instead.
-            again = fit(x, fitted + generator.choice(left, len(left)))
+            again.append(fit(x, fitted + generator.choice(left, len(left))))
         else:
             rows = np.concatenate([generator.choice(group, len(group)) for group in groups])
-            again = fit(x[rows], y[rows])
-        levels.append(again[0])
-        rates.append(again[2])
+            again.append(fit(x[rows], y[rows]))
+    levels, _, rates = zip(*again, strict=True)
     ends = [(1 - confidence) / 2, (1 + confidence) / 2]
     (level_low, level_high), (rate_low, rate_high) = np.quantile(levels, ends), np.quantile(rates, ends)
     return PlateauFit(level, float(level_low), float(level_high), rate, float(rate_low), float(rate_high), c, confidence)

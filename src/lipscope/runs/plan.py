@@ -23,23 +23,15 @@ from lipscope.runs.registry import Trust, kind_path, known_path, quantity_path
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model of a plan and how to load it.
+    """A model of a plan and how to load it."""
 
-    Attributes:
-        name: what ``lipscope.load`` takes: a known name, a directory, a hub name.
-        part: ``"encoder"`` of an encoder–decoder model.
-        allow_pickle: accept pickled weights; a plan file may only ask for it, see ``lipscope.runs.registry.Trust``.
-        trust_remote_code: run model code from the hub; likewise.
-        tokenizer: the name or directory of another tokenizer than the model's own.
-        loader: a name or ``"package.module:function"`` that turns the name and a dtype (or None) into a
-            ``lipscope.Model``, in place of ``lipscope.load``; workers must be able to import it.
-    """
-
-    name: str
-    part: str | None = None
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
-    tokenizer: str | None = None
+    name: str  # what ``lipscope.load`` takes: a known name, a directory, a hub name
+    part: str | None = None  # ``"encoder"`` of an encoder–decoder model
+    allow_pickle: bool = False  # accept pickled weights; a plan file may only ask for it, see ``registry.Trust``
+    trust_remote_code: bool = False  # run model code from the hub; likewise
+    tokenizer: str | None = None  # the name or directory of another tokenizer than the model's own
+    # A name or ``"package.module:function"`` that makes a ``lipscope.Model`` of the name and a dtype (or None), in place of
+    # ``lipscope.load``; workers must be able to import it.
     loader: str | None = None
 
     def __post_init__(self) -> None:
@@ -69,55 +61,31 @@ class Live:
 
 @dataclass(frozen=True)
 class Block:
-    """One product of a plan.
+    """One product of a plan."""
 
-    Attributes:
-        models: names, or ``ModelChoice``s.
-        texts: names of corpora, files or directories.
-        layers: layer indices (negative ones count from the end), or ``"all"``.
-        heads: head indices for scope ``head``, or ``"all"``.
-        scopes: which maps; see ``lipscope.measure.scopes``.
-        lengths: numbers of tokens, or a string such as ``"8:512:log"``.
-        inputs: inputs per length, disjoint in the text.
-        kind: what a task does: ``"text"``, ``"packed"``, or ``"package.module:Kind"``; see ``lipscope.runs.registry``.
-        quantities: further columns to measure for every row, by name or as ``"package.module:function"``.
-        options: settings of the kind.
-        dtype: ``"float32"`` or ``"float64"``; that of the weights by default.
-        seed: where in the text the inputs lie, and the solver's start.
-        rtol: relative accuracy of the estimates.
-        delta: allowed failure probability of a probabilistic upper end.
-        interval: widest relative interval to stop with; 0 switches this guard off.
-        max_steps: most operator pairs (J, Jᵀ) per input.
-        batch_tokens: most tokens in one forward pass. Inputs that share a pass share matrix products, so it is part of a
-            row's identity.
-        certificate: also compute certified upper ends, true, ``fast``, ``tight`` or ``verified``; by default fast ones where
-            they cost no more than the measurement.
-        memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included.
-        views: look at so many of the worst layers or heads of every scope token by token; for kind ``text``.
-        live: objects in place of names, for a run in this process; see ``Live``.
-    """
-
-    models: tuple[ModelChoice, ...]
-    texts: tuple[str, ...] = ()
-    layers: tuple[int, ...] | str = "all"
-    heads: tuple[int, ...] | str = "all"
-    scopes: tuple[str, ...] = ("attention",)
-    lengths: tuple[int, ...] | str = (16, 32, 64, 128)
-    inputs: int = 4
-    kind: str = "text"
-    quantities: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str | None = None
-    seed: int = 0
-    rtol: float = 1e-3
-    delta: float = 1e-6
-    interval: float = 0.1
-    max_steps: int = 300
+    models: tuple[ModelChoice, ...]  # names, or ``ModelChoice``s
+    texts: tuple[str, ...] = ()  # names of corpora, files or directories
+    layers: tuple[int, ...] | str = "all"  # layer indices (negative ones count from the end), or ``"all"``
+    heads: tuple[int, ...] | str = "all"  # head indices for scope ``head``, or ``"all"``
+    scopes: tuple[str, ...] = ("attention",)  # which maps; see ``lipscope.measure.scopes``
+    lengths: tuple[int, ...] | str = (16, 32, 64, 128)  # numbers of tokens, or a string such as ``"8:512:log"``
+    inputs: int = 4  # inputs per length, disjoint in the text
+    kind: str = "text"  # what a task does: ``"text"``, ``"packed"``, ``"package.module:Kind"``; see ``runs.registry``
+    quantities: tuple[str, ...] = ()  # further columns for every row, by name or as ``"package.module:function"``
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of the kind
+    dtype: str | None = None  # ``"float32"`` or ``"float64"``; that of the weights by default
+    seed: int = 0  # where in the text the inputs lie, and the solver's start
+    rtol: float = 1e-3  # relative accuracy of the estimates
+    delta: float = 1e-6  # allowed failure probability of a probabilistic upper end
+    interval: float = 0.1  # widest relative interval to stop with; 0 switches this guard off
+    max_steps: int = 300  # most operator pairs (J, Jᵀ) per input
+    # Most tokens in one forward pass. Inputs that share a pass share matrix products: it is part of a row's identity.
     batch_tokens: int = 4096
+    # Also compute certified upper ends: true, ``fast``, ``tight``, ``verified``; by default fast ones where they are cheap.
     certificate: Certificate = None
-    memory: int | str | None = None
-    views: int = 0
-    live: Live | None = None
+    memory: int | str | None = None  # most bytes above the weights, or a size such as ``"4GiB"``, certificates included
+    views: int = 0  # look at so many of the worst layers or heads of every scope token by token; for kind ``text``
+    live: Live | None = None  # objects in place of names, for a run in this process
 
     def __post_init__(self) -> None:
         for name in (*_WORDS, *_RANGES):

@@ -12,11 +12,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipscope.doors import read_json, reading, refuse_shape
 from lipscope.measure.columns import COLUMNS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lipscope.runs.fit import GrowthFit
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 # Beyond it an influence matrix is more than a page shows, and its n² entries take longer than the scan itself.
 LONGEST_VIEW = 48
@@ -43,13 +45,8 @@ _ROW: dict[str, Any] = {
     **dict.fromkeys(COLUMNS, float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
     **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
 }  # fmt: skip
-_TABLE = dict[str, Any]
-_STORY: dict[str, Any] = {
-    "about": _TABLE | None,
-    "environment": _TABLE | None,
-    **dict.fromkeys(("command", "created"), str | None),
-}
-_ASKED: dict[str, Any] = {"seed": int, "text": str | None, "solver": _TABLE | str | None}
+_STORY = dict.fromkeys(("about", "environment"), Row | None) | dict.fromkeys(("command", "created"), str | None)
+_ASKED: dict[str, Any] = {"seed": int, "text": str | None, "solver": Row | str | None}
 _VIEW: dict[str, Any] = {
     **dict.fromkeys(("layer", "n", "input"), int), **dict.fromkeys(("lower", "estimate", "upper"), float), "scope": str,
     "head": int | None, "tokens": list[str], "energy": list[float], "singular_values": list[float],
@@ -95,16 +92,11 @@ class Provenance:
     def of_scan(cls, run: Mapping[str, Any]) -> Provenance:
         """From what ``run.json`` holds: ``about``, ``command``, ``environment`` and ``created``."""
         about = run.get("about") or {}
-        solver = about.get("solver")
-        options = solver if isinstance(solver, dict) else {}
-        return cls(
-            command=run.get("command"),
-            created=run.get("created"),
-            seeds=() if "seed" not in about else (about["seed"],),
-            rtol=() if "rtol" not in options else (options["rtol"],),
-            delta=() if "delta" not in options else (options["delta"],),
-            environments=(run["environment"],) if run.get("environment") else (),
-        )
+        solver = about["solver"] if isinstance(about.get("solver"), dict) else {}
+        asked = {"seeds": about.get("seed"), "rtol": solver.get("rtol"), "delta": solver.get("delta")}
+        known: dict[str, Any] = {name: () if value is None else (value,) for name, value in asked.items()}
+        where = (run["environment"],) if run.get("environment") else ()
+        return cls(run.get("command"), created=run.get("created"), environments=where, **known)
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,12 +224,9 @@ def load_run(source: Source, *, all_plans: bool = False) -> Run:
     run = source if isinstance(source, Run) else Run.read(source, all_plans=all_plans)
     common = dict.fromkeys(name for name in (*COLUMNS, "text", "kind", "options") if name not in _NEEDED)
     rows = [common | dict(row) for row in run.rows]
-    if rows:
-        for column in _NEEDED:
-            if all(column not in row for row in run.rows):
-                raise ValueError(
-                    f"the rows of {run.name} have no column {column!r}: they do not come from a scan or a sweep"
-                )
+    lacking = [column for column in _NEEDED if all(column not in row for row in run.rows)]
+    if rows and lacking:
+        raise ValueError(f"the rows of {run.name} have no column {lacking[0]!r}: they do not come from a scan or a sweep")
     # One value of every type in a column stands for all, but for integers that no float holds.
     kinds = {
         (name, type(value), type(value) is int and abs(value) >> 63): value for row in rows for name, value in row.items()
@@ -258,13 +247,17 @@ def is_store(path: Path) -> bool:
         return file.read(len(_SQLITE)) == _SQLITE
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Items by what a function says of them, in the order in which they come."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def by_place(rows: Iterable[Row]) -> dict[tuple[int, int | None], list[Row]]:
     """Rows by (layer, head), without those of single documents in a packed input."""
-    places: dict[tuple[int, int | None], list[Row]] = {}
-    for row in rows:
-        if row["document"] is None:
-            places.setdefault((row["layer"], row["head"]), []).append(row)
-    return places
+    return grouped((row for row in rows if row["document"] is None), itemgetter("layer", "head"))
 
 
 def point_of(rows: Sequence[Row]) -> Point:
@@ -358,7 +351,7 @@ def _from_files(path: Path, name: str) -> Run:
     about, environment = told.get("about") or {}, told.get("environment") or {}
     solver = about.get("solver") if isinstance(about, dict) and isinstance(about.get("solver"), dict) else {}
     for part, shape in ((told, _STORY), (about, _ASKED), (solver, dict.fromkeys(("rtol", "delta"), float | None)),
-                        (environment, {"versions": _TABLE})):  # fmt: skip
+                        (environment, {"versions": Row})):  # fmt: skip
         refuse_shape(str(file), part, shape)
     views = read_json(views_file, list) if views_file.is_file() else []
     for view in views:

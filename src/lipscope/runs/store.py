@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sqlite3
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -55,19 +56,16 @@ class StoreLock:
 
 def _try_lock(file: IO[str]) -> bool:
     try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
+        if sys.platform == "win32":
+            import msvcrt
 
-        try:
             file.seek(0)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
-        except OSError:
-            return False
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # what the two of them say when another process holds it
         return False
     return True
 
@@ -261,14 +259,11 @@ class Store(AbstractContextManager["Store"]):
     def failures(self, keys: Collection[str] | None = None) -> list[dict[str, Any]]:
         """Failed tasks: key, labels, layer, scope, n, error, trace, attempts."""
         found = []
-        query = "SELECT key, labels, identity, error, trace, attempts FROM tasks WHERE status = 'failed' ORDER BY id"
-        for key, labels, identity, error, trace, attempts in self.connection.execute(query):
-            if keys is None or key in keys:
-                about: dict[str, Any] = {name: json.loads(identity).get(name) for name in ("layer", "scope", "n")}
-                found.append(
-                    {"key": key, **json.loads(labels), **about, "error": error, "trace": trace, "attempts": attempts}
-                )
-        return found
+        query = "SELECT key, error, trace, attempts, labels, identity FROM tasks WHERE status = 'failed' ORDER BY id"
+        for key, error, trace, attempts, labels, identity in self.connection.execute(query):
+            about = {name: json.loads(identity).get(name) for name in ("layer", "scope", "n")}
+            found.append({"key": key, **json.loads(labels), **about, "error": error, "trace": trace, "attempts": attempts})
+        return [failure for failure in found if keys is None or failure["key"] in keys]
 
     def rates(self) -> dict[tuple[str | None, str], float]:
         """Floating-point operations per second of the finished tasks, by model and scope."""
@@ -282,8 +277,7 @@ class Store(AbstractContextManager["Store"]):
         """Time that the tasks of the last plan took, added up."""
         asked = f"SELECT task FROM plan_tasks WHERE plan = {_LAST_PLAN}"
         query = f"SELECT coalesce(sum(seconds), 0) FROM tasks WHERE key IN ({asked})"
-        total: float = self.connection.execute(query).fetchone()[0]
-        return total
+        return float(self.connection.execute(query).fetchone()[0])
 
     def progress(self) -> tuple[int, int, int]:
         """Tasks of the last plan: asked for, done, failed."""

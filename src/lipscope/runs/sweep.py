@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lipscope.runs.engines import Engine, InProcess, check_workers
-from lipscope.runs.estimate import Estimate, Work, calibrate, estimate
+from lipscope.runs.estimate import Estimate, calibrate, estimate
 from lipscope.runs.plan import Plan
 from lipscope.runs.recovery import Recovery
 from lipscope.runs.run import worst_inputs
 from lipscope.runs.schema import digest, table_digest
 from lipscope.runs.store import VIEWS, Store
-from lipscope.runs.tasks import Expansion, Job, Task, expand
+from lipscope.runs.tasks import Expansion, Job, Task, Work, expand
 from lipscope.runs.work import environment
 
 Progress = Callable[["Step"], None]
@@ -156,13 +156,8 @@ def _steps(engine: Engine, jobs: Sequence[Job], ledger: Store, run: int, step: S
             yield replace(step, task=None)
             continue
         ledger.save(outcome, run)
-        step = replace(
-            step,
-            done=step.done + outcome.task.work.flops,
-            tasks=step.tasks + 1,
-            failed=step.failed + (outcome.error is not None),
-            task=outcome.task,
-        )
+        done, failed = step.done + outcome.task.work.flops, step.failed + (outcome.error is not None)
+        step = replace(step, done=done, tasks=step.tasks + 1, failed=failed, task=outcome.task)
         yield step
 
 

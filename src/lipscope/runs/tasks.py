@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lipscope.measure.memory import AUTOGRAD_SCOPES
 from lipscope.models.load import ZOO
 from lipscope.models.model import Model
-from lipscope.runs.estimate import Work, task_work
 from lipscope.runs.plan import Block, ModelChoice, Plan
 from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
 from lipscope.runs.schema import digest
@@ -24,6 +24,34 @@ from lipscope.spectral.result import dtype_name
 
 # A job of more work than this is cut: about half a minute of one core, so that little is lost with a worker.
 _JOB_FLOPS = 1e12
+# Operator pairs of a solve, with room for the harder ones.
+PAIRS = 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """Estimated size of a task."""
+
+    flops: float
+    inputs: int  # sequences in its forward pass
+    rows: int  # rows that it gives
+
+
+def task_work(handle: Model, setting: dict[str, Any], *, n: int, inputs: int, effort: float = 1.0) -> Work:
+    """Work of one task: ``PAIRS`` pairs of products for each input. The forward pass costs less than one layer: left out.
+
+    With P weights in the map, H heads of d_h and n tokens, a pair (J·u, Jᵀ·g) takes
+
+        4·n·P + 16·n²·H·d_h      floating-point operations (twice that where autograd computes it: scopes around attention)
+    """
+    layer, scope = handle.layer(setting["layer"]), setting["scope"]
+    layers = len(handle.layers) if scope == "model" else 1
+    inside = layer.host if scope in ("head", "attention", "norm+attention") else layer.block
+    width = int(handle.probe_recording.hosts[layer.index].tokens.shape[-1])
+    parameters = sum(p.numel() for p in inside.parameters()) * layers
+    pair = (2 if scope in AUTOGRAD_SCOPES else 1) * (4.0 * n * parameters + 16.0 * n * n * layers * width)
+    heads = setting.get("heads")
+    return Work(effort * inputs * PAIRS * pair, inputs, inputs * (1 if heads is None else len(heads)))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ import torch
 from lipscope import __version__
 from lipscope.models import load as model_loading
 from lipscope.models.model import Model
-from lipscope.runs.estimate import KEEP_BYTES
 from lipscope.runs.plan import ModelChoice
 from lipscope.runs.registry import Row, TaskKind, load_object
 from lipscope.runs.schema import DIGEST_SIZE, digest
@@ -37,6 +36,8 @@ from lipscope.runs.schema import DIGEST_SIZE, digest
 if TYPE_CHECKING:
     from lipscope.runs.tasks import Job, Task
 
+# Weights that a process keeps; the model in use stays whatever its size.
+KEEP_BYTES = 1 << 29
 _PACKAGES = ("torch", "transformers", "numpy", "scipy", "safetensors", "dask", "distributed")
 
 
@@ -131,7 +132,12 @@ def model_fingerprint(handle: Model) -> str:
         return handle.stream.fingerprint
     model = handle.model
     state = hashlib.blake2b(digest_size=DIGEST_SIZE)
-    state.update(f"{type(model).__name__} {_configuration(model)}".encode())
+    config: Any = getattr(model, "config", None)
+    about = repr(model)
+    if hasattr(config, "to_dict"):
+        known = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+        about = json.dumps({name: known[name] for name in known.keys() - _INCIDENTAL}, sort_keys=True, default=str)
+    state.update(f"{type(model).__name__} {about}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -139,15 +145,7 @@ def model_fingerprint(handle: Model) -> str:
     return state.hexdigest()
 
 
-def _configuration(model: Any) -> str:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return repr(model)
-    known = {name: value for name, value in config.to_dict().items() if not name.startswith("_") and name not in _INCIDENTAL}
-    return json.dumps(known, sort_keys=True, default=str)
-
-
-_INCIDENTAL = ("transformers_version", "name_or_path", "dtype", "torch_dtype", "architectures")
+_INCIDENTAL = {"transformers_version", "name_or_path", "dtype", "torch_dtype", "architectures"}
 
 
 def weight_bytes(handle: Model) -> int:

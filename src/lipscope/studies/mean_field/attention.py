@@ -22,7 +22,6 @@ rows and columns, and adds the directions in which the halves move against each 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,13 +30,14 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.attention.masks import Causal, Full, Mask
+from lipscope.attention.masks import Causal, Full, MaskFunction
+from lipscope.attention.validation import derived
 from lipscope.bounds.constants import Constants
 from lipscope.measure.sigma import sigma
 from lipscope.models.corpora import read_text
 from lipscope.models.model import Model
 from lipscope.models.text import chunks_of
-from lipscope.spectral.operator import Operator
+from lipscope.spectral.operator import DerivedOperator, Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Solver
 from lipscope.studies.mean_field.measures import Measure
@@ -67,8 +67,6 @@ class MeanFieldAttention:
     sink_length: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, Attention):
-            raise TypeError(f"layer must be a lipscope.Attention, got {type(self.layer).__name__}")
         if not isinstance(self.layer.mask, Full | Causal):
             raise ValueError(
                 f"mask {self.layer.mask} has no mean-field meaning: it counts tokens, and a measure has none to count. "
@@ -110,14 +108,20 @@ class MeanFieldAttention:
         Differentiable in the points, with the weights held fixed.
         """
         self.check(measure)
-        weights = measure.weights
+        weights, places, mask = measure.weights, measure.positions, self.layer.mask
         if self.sink_length is None:
             log_weights = torch.log(weights / weights.max())
         elif measure.is_uniform:
             log_weights = torch.full_like(weights, math.log(self.sink_length / measure.size))
         else:
             log_weights = torch.log(weights * self.sink_length)
-        return dataclasses.replace(self.layer, mask=Reweighted(log_weights, measure.positions))
+        charged = weights > 0
+        if not bool(charged.all()) or (places is not None and bool((places.diff() <= 0).any())):
+            s = torch.zeros_like(weights) if places is None else places
+            mask = MaskFunction(lambda b, h, q, k: charged[k] & (s[k] <= s[q]), 1, measure.size)
+        # The same for every query: a matrix of one row.
+        bias = log_weights.masked_fill(~charged, 0.0).expand(measure.size, -1)
+        return derived(self.layer, mask=mask, bias=bias if bool(bias.any()) else None)
 
     def __call__(self, measure: Measure) -> Measure:
         """F(μ), or F^m(μ̄): every atom moves to Γ of it, weights and positions stay.
@@ -140,37 +144,7 @@ class MeanFieldAttention:
         return Measure.from_tokens(X, ordered=self.causal)
 
 
-@dataclass(frozen=True, eq=False)
-class Reweighted(Mask):
-    """Log-weights on the keys, and the order of positions: how a measure looks to the softmax."""
-
-    log_weights: Tensor  # log w_j up to a constant (n,); −inf hides an atom of weight zero
-    positions: Tensor | None = None  # s_i when only τ ≤ s is visible, or None
-
-    def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
-        """Atoms that carry mass, at positions not later than the query's."""
-        self._check(n)
-        charged = torch.isfinite(self.log_weights)
-        if self.positions is None:
-            return None if bool(charged.all()) else charged[None, None, None, columns]
-        return ((self.positions[None, columns] <= self.positions[rows, None]) & charged[columns])[None, None]
-
-    def additive(self, n: int) -> Tensor | None:
-        """The finite log-weights, the same for every query; None when all atoms weigh the same."""
-        self._check(n)
-        if not bool(self.log_weights.any()):
-            return None
-        return self.log_weights.masked_fill(~torch.isfinite(self.log_weights), 0.0)[None, None, None]
-
-    def _check(self, n: int) -> None:
-        if n != len(self.log_weights):
-            raise ValueError(f"the measure has {len(self.log_weights)} atoms but the input has n = {n} tokens")
-
-    def __str__(self) -> str:
-        return "measure" if self.positions is None else "measure&causal"
-
-
-class WeightedOperator(Operator):
+class WeightedOperator(DerivedOperator):
     """D_w^{1/2} J D_w^{−1/2} for an operator J on token sequences (n, ·) and weights (B, n), all positive.
 
     Directions are u_i = √w_i·ε_i, of length ‖ε‖ in the metric of the measure; ``lift_right`` gives back ε, and
@@ -183,9 +157,8 @@ class WeightedOperator(Operator):
         roots = weights.to(dtype=base.dtype, device=base.device).sqrt().expand(base.batch, base.input_shape[0])
         if not bool((roots > 0).all()):
             raise ValueError("weights must be positive: drop the atoms of weight zero with measure.support()")
-        self.base, self.roots = base, roots[..., None]
-        self.batch, self.input_shape, self.output_shape = base.batch, base.input_shape, base.output_shape
-        self.dtype, self.device = base.dtype, base.device
+        super().__init__(base)
+        self.roots = roots[..., None]
 
     @property
     def rounding_error(self) -> float:

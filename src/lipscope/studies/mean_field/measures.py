@@ -13,12 +13,13 @@ sample size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from lipscope.attention.validation import refuse_infinite
 from lipscope.doors import at_least, positive
@@ -323,20 +324,16 @@ def parse_law(text: str, dimension: int, default_size: float | None = None) -> L
     if not numbers and default_size is not None:
         std = default_size / math.sqrt(dimension)
         numbers = {"gaussian": [std], "mixture": [4, default_size, std / 4]}.get(name, [default_size])
+    laws: dict[str, Callable[[int, float], Law]] = {"ball": Ball, "sphere": Sphere, "gaussian": Gaussian}
     match name, numbers:
-        case "ball", [radius]:
-            return Ball(dimension, radius)
-        case "sphere", [radius]:
-            return Sphere(dimension, radius)
-        case "gaussian", [std]:
-            return Gaussian(dimension, std)
+        case _, [size] if name in laws:
+            return laws[name](dimension, size)
         case "mixture", [count, _, _] if count > MOST_CLUSTERS:
             raise ValueError(f"a mixture has at most {MOST_CLUSTERS} clusters, got {count:g} in {text!r}")
         case "mixture", [count, radius, std] if count >= 1 and count == int(count):
             # The centres are part of the law, so they do not follow the seed of a sample.
             centres = Sphere(dimension, radius).sample(int(count), seed=12345)
-            shares = torch.full((int(count),), 1 / count, dtype=torch.float64)
-            return GaussianMixture(centres, (std,) * int(count), shares)
+            return GaussianMixture(centres, (std,) * int(count), as_weights(None, int(count)))
     raise unknown
 
 
@@ -346,6 +343,4 @@ def _generator(size: int, seed: int) -> torch.Generator:
 
 
 def _directions(size: int, dimension: int, generator: torch.Generator) -> Tensor:
-    normal = torch.randn(size, dimension, generator=generator, dtype=torch.float64)
-    unit: Tensor = normal / normal.norm(dim=-1, keepdim=True)
-    return unit
+    return normalize(torch.randn(size, dimension, generator=generator, dtype=torch.float64), dim=-1)

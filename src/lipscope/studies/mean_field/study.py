@@ -105,9 +105,8 @@ class PlateauStudy(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Numbers and strings only; infinite numbers become None."""
         plateau, growth = self.plateau(), self.growth()
-        fitted = {} if plateau is None else asdict(plateau)
-        if plateau is not None:
-            fitted |= {"rate_is_determined": plateau.rate_is_determined, "is_visible": plateau.is_visible}
+        told = ("rate_is_determined", "is_visible")
+        fitted = {} if plateau is None else asdict(plateau) | {name: getattr(plateau, name) for name in told}
         about = {"law": self.law, "law_radius": self.law_radius, "mask": self.mask, "bound": self.bound, "seed": self.seed}
         return _plain(about) | {
             "plateau": _plain(fitted) or None,
@@ -196,10 +195,8 @@ def convergence_study(
                 insertion = _ratio(attention, mu, attention.measure_of(torch.cat([X, extra])))[1]
         known: Row = {"distance": apart, "ratio": ratio, "insertion": insertion, "bound": set_bound(attention, radius)}
         rows.append(StudyRow(n=n, repeat=repeat, sigma=found["estimate"], radius=radius, **interval, **known))
-    mask, bound = "causal" if attention.causal else "full", math.inf
-    if math.isfinite(law.radius):
-        bound = set_bound(attention, law.radius)
-    return PlateauStudy(tuple(rows), str(law), law.radius, mask, bound, seed)
+    bound = set_bound(attention, law.radius) if math.isfinite(law.radius) else math.inf
+    return PlateauStudy(tuple(rows), str(law), law.radius, str(attention.layer.mask), bound, seed)
 
 
 def set_bound(attention: MeanFieldAttention, radius: float, p: float = 2.0) -> float:

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from lipscope.studies.mean_field.measures import Measure
@@ -132,16 +134,12 @@ def _plan(x: Tensor, y: Tensor, a: Tensor, b: Tensor, p: float) -> Plan:
     x, y = x - centre, y - centre
     unit = max(float(x.abs().max()), float(y.abs().max())) or 1.0
     total, masses = 1.0, (_to_total_one(a.numpy()), _to_total_one(b.numpy()))
-    if _uniform(a) and _uniform(b):  # integers, so that sums of them carry no rounding
+    if bool((a == a[0]).all() and (b == b[0]).all()):  # integers, so that sums of them carry no rounding
         total = float(math.lcm(len(a), len(b)))
         masses = (np.full(len(a), total / len(a)), np.full(len(b), total / len(b)))
     found = _solve((x / unit).numpy(), (y / unit).numpy(), *masses, p)
     source, target, mass = (torch.from_numpy(part[found[2] > 0]) for part in found)
     return Plan(source, target, mass / total)
-
-
-def _uniform(weights: Tensor) -> bool:
-    return bool((weights == weights[0]).all())
 
 
 def _to_total_one(masses: Floats) -> Floats:
@@ -160,9 +158,6 @@ def _solve(x: Floats, y: Floats, a: Floats, b: Floats, p: float) -> tuple[NDArra
         import ot  # type: ignore[import-untyped]  # POT ships no types
     except ImportError:
         raise ImportError("transport distances need POT: pip install 'lipscope[ot]'") from None
-    from scipy import sparse
-    from scipy.spatial.distance import cdist
-
     log: dict[str, Any] = {"warning": None}
     if x.shape[1] == 1:
         plan = ot.emd_1d(x[:, 0], y[:, 0], a, b, metric="minkowski", p=p, dense=False)

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from lipscope.rounding import span
+from lipscope.runs import run
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.studies.paper.cast import SUFFIX
 from lipscope.studies.paper.differences import VARIANTS
@@ -75,10 +76,7 @@ def of(rows: Iterable[Row], *experiments: str) -> list[Row]:
 
 def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by what they hold in some columns, in the order in which they come."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in columns), []).append(row)
-    return groups
+    return run.grouped(rows, lambda row: tuple(row[name] for name in columns))
 
 
 def text_curves(rows: Sequence[Row]) -> list[Curve]:
@@ -216,13 +214,8 @@ def masked_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def power_law(fit: GrowthFit, decimals: int = 3) -> str:
-    """``c·n^α`` as text; an exponent that rounds to zero has no sign."""
-    return f"{fit.c:.3g}·n^{round(fit.alpha, decimals) + 0.0:.{decimals}f}"
-
-
 def exponent(fit: GrowthFit) -> str:
-    """α with its interval, as text."""
+    """α with its interval, as text; an exponent that rounds to zero has no sign."""
     return f"{round(fit.alpha, 2) + 0.0:.2f} ({span(fit.alpha_low, fit.alpha_high, decimals=2)})"
 
 

@@ -127,7 +127,7 @@ def _growth_series(curve: Curve) -> list[Series]:
     grid = log_grid(min(n), max(n), 61)
     for estimator, colour in ((SIGMA, "blue"), (COMPANION, "orange")):
         if fit := curve.fit(estimator):
-            label = f"{analysis.power_law(fit, 2)} ({estimator})"
+            label = f"{fit.c:.3g}·n^{round(fit.alpha, 2) + 0.0:.2f} ({estimator})"
             series.append(Series(label, grid, [fit.c * k**fit.alpha for k in grid], "line", colour, group="fit"))
     if curve.is_published:
         label = f"{PUBLISHED}, drawn in the public repository"

@@ -120,7 +120,7 @@ def power_loop(
 def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Time that ``power_loop`` would need for every point, from the time it needs for the samples.
 
-    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.estimate``. Counted is the processor's time on one
+    Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.tasks``. Counted is the processor's time on one
     thread, as for the tasks of a run: it does not depend on what else the machine does. ``points`` are (n, d) of every
     measured input.
     """
@@ -279,15 +279,9 @@ _MEASURES: dict[str, Callable[[_Here], Pair]] = {
 def _tokens_under_dropout(handle: Model, layer: int, ids: list[int], seed: int) -> Tensor:
     """What attention sees when the model runs in training mode, on its own attention."""
     seen: list[Any] = []
-
-    def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(tokens_of(args, kwargs))
-
-    with (
-        handle.layer(layer).host.register_forward_pre_hook(entering, with_kwargs=True),
-        torch.random.fork_rng(devices=[]),
-        torch.no_grad(),
-    ):
+    host = handle.layer(layer).host
+    hook = host.register_forward_pre_hook(lambda _, args, kwargs: seen.append(tokens_of(args, kwargs)), with_kwargs=True)
+    with hook, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         try:
             handle.model.train()(input_ids=torch.tensor([ids]), use_cache=False)

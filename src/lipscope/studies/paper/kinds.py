@@ -53,8 +53,12 @@ class RealText(Text):
         layers = chosen_layers(len(handle.layers), block.options["layers"])
         # Without a normalisation before attention there is no ``norm+attention``.
         scopes = tuple(s for s in block.scopes if s != "norm+attention" or handle.layer(layers[-1]).normed)
-        fitting = dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths_with_room(block.sizes, handle))
-        yield from super().expand(fitting, handle)
+        extra = 0 if handle.tokenizer is None else sum(map(len, special_tokens(handle.tokenizer)))
+        limit = position_limit(handle.model)
+        lengths = tuple(n for n in block.sizes if n > extra and (limit is None or n <= limit))
+        if not lengths:
+            raise ValueError(f"none of the lengths {', '.join(map(str, block.sizes))} leaves room for text in {handle.name}")
+        yield from super().expand(dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths), handle)
 
     def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The rows of one layer and scope; the first ``certificates`` inputs of a length with the certified upper bound."""
@@ -78,16 +82,6 @@ def companion(at: Measured) -> list[Row]:
     if scope == "head":
         raise ValueError("the companion estimator is computed for whole maps, not at scope 'head'")
     return [{"companion": value} for value in companion_at(at.recording[at.settings["layer"]], scope).tolist()]
-
-
-def lengths_with_room(lengths: tuple[int, ...], handle: Model) -> tuple[int, ...]:
-    """Those of the lengths that leave room for text, within the model's positions."""
-    extra = 0 if handle.tokenizer is None else sum(map(len, special_tokens(handle.tokenizer)))
-    limit = position_limit(handle.model)
-    fitting = tuple(n for n in lengths if n > extra and (limit is None or n <= limit))
-    if not fitting:
-        raise ValueError(f"none of the lengths {', '.join(map(str, lengths))} leaves room for text in {handle.name}")
-    return fitting
 
 
 class AdversarialPoints:

@@ -121,7 +121,11 @@ def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
     for kind in dict.fromkeys(str(row.curve.rows[0]["points"]) for row in table):
         group = [row for row in table if row.curve.rows[0]["points"] == kind]
         yield _counts(group, f"σ at constructed tokens (“{kind}”, one curve per layer and radius)")
-    gains = [row["estimate"] / best for row in rows if row.get("points") == "ascent" and (best := _best_built(rows, row))]
+    built_or_climbed = [row for row in rows if row.get("points") is not None]
+    gains = []
+    for found in analysis.grouped(built_or_climbed, "model", "layer", "head", "n", "radius", "experiment").values():
+        built = [one["estimate"] for one in found if one["points"] != "ascent"]
+        gains += [one["estimate"] / max(built) for one in found if built and one["points"] == "ascent"]
     if gains and min(gains) >= 1:
         yield (
             f"A short gradient ascent reaches {median(gains):.2g} times the best construction in the median and "
@@ -141,15 +145,6 @@ def _border(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
             f"{_reach([row['refined'] / row['lower'] for row in built])} times the σ attained, before that border and "
             "beyond it."
         )
-
-
-def _best_built(rows: Sequence[Row], climbed: Row) -> float | None:
-    place = ("model", "layer", "head", "n", "radius", "experiment")
-    return max(
-        (row["estimate"] for row in rows
-         if row.get("points") not in (None, "ascent") and all(row[name] == climbed[name] for name in place)),
-        default=None,
-    )  # fmt: skip
 
 
 def _masks(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
@@ -317,9 +312,8 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
         "measured at their own first and middle layer.",
         f"Text is `{about['text']}`, cut into disjoint pieces; special tokens of a model's tokenizer count towards n.",
     ]
-    first = {row["model"]: min(r["n"] for r in analysis.of(rows, GROWTH) if r["model"] == row["model"])
-             for row in analysis.of(rows, GROWTH) if row["input"] == 0}  # fmt: skip
-    if late := sorted(model for model, n in first.items() if n > settings.lengths[0]):
+    by_model = analysis.grouped(analysis.of(rows, GROWTH), "model")
+    if late := sorted(model for (model,), group in by_model.items() if min(row["n"] for row in group) > settings.lengths[0]):
         found.append(f"n = {settings.lengths[0]} leaves no room for text beside the special tokens of {', '.join(late)}.")
     radii = sorted({row["radius"] for row in rows if row.get("radius") is not None and row["experiment"] == "border"})
     found += [

@@ -1,7 +1,7 @@
 """The experiments of the paper as data, and as a sweep: one plan of six blocks, whose rows name their ``experiment``.
 
-What the paper fixes (lengths, layers, radii) is said in ``FULL``, and so is what we chose (how long an ascent is, how many
-certificates); ``QUICK`` is a sample of it.
+What the paper fixes (lengths, layers, radii) and what we chose (how long an ascent is, how many certificates) is said in
+``Settings``; ``QUICK`` is a sample of it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ NORM_SCOPES = ("attention", "norm+attention", "attention+residual")
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of every experiment."""
+    """Sizes of every experiment; by default those of the paper, and our choices where it makes none."""
 
-    name: str  # ``"quick"`` or ``"full"``
-    lengths: tuple[int, ...]  # numbers of tokens on real text
-    long_lengths: tuple[int, ...]  # further ones for models of BERT's kind
-    inputs: int  # inputs per length, disjoint in the text
-    long_inputs: int  # those of the further lengths
-    radii: tuple[float, ...]  # norms of the adversarial tokens
-    adversarial_lengths: tuple[int, ...]  # numbers of adversarial tokens
-    ascent_lengths: tuple[int, ...]  # those among them from which gradient ascent starts
-    ascent_steps: int  # steps per start
-    norm_layers: int  # layers of the LayerNorm study, evenly spread
-    norm_lengths: tuple[int, ...]  # its numbers of tokens
-    norm_inputs: int  # its inputs per length
-    border: int  # about up to where √n growth is proved at the radius that is looked for
-    difference_length: int  # number of tokens at which differences from the published scripts are measured
-    difference_inputs: int  # inputs for that
+    name: str = "full"
+    lengths: tuple[int, ...] = tuple(range(2, 99, 2))  # numbers of tokens on real text
+    long_lengths: tuple[int, ...] = (102, 202, 302, 402, 502)  # further ones for models of BERT's kind
+    inputs: int = 10  # inputs per length, disjoint in the text
+    long_inputs: int = 3  # those of the further lengths
+    radii: tuple[float, ...] = (15.5, 21.5, 100.0, 10.0)  # norms of the adversarial tokens
+    adversarial_lengths: tuple[int, ...] = tuple(range(2, 98, 5))  # numbers of adversarial tokens
+    ascent_lengths: tuple[int, ...] = (2, 17, 47, 97)  # those among them from which gradient ascent starts
+    ascent_steps: int = 20  # steps per start
+    norm_layers: int = 6  # layers of the LayerNorm study, evenly spread
+    norm_lengths: tuple[int, ...] = (8, 16, 32, 64)  # its numbers of tokens
+    norm_inputs: int = 2  # its inputs per length
+    border: int = 16  # about up to where √n growth is proved at the radius that is looked for
+    difference_length: int = 48  # number of tokens at which differences from the published scripts are measured
+    difference_inputs: int = 10  # inputs for that
     certificates: int = 1  # inputs per length that also get the certified upper bound
     ascent_restarts: int = 4  # starts per ascent
     rtol: float = 1e-3  # relative accuracy of σ
@@ -49,24 +49,7 @@ class Settings:
     threads: int = 1  # torch threads; part of every row's identity
 
 
-FULL = Settings(
-    name="full",
-    lengths=tuple(range(2, 99, 2)),
-    long_lengths=(102, 202, 302, 402, 502),
-    inputs=10,
-    long_inputs=3,
-    radii=(15.5, 21.5, 100.0, 10.0),
-    adversarial_lengths=tuple(range(2, 98, 5)),
-    ascent_lengths=(2, 17, 47, 97),
-    ascent_steps=20,
-    norm_layers=6,
-    norm_lengths=(8, 16, 32, 64),
-    norm_inputs=2,
-    border=16,
-    difference_length=48,
-    difference_inputs=10,
-)
-
+FULL = Settings()
 QUICK = Settings(
     name="quick",
     lengths=(2, 4, 8, 16, 32),
@@ -84,7 +67,6 @@ QUICK = Settings(
     difference_length=16,
     difference_inputs=4,
 )
-
 MODES = {"quick": QUICK, "full": FULL}
 
 

@@ -105,10 +105,9 @@ class Growth(Shown):
         A construction in which another stands in (it has a note) is no curve of its own, and is left out.
         """
         lines: dict[str, list[float]] = {"worst": [float(w.sigma.estimate) for w in self.worst]}
-        for index, first in enumerate(self.worst[0].built):
-            if any(w.built[index].note for w in self.worst):
-                continue
-            lines[first.name] = [float(w.built[index].sigma.estimate) for w in self.worst]
+        for same in zip(*(w.built for w in self.worst), strict=True):
+            if not any(c.note for c in same):
+                lines[same[0].name] = [float(c.sigma.estimate) for c in same]
         climbed = [float(w.ascent.sigma.estimate) for w in self.worst if w.ascent is not None]
         given = [w.given for w in self.worst if w.given is not None]
         lines |= {name: line for name, line in (("ascent", climbed), ("given", given)) if len(line) == len(self.worst)}
