@@ -34,7 +34,7 @@ from lipscope.measure.scopes import LAYER_SCOPES, Certificate, check_scope
 from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Call, Recording
+from lipscope.models.capture import Call, Recording, replaying
 from lipscope.models.scopes import HeadsOperator, scope_map, scope_tokens
 from lipscope.models.seam import CoreCall
 from lipscope.rounding import counted
@@ -184,9 +184,11 @@ class RecordedLayer:
         Empty when the model does not hand over its queries and keys. Rows need ``attention`` too: it is found from the same
         replay, whose queries, keys and values are large, and not kept.
         """
-        real, core = self.recorded.real, self.core() if self.layer.through_seam else None
-        if "attention" not in vars(self) and not self.recorded.fresh:
-            self.attention = self._describe(core)
+        real = self.recorded.real
+        with replaying(self.model.model, self.recorded.documents):  # once for all replays
+            core = self.core() if self.layer.through_seam else None
+            if "attention" not in vars(self) and not self.recorded.fresh:
+                self.attention = self._describe(core)
         if core is not None:
             q, k, v, rule = core.q, core.k, core.v, core.rule
         elif isinstance(self.layer.out, nn.MultiheadAttention):

@@ -165,9 +165,10 @@ def _configured(model: nn.Module, setting: str, value: str) -> Iterator[None]:
 
     Not its property: that would overwrite the settings of sub-configs, which are consulted by parts of their own.
     """
-    configs = {id(found): found for part in model.modules() if hasattr(found := getattr(part, "config", None), setting)}
+    # Each config once: transformers takes its time to say what a config has.
+    configs = {id(found): found for part in model.modules() if (found := getattr(part, "config", None)) is not None}
     with ExitStack() as restored:
-        for config in configs.values():
+        for config in (found for found in configs.values() if hasattr(found, setting)):
             restored.callback(setattr, config, setting, getattr(config, setting))
             setattr(config, setting, value)
         yield
