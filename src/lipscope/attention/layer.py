@@ -261,6 +261,11 @@ class Attention(Layer):
         return derived(self, mask=cast(Mask, self.mask).for_input(index), bias=bias, rotary=rotary)
 
     @cached_property
+    def each_head(self) -> list[Attention]:
+        """The heads alone, the same objects every time: bounds keep the norms of a layer's weights."""
+        return [self.head(h) for h in range(self.heads)]
+
+    @cached_property
     def qkv(self) -> Tensor:
         """The matrix [τW_Q; W_K; W_V]: one product gives the three projections, with the scale inside the queries."""
         return torch.cat([self.tau * self.q, self.k, self.v]).detach()

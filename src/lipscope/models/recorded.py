@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -346,7 +345,7 @@ def _bounds(
     Each is the least of its source's set bounds that hold for the layer's mask and score rule, at the largest token norm of
     that input, and at the largest norm ``anywhere`` that the layer's normalisation can put out.
     """
-    singles = [attention] if heads is None else [_heads(attention)[h] for h in heads]
+    singles = [attention] if heads is None else [attention.each_head[h] for h in heads]
     rows = []
     known: dict[tuple[int, int], dict[str, float | None]] = {}
     for b, (length, radius) in enumerate(zip(lengths, radii, strict=True)):
@@ -360,16 +359,6 @@ def _bounds(
                 known[key] = {f"{source}_global": least(source, one, anywhere, n) for source in SOURCES}
             rows.append({source: least(source, one, radius, n) for source in SOURCES} | known.get(key, {}))
     return rows
-
-
-def _heads(attention: Attention) -> list[Attention]:
-    """The heads alone, the same objects every time: bounds keep the norms of a layer's weights."""
-    if attention not in _HEADS:
-        _HEADS[attention] = [attention.head(h) for h in range(attention.heads)]
-    return _HEADS[attention]
-
-
-_HEADS: WeakKeyDictionary[Attention, list[Attention]] = WeakKeyDictionary()
 
 
 def _token_norms(tokens: Tensor, real: Tensor | None) -> tuple[list[float], list[float], list[int]]:
