@@ -96,7 +96,7 @@ def _by_pieces(backend: Any, words: list[str], text: str) -> dict[str, list[int]
     model, cut = backend.model, {word: _PIECES.findall(word) for word in {*words} if word.isascii()}
     pieces = {*chain.from_iterable(cut.values())}
     ids = {piece: [token.id for token in model.tokenize(piece.translate(_LETTERS))] for piece in pieces}
-    return {word: [i for piece in parts for i in ids[piece]] for word, parts in cut.items()}
+    return {word: ids[parts[0]] if len(parts) == 1 else [i for p in parts for i in ids[p]] for word, parts in cut.items()}
 
 
 def _ends_tokens_with_words(backend: Any, text: str) -> bool:
