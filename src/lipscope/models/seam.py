@@ -117,16 +117,13 @@ def observing_core(observer: CoreObserver) -> Iterator[None]:
         _observers.remove(observer)
 
 
-_documents: list[Packed] = []
+_documents: list[Packed | None] = []
 
 
 @contextmanager
 def packed(lengths: Sequence[int] | None) -> Iterator[None]:
     """Inside, tokens see only tokens of their own document, for documents of these lengths packed into one sequence."""
-    if lengths is None:
-        yield
-        return
-    _documents.append(Packed(tuple(lengths), causal=False))
+    _documents.append(None if lengths is None else Packed(tuple(lengths), causal=False))
     try:
         yield
     finally:
