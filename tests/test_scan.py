@@ -187,6 +187,8 @@ def test_a_text_has_the_tokens_that_its_tokenizer_gives_it(name: str) -> None:
     """Words are looked up once each, whatever stands between them."""
     tokenizer = _tokenizers()[name]
 
+    @hypothesis.example("it's here, don't, we're, they've, I'm, he'll, she'd 'tis (so) x1's 22nd -- end ")
+    @hypothesis.example("the end <|endoftext|> of it")
     @hypothesis.settings(max_examples=150, deadline=None)
     @hypothesis.given(st.text("ab !'1é中\u0301\n\t\xa0\u2028[X]\x0b\x1d\x85", min_size=1, max_size=30))
     def holds(text: str) -> None:

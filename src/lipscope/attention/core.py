@@ -156,13 +156,11 @@ class Point:
         origin = X[torch.arange(len(X), device=X.device), smallest][:, None]
         away, rotation = X - origin, layer.rotation(X.shape[1], X.shape[0])
         free = rotation is None and layer.softcap is None and layer.sinks is None
-        counts = (layer.heads, layer.kv_heads, layer.kv_heads)
-        weights = layer.qkv.split([layer.q.shape[0], layer.k.shape[0], layer.v.shape[0]])
-        biases = (layer.q_bias, layer.k_bias, layer.v_bias)
-        columns = layer.column_squares.split(counts)
+        weights, biases = layer.qkv_by_head, (layer.q_bias, layer.k_bias, layer.v_bias)
+        columns = layer.column_squares.split([len(t) for t in weights])
         found, sizes = [], []
         for which, tokens in enumerate((X, away if free else X, away)):
-            W, bias, count = weights[which], biases[which], counts[which]
+            W, bias, count = weights[which].flatten(0, 1), biases[which], len(weights[which])
             constant = X.new_zeros(1, len(W)) if bias is None else (layer.tau if which == 0 else 1.0) * bias.detach()[None]
             constant = constant if offset is None else constant + offset @ W.mT
             z, size = tokens @ W.mT, torch.stack([(x.square() @ columns[which].mT).amax(0) for x in tokens]).sqrt()

@@ -261,16 +261,25 @@ class Attention(Layer):
         return derived(self, mask=cast(Mask, self.mask).for_input(index), bias=bias, rotary=rotary)
 
     @cached_property
+    def each_head(self) -> list[Attention]:
+        """The heads alone, the same objects every time: bounds keep the norms of a layer's weights."""
+        return [self.head(h) for h in range(self.heads)]
+
+    @cached_property
     def qkv(self) -> Tensor:
         """The matrix [τW_Q; W_K; W_V]: one product gives the three projections, with the scale inside the queries."""
         return torch.cat([self.tau * self.q, self.k, self.v]).detach()
 
+    @property
+    def qkv_by_head(self) -> Triple:
+        """The three parts of ``qkv``: (heads, dk, d), (kv_heads, dk, d) and (kv_heads, dv, d)."""
+        q, k, v = self.qkv.split([len(t) for t in (self.q, self.k, self.v)])
+        return q.unflatten(0, (self.heads, -1)), k.unflatten(0, (self.kv_heads, -1)), v.unflatten(0, (self.kv_heads, -1))
+
     @cached_property
     def column_squares(self) -> Tensor:
         """Squared norms of the columns of every head's τW_Q, W_K and W_V, (heads + 2·kv_heads, d)."""
-        weights, counts = self.qkv.split([len(t) for t in (self.q, self.k, self.v)]), (self.heads, *[self.kv_heads] * 2)
-        heads = (t.reshape(count, -1, self.width) for t, count in zip(weights, counts, strict=True))
-        return torch.cat([torch.linalg.vector_norm(t, dim=1) for t in heads]).square()
+        return torch.cat([torch.linalg.vector_norm(t, dim=1) for t in self.qkv_by_head]).square()
 
     def split_heads(self, projected: Tensor) -> Triple:
         """Split (B, n, rows of qkv) into scaled q (B, H, n, dk), k (B, Hkv, n, dk), v (B, Hkv, n, dv), each contiguous."""

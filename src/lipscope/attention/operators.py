@@ -189,15 +189,8 @@ class HeadOperator(_CoreOperator):
         projections, core, parts = layer.jacobian_parts(X, tiled=tiled)
         check_finite(core)
         (B, n, d), heads = X.shape, layer.heads
-        q, k, v = (
-            t.reshape(count, -1, d).repeat_interleave(heads // count, dim=0)
-            for t, count in zip(
-                layer.qkv.split([layer.q.shape[0], layer.k.shape[0], layer.v.shape[0]]),
-                (heads, layer.kv_heads, layer.kv_heads),
-                strict=True,
-            )
-        )
-        basis, triangle = torch.linalg.qr(torch.cat([q, k, v], dim=1).mT)
+        shown = [t.repeat_interleave(heads // len(t), dim=0) for t in layer.qkv_by_head]
+        basis, triangle = torch.linalg.qr(torch.cat(shown, dim=1).mT)
         head_of_item = torch.arange(heads, device=layer.device).repeat(B)
         inputs = torch.arange(B, device=X.device).repeat_interleave(heads)
         weights = triangle.mT.contiguous()[head_of_item]

@@ -59,7 +59,7 @@ class Rotary:
                 f"sin is {tuple(self.sin.shape)} {self.sin.dtype} on {self.sin.device}"
             )
         for name in ("cos", "sin"):
-            first, second = _pairs(getattr(self, name), self.interleaved)
+            first, second = pair_parts(getattr(self, name), self.interleaved)
             if not torch.equal(first, second):
                 layout = "(0, 1), (2, 3), …" if self.interleaved else "(0, r/2), (1, r/2 + 1), …"
                 raise ValueError(
@@ -106,8 +106,8 @@ class Rotary:
             positions = torch.arange(n)
         frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
         angles = positions[..., None].double() * frequencies
-        angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat([angles, angles], dim=-1)
-        return cls(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
+        cos, sin = (joined_pairs(table, table, interleaved).to(dtype) for table in (angles.cos(), angles.sin()))
+        return cls(cos, sin, interleaved)
 
     @property
     def width(self) -> int:
@@ -186,12 +186,16 @@ class Rotation:
     def _rotated(self, t: Tensor, sin: Tensor) -> Tensor:
         r = self.cos.shape[-1]
         moving = t[..., :r]
-        first, second = _pairs(moving, self.interleaved)
-        partner = torch.stack([-second, first], dim=-1).flatten(-2) if self.interleaved else torch.cat([-second, first], -1)
-        rotated = moving * self.cos + partner * sin
+        first, second = pair_parts(moving, self.interleaved)
+        rotated = moving * self.cos + joined_pairs(-second, first, self.interleaved) * sin
         return rotated if r == t.shape[-1] else torch.cat([rotated, t[..., r:]], dim=-1)
 
 
-def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def pair_parts(t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """First and second coordinates of all pairs."""
     return (t[..., 0::2], t[..., 1::2]) if interleaved else (t[..., : t.shape[-1] // 2], t[..., t.shape[-1] // 2 :])
+
+
+def joined_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of ``pair_parts``."""
+    return torch.stack([first, second], dim=-1).flatten(-2) if interleaved else torch.cat([first, second], dim=-1)

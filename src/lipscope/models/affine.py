@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lipscope.attention.layer import Attention
 from lipscope.attention.masks import MaskLike, RealTokens, as_mask
 from lipscope.attention.norms import LayerNorm, Normalisation, RMSNorm
-from lipscope.attention.rotary import Rotary
+from lipscope.attention.rotary import Rotary, joined_pairs, pair_parts
 from lipscope.attention.scores import ScoreRule
 from lipscope.models.anatomy import Layer
 from lipscope.models.capture import Call, ReachedError, Recording, replaying
@@ -43,11 +43,7 @@ class Layout:
 
     def pairs(self, t: Tensor) -> Tensor:
         """(…, dk) → complex (…, width/2)."""
-        moving = t[..., : self.width]
-        if self.interleaved:
-            return torch.complex(moving[..., 0::2].contiguous(), moving[..., 1::2].contiguous())
-        half = self.width // 2
-        return torch.complex(moving[..., :half].contiguous(), moving[..., half:].contiguous())
+        return torch.complex(*(part.contiguous() for part in pair_parts(t[..., : self.width], self.interleaved)))
 
     def fit(self, seen: Tensor, reference: Tensor) -> Tensor:
         """The complex numbers c_t, (B, n, width/2), with seen_t ≈ c_t·reference, by least squares over the samples.
@@ -72,11 +68,8 @@ class Layout:
         """The rotations as tables, (n, r) when all inputs share them."""
         if bool((numbers == numbers[:1]).all()):
             numbers = numbers[0]
-
-        def spread(t: Tensor) -> Tensor:
-            return t.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([t, t], dim=-1)
-
-        return Rotary(spread(numbers.real), spread(numbers.imag), self.interleaved)
+        cos, sin = (joined_pairs(t, t, self.interleaved) for t in (numbers.real, numbers.imag))
+        return Rotary(cos, sin, self.interleaved)
 
 
 def find_layout(seen: Tensor, reference: Tensor, allowed: float) -> Layout | None:
@@ -121,17 +114,16 @@ def plain_attention(
         return None
     known = {} if known is None else known
     at_tokens = core or core_call(model, call, call.tokens, recording.documents)
-    if layer.index not in known:
-        known[layer.index] = find_projections(model, call)
-    parts = known[layer.index]
-    rotary = _rotations(model, call, parts)
-    if not _reproduces(parts, rotary, at_tokens, call.tokens):
-        if not _looked_unturned(model, call, parts):
-            return None
-        known[layer.index] = parts = find_projections(model, call)
+    for last in (False, True):
+        if layer.index not in known:
+            known[layer.index] = find_projections(model, call)
+        parts = known[layer.index]
         rotary = _rotations(model, call, parts)
-        if not _reproduces(parts, rotary, at_tokens, call.tokens):
+        if _reproduces(parts, rotary, at_tokens, call.tokens):
+            break
+        if last or not _looked_unturned(model, call, parts):
             return None
+        del known[layer.index]
     if parts is None or not isinstance(getattr(layer.out, "weight", None), Tensor):
         return None
     out, out_bias = _matrix(layer.out)

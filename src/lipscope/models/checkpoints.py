@@ -86,11 +86,11 @@ def quantised_by(directory: Path) -> str | None:
     )
 
 
-def tokenizer_in(directory: Path, *, trust_remote_code: bool) -> Any:
+def tokenizer_in(directory: Path, **options: Any) -> Any:
     """The tokenizer of a saved model, or None."""
     try:
-        return auto_tokenizer(directory, trust_remote_code=trust_remote_code)
-    except Exception:  # what transformers raises when files for one are missing or damaged
+        return auto_tokenizer(directory, **options)
+    except Exception:  # what transformers raises when files for one are missing, damaged or of an unknown kind
         return None
 
 
@@ -309,10 +309,7 @@ def from_gguf(file: Path) -> tuple[Any, Any]:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    try:
-        return model, auto_tokenizer(file.parent, gguf_file=file.name)
-    except Exception:  # what transformers raises when a file holds none, or one of an unknown kind
-        return model, None
+    return model, tokenizer_in(file.parent, gguf_file=file.name)
 
 
 def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:

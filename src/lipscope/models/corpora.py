@@ -12,10 +12,11 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Corpus:
     summary: str
     licence: str
     find: Callable[[], Path | None]  # the documents' source, or None when absent
-    read: Callable[[Path], list[str]]  # the documents
+    read: Callable[[Path], Sequence[str]]  # the documents
     advice: str  # how to get it when it is absent
 
     @property
@@ -56,7 +57,7 @@ def read_text(source: str | Path) -> list[str]:
         path = corpus.find()
         if path is None:
             raise FileNotFoundError(f"corpus {name} is not on this machine: {corpus.advice}. {_choices()}")
-        return corpus.read(path)
+        return list(corpus.read(path))
     path = Path(name).expanduser()
     if path.is_file():
         return read_documents(path)
@@ -136,7 +137,8 @@ def _read_file(path: Path) -> str:
 _RULE = re.compile(r"\n(?:[*=~\-^\"]{3,}$| *\+[-=+]{3,})", re.M)
 
 
-def _python_docs(_: Path) -> list[str]:
+@lru_cache(maxsize=1)  # it is the same as long as this Python runs
+def _python_docs(_: Path) -> Sequence[str]:
     """The prose of the language reference: titles, tables, grammar, code blocks and marks of emphasis removed."""
     from pydoc_data.topics import topics
 
@@ -153,9 +155,7 @@ def _python_docs(_: Path) -> list[str]:
 
 
 def _pydoc_source() -> Path | None:
-    import importlib.util
-
-    spec = importlib.util.find_spec("pydoc_data")
+    spec = find_spec("pydoc_data")
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 

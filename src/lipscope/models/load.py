@@ -8,7 +8,6 @@ allowed.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.doors import read_json
 from lipscope.models import checkpoints
 from lipscope.models.checkpoints import (
     Loaded,
@@ -226,11 +226,11 @@ def _mini_parts() -> tuple[Any, Any]:
     """Config and tokenizer of gpt2-mini, straight from their files: no class has to be looked for."""
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
-    settings = json.loads((GPT2_MINI / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config, settings = (read_json(GPT2_MINI / file, dict) for file in ("config.json", "tokenizer_config.json"))
     tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(GPT2_MINI / "tokenizer.json"), **settings
     )
-    return GPT2Config.from_pretrained(str(GPT2_MINI), local_files_only=True, dtype=torch.float32), tokenizer
+    return GPT2Config(**config | {"dtype": torch.float32}), tokenizer
 
 
 def _gpt2_mini_random(name: str, _: Sequence[Path]) -> Loaded:

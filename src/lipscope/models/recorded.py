@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from lipscope.measure.scopes import LAYER_SCOPES, Certificate, check_scope
 from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
-from lipscope.models.capture import Call, Recording
+from lipscope.models.capture import Call, Recording, replaying
 from lipscope.models.scopes import HeadsOperator, scope_map, scope_tokens
 from lipscope.models.seam import CoreCall
 from lipscope.rounding import counted
@@ -184,9 +183,11 @@ class RecordedLayer:
         Empty when the model does not hand over its queries and keys. Rows need ``attention`` too: it is found from the same
         replay, whose queries, keys and values are large, and not kept.
         """
-        real, core = self.recorded.real, self.core() if self.layer.through_seam else None
-        if "attention" not in vars(self) and not self.recorded.fresh:
-            self.attention = self._describe(core)
+        real = self.recorded.real
+        with replaying(self.model.model, self.recorded.documents):  # once for all replays
+            core = self.core() if self.layer.through_seam else None
+            if "attention" not in vars(self) and not self.recorded.fresh:
+                self.attention = self._describe(core)
         if core is not None:
             q, k, v, rule = core.q, core.k, core.v, core.rule
         elif isinstance(self.layer.out, nn.MultiheadAttention):
@@ -344,7 +345,7 @@ def _bounds(
     Each is the least of its source's set bounds that hold for the layer's mask and score rule, at the largest token norm of
     that input, and at the largest norm ``anywhere`` that the layer's normalisation can put out.
     """
-    singles = [attention] if heads is None else [_heads(attention)[h] for h in heads]
+    singles = [attention] if heads is None else [attention.each_head[h] for h in heads]
     rows = []
     known: dict[tuple[int, int], dict[str, float | None]] = {}
     for b, (length, radius) in enumerate(zip(lengths, radii, strict=True)):
@@ -358,16 +359,6 @@ def _bounds(
                 known[key] = {f"{source}_global": least(source, one, anywhere, n) for source in SOURCES}
             rows.append({source: least(source, one, radius, n) for source in SOURCES} | known.get(key, {}))
     return rows
-
-
-def _heads(attention: Attention) -> list[Attention]:
-    """The heads alone, the same objects every time: bounds keep the norms of a layer's weights."""
-    if attention not in _HEADS:
-        _HEADS[attention] = [attention.head(h) for h in range(attention.heads)]
-    return _HEADS[attention]
-
-
-_HEADS: WeakKeyDictionary[Attention, list[Attention]] = WeakKeyDictionary()
 
 
 def _token_norms(tokens: Tensor, real: Tensor | None) -> tuple[list[float], list[float], list[int]]:

@@ -117,16 +117,13 @@ def observing_core(observer: CoreObserver) -> Iterator[None]:
         _observers.remove(observer)
 
 
-_documents: list[Packed] = []
+_documents: list[Packed | None] = []
 
 
 @contextmanager
 def packed(lengths: Sequence[int] | None) -> Iterator[None]:
     """Inside, tokens see only tokens of their own document, for documents of these lengths packed into one sequence."""
-    if lengths is None:
-        yield
-        return
-    _documents.append(Packed(tuple(lengths), causal=False))
+    _documents.append(None if lengths is None else Packed(tuple(lengths), causal=False))
     try:
         yield
     finally:
@@ -165,9 +162,10 @@ def _configured(model: nn.Module, setting: str, value: str) -> Iterator[None]:
 
     Not its property: that would overwrite the settings of sub-configs, which are consulted by parts of their own.
     """
-    configs = {id(found): found for part in model.modules() if hasattr(found := getattr(part, "config", None), setting)}
+    # Each config once: transformers takes its time to say what a config has.
+    configs = {id(found): found for part in model.modules() if (found := getattr(part, "config", None)) is not None}
     with ExitStack() as restored:
-        for config in configs.values():
+        for config in (found for found in configs.values() if hasattr(found, setting)):
             restored.callback(setattr, config, setting, getattr(config, setting))
             setattr(config, setting, value)
         yield

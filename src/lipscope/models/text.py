@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lipscope.models.inputs import check_length, refuse_unknown, require_tokenizer
 
@@ -75,23 +76,27 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     backend.no_padding()
     # Every word once, with the white space before it, where no token reaches across the end of a word.
     words = re.findall(r"\s*\S+|\s+", text) if _ends_tokens_with_words(backend, text) else [text]
-    known = list(dict.fromkeys(words))
-    lists = _in_one_call(backend, known) if len(words) > 1 else None
-    if lists is None:
-        lists = [part.ids for part in backend.encode_batch_fast(known, add_special_tokens=False)]
-    return list(chain.from_iterable(map(dict(zip(known, lists, strict=True)).__getitem__, words)))
+    known = _by_pieces(backend, words, text) if len(words) > 1 else {}
+    others = [word for word in dict.fromkeys(words) if word not in known]
+    encoded = backend.encode_batch_fast(others, add_special_tokens=False)
+    known |= {word: part.ids for word, part in zip(others, encoded, strict=True)}
+    return list(chain.from_iterable(map(known.__getitem__, words)))
 
 
-def _in_one_call(backend: Any, words: list[str]) -> list[list[int]] | None:
-    """The tokens of every word; None unless a token has one character for every byte that it stands for, as GPT-2's have."""
-    if type(backend.pre_tokenizer).__name__ != "ByteLevel":
-        return None
-    (encoded,) = backend.encode_batch_fast(["".join(words)], add_special_tokens=False)
-    ids = encoded.ids
-    width = {token: len(backend.id_to_token(token)) for token in {*ids}}
-    ends = dict(zip(accumulate(map(width.__getitem__, ids)), range(1, len(ids) + 1), strict=True))
-    stops = [ends.get(end, 0) for end in accumulate(map(len, map(str.encode, words)))]
-    return [ids[start:stop] for start, stop in pairwise([0, *stops])] if all(stops) else None
+# What GPT-2's rule cuts a word of ASCII into, and the characters that stand for its bytes.
+_PIECES = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
+_LETTERS: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+
+
+def _by_pieces(backend: Any, words: list[str], text: str) -> dict[str, list[int]]:
+    """The tokens of words of ASCII, every piece of them once, where the tokenizer cuts words as GPT-2's does; else none."""
+    added = any(token.content in text for token in backend.get_added_tokens_decoder().values())
+    if type(backend.pre_tokenizer).__name__ != "ByteLevel" or backend.normalizer is not None or added:
+        return {}
+    model, cut = backend.model, {word: _PIECES.findall(word) for word in {*words} if word.isascii()}
+    pieces = {*chain.from_iterable(cut.values())}
+    ids = {piece: [token.id for token in model.tokenize(piece.translate(_LETTERS))] for piece in pieces}
+    return {word: ids[parts[0]] if len(parts) == 1 else [i for p in parts for i in ids[p]] for word, parts in cut.items()}
 
 
 def _ends_tokens_with_words(backend: Any, text: str) -> bool:
