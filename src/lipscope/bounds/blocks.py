@@ -59,10 +59,18 @@ class Blocks:
     """The blocks of one input's Jacobian, a strip of rows at a time."""
 
     def __init__(
-        self, layer: Attention, x: Tensor, *, offset: Tensor | None = None, products: Products | None = None
+        self,
+        layer: Attention,
+        x: Tensor,
+        *,
+        offset: Tensor | None = None,
+        products: Products | None = None,
+        height: int | None = None,
     ) -> None:
-        """A float64 layer at tokens x (n, d), to all of which an offset is to be added."""
+        """A float64 layer at tokens x (n, d), to all of which an offset is to be added; strips have ``height`` rows."""
         (self.n, _), H = x.shape, layer.heads
+        # Arrays beside those of a strip are no larger than two of its own.
+        self.entries = ENTRIES if height is None else min(ENTRIES, 2 * H * self.n * height)
         self.layer, self.products = layer, products or Products(layer, layer_weights(layer))
         self.weights = self.products.weights
         point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
@@ -93,6 +101,8 @@ class Blocks:
         # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.
         far = 2 * value + (0.0 if layer.sinks is None else 2.0) * shift
         self.factors = torch.stack([*(out * size for size in reversed(sizes)), query, key, far, out])
+        row = self.n if self.rotation is None else self.n * layer.head_width
+        self.height = height or self.rows_of(H * max(row, self.v.shape[2] * layer.head_width, RANK**2 * H))
 
     @cached_property
     def grams(self) -> Grams:
@@ -104,35 +114,27 @@ class Blocks:
         """Query parts cost less from n×n matrices than from covariances."""
         return self.rotation is None and self.n**2 <= self.q.shape[2] ** 3
 
-    @staticmethod
-    def rows_of(entries: int) -> int:
+    def rows_of(self, entries: int) -> int:
         """How many rows of so many entries are held at a time."""
-        return max(1, ENTRIES // entries)
+        return max(1, self.entries // entries)
 
     @property
-    def height(self) -> int:
-        """Rows of a strip, by default."""
-        H, _, dk = self.q.shape
-        row = self.n if self.rotation is None else self.n * dk
-        return self.rows_of(H * max(row, self.v.shape[2] * dk, RANK**2 * H))
-
-    def single(self, height: int | None = None) -> bool:
+    def single(self) -> bool:
         """One strip has all rows."""
-        return (height or self.height) >= self.n
+        return self.height >= self.n
 
     @cached_property
     def _only(self) -> Strip:
         # Not a reference back: in a cycle the arrays of a strip would live until the next garbage collection.
         return Strip(proxy(self), slice(0, self.n))
 
-    def strips(self, height: int | None = None) -> Iterator[Strip]:
+    def strips(self) -> Iterator[Strip]:
         """All rows, ``height`` at a time; a single strip is kept with all that was computed for it."""
-        if self.single(height):
+        if self.single:
             yield self._only
             return
-        height = height or self.height
-        for start in range(0, self.n, height):
-            yield Strip(self, slice(start, min(self.n, start + height)))
+        for start in range(0, self.n, self.height):
+            yield Strip(self, slice(start, min(self.n, start + self.height)))
 
     def rotated(self, places: slice) -> Rotation:
         """The rotations of some tokens."""
@@ -332,13 +334,12 @@ class Strip:
         return (total @ weight[self.columns]).sum() + own @ weight[self.rows]
 
 
-def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | None = None) -> tuple[float, float]:
+def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float, float]:
     """‖J‖_F at one input, with a bound for what rounding may have done to it.
 
     Args:
         at: the blocks at tokens x; with ``norm``, x is what it puts out before its offset.
         norm: the normalisation before attention at its own tokens (1, n, d): J is then that of attention behind it.
-        height: rows of a strip.
 
     Returns:
         The norm, and the largest error.
@@ -354,7 +355,7 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | N
         scale = norm.s[0, :, 0].square().reciprocal()
     total = error = moved = x.new_zeros(())
     most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
-    for strip in at.strips(height):
+    for strip in at.strips():
         columns, rows = scale[strip.columns], scale[strip.rows]
         total = (
             total + ((strip.mean + strip.key + strip.mean_key()) @ columns).sum() + (strip.query + strip.own_query()) @ rows
