@@ -43,7 +43,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import NormLinearisation
 from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
-from lipscope.bounds.head_blocks import joined_norms
+from lipscope.bounds.head_blocks import HeadBlocks, joined_norms
 from lipscope.bounds.head_rounding import ROUNDS, Rounding
 from lipscope.bounds.products import Grams, Products
 from lipscope.bounds.spectral_upper import RANK
@@ -171,6 +171,17 @@ class Strip:
             return q
         return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
 
+    def turned(self, y: Tensor) -> Tensor:
+        """q_i·R_j y_i for vectors (H, r, dk) of the rows, (H, r, c), or (H, r, 1) without rotations."""
+        if self.at.rotation is None:
+            return (self.q * y).sum(-1, keepdim=True)
+        # R_j y = y∘cos_j + y'∘sin_j, so that sums over coordinates are products with the tables.
+        turn, r = self.at.rotated(self.columns), self.at.rotation.cos.shape[-1]
+        still, turning = self.q[..., r:] * y[..., r:], self.q[..., :r]
+        swapped = Rotation(torch.zeros_like(turn.cos[:1]), torch.ones_like(turn.sin[:1]), turn.interleaved).apply(y[..., :r])
+        found = (turning * y[..., :r]) @ turn.cos.mT + (turning * swapped) @ turn.sin.mT
+        return found + still.sum(-1, keepdim=True)
+
     def moments(self, right: Tensor) -> Tensor:
         """Σ_j W_ij (v_j − o_i) right_jᵀ for vectors (H, c, ·) of the columns, (H, r, dv, ·)."""
         sums = torch.stack(
@@ -215,6 +226,12 @@ class Strip:
         _, (key_off, key_rounding), (own_off, own_rounding) = self.errors
         keys, queries = (self.key.clamp_min(0) + key_rounding).sqrt(), (self.query.clamp_min(0) + own_rounding).sqrt()
         return keys + key_off, queries + own_off
+
+    @cached_property
+    def image(self) -> HeadBlocks:
+        """Every head behind its block of W_O."""
+        # Not a reference back, as for the strip itself.
+        return HeadBlocks(proxy(self), self.at.weights.image)
 
     @cached_property
     def head_norms(self) -> Tensor | None:
@@ -265,11 +282,8 @@ class Strip:
         grams, total = self.at.grams, torch.zeros_like(self.P[0])
         for g in range(len(self.P)):
             N = grams.out[:, g] @ grams.value_key[g]
-            v, o = self.v @ N, self.o @ N
-            if self.at.rotation is None:
-                inner = self.q @ v.mT - (self.q * o).sum(-1, keepdim=True)
-            else:
-                inner = ((v[:, None] - o[:, :, None]) * self.a).sum(-1)
+            v = self.v @ N if self.at.rotation is None else self.at.rotated(self.columns).apply(self.v @ N)
+            inner = self.q @ v.mT - self.turned(self.o @ N)
             total += 2 * self.P[g] * (self.W * inner).sum(0)
         return total
 

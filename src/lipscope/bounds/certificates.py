@@ -379,6 +379,8 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
         part = slice(start, min(r, start + step))
         Z = _row_grams(strip, part, weights[part], own[part]).reshape(-1, H * dv, H * dv)
         Y = Z if root is None else root @ Z @ root.mT
+        if H == 1:
+            Y = Y + own[part, None, None] * strip.image.query_grams[0, part]
         large = Y.shape[-1] > 64
         found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=Y.shape[-1] >= 32))
     (off, rounding), _, (own_off, own_rounding) = strip.errors
@@ -389,7 +391,7 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
 
 
 def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:
-    """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ + ω_i Q_iQ_iᵀ before W_O for some rows, (rows, H, dv, H, dv)."""
+    """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ before W_O, (rows, H, dv, H, dv); of several heads with ω_i Q_iQ_iᵀ."""
     grams, (H, _, dv), v = strip.at.grams, strip.o.shape, strip.v
     P, W, o, C = strip.P[:, part], strip.W[:, part], strip.o[:, part], strip.covariances[:, part]
     Z = weights.new_empty(len(weights), H, dv, H, dv)
@@ -410,6 +412,7 @@ def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tenso
             block -= (each @ v[g])[..., None] * o[h, :, None]
             block += o[g, ..., None] * (each.sum(-1, keepdim=True) * o[h] - each @ v[h])[:, None]
             block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.values[g, h] + cross(g, h) + cross(h, g).mT
-            block += own[:, None, None] * (C[g] @ grams.queries[g, h] @ C[h].mT)
+            if H > 1:
+                block += own[:, None, None] * (C[g] @ grams.queries[g, h] @ C[h].mT)
             Z[:, g, :, h], Z[:, h, :, g] = block, block.mT
     return Z

@@ -26,7 +26,7 @@ _SMALLEST = 1e-280
 # Power steps for a bound by Collatz–Wielandt, at most.
 PASSES = 40
 # Rows up to which all eigenvalues are computed where the largest is wanted.
-_DIRECT = 256
+_DIRECT = 192
 # Multiplications of one squaring of the whole batch above which fewer squarings are made.
 LARGE = 1 << 23
 
@@ -96,8 +96,7 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         single: compute in float32, twice as fast; the bound is enlarged by the rounding of float32 instead of float64.
     """
     # In the range of the dtype that they come in: float32 holds their entries only once they are divided.
-    scale = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1))
-    scale = scale.clamp_min(1e-30 if M.dtype == torch.float32 else _SMALLEST)
+    scale = M.abs().amax((-2, -1)).clamp_min(1e-30 if M.dtype == torch.float32 else _SMALLEST)
     dtype, M = M.dtype, M / scale[..., None, None]
     if single:
         M = M.float()
@@ -206,7 +205,7 @@ def _projected(W: Tensor, F: Tensor) -> Tensor:
 
 def _factors(C: Tensor, definite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """U (…, m, k) and Z (…, l, k) with UZᵀ close to C (…, m, l), the same if that is definite; and bounds for ‖C − UZᵀ‖."""
-    scale = torch.linalg.vector_norm(C, math.inf, dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
+    scale = C.abs().amax((-2, -1), keepdim=True).clamp_min(_SMALLEST)
     rough = (C / scale).float()
     Y = rough @ (rough.mT @ rough[..., : min(RANK, C.shape[-1])])
     Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-30)
