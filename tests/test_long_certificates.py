@@ -202,6 +202,15 @@ def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
     assert seen.elements <= 1 << 13, seen.operation
 
 
+def test_the_row_gram_of_a_head_keeps_to_the_height():
+    """Differences of the values of all pairs of tokens would be n²·d_head numbers, whatever the height of the strips."""
+    n, height = 200, 100
+    single = layer("causal", heads=1, kv_heads=1, dh=8)
+    with LargestTensor(n) as seen:
+        certified_upper(single, cases.random(1, n, 10, seed=2), height=height)
+    assert seen.elements <= 2 * n * height, seen.operation
+
+
 def test_long_inputs_are_cut_by_themselves(monkeypatch):
     x = cases.random(1, 70, 10, seed=1)
     subject = layer("causal")
