@@ -225,7 +225,11 @@ def _candidates(at: Blocks, gain: Tensor, rung: str) -> dict[str, float]:
             keys, queries = joined_parts(at, gain)
             own = torch.minimum(own, queries)
             parts = min(parts, keys + float((own * gain).max()))
-        whole = min(whole, _mean_part(at, gain) + parts)
+        best = _mean_part(at, gain) + parts
+        # The norms of blocks of single heads are dear, and take a tenth or two from the norm of all blocks.
+        if not gram and 0.75 * whole < best:
+            whole = _block_sizes(at, gain, own, True)[0][1]
+        whole = min(whole, best)
     found = {"parts": whole}
     if gram:
         found["row_gram"] = _row_gram(at, gain, x * gain, own)
