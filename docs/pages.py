@@ -92,6 +92,8 @@ PAGES = (
          follows=("docs/concepts/drawing.py",)),
     Page("bounds", "docs/theory/make_figures.py",
          ("docs/theory/grid.md", "docs/theory/ratios.md", "docs/theory/bounds-n.svg", "docs/theory/bounds-r.svg")),
+    Page("ladder", "docs/theory/make_ladder.py", ("docs/theory/certificates.md", "docs/theory/ladder.svg"),
+         follows=("docs/concepts/drawing.py", "docs/theory/ladder.jsonl")),
     Page("theory-mean-field", "docs/theory/make_mean_field.py",
          ("docs/theory/mean-field.md", "docs/theory/regimes-full.svg", "docs/theory/regimes-causal.svg",
           "docs/theory/in-law.svg")),

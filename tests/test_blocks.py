@@ -28,7 +28,7 @@ def test_frobenius_norms_equal_dense_ones(mask: str, extras: str, monkeypatch: p
     for short in {False, one.rotary is None}:
         monkeypatch.setattr(Blocks, "short", short)
         for height in (None, 2):
-            value, error = frobenius(Blocks(one, x), height=height)
+            value, error = frobenius(Blocks(one, x, height=height))
             assert value == pytest.approx(float(J.norm()), rel=1e-9)
             assert error <= 1e-5 * value
 
@@ -41,7 +41,7 @@ def test_frobenius_norms_behind_a_normalisation(extras: str, kind: type) -> None
     norm = kind(gains, cases.random(cases.WIDTH, seed=5)) if kind is lipscope.LayerNorm else kind(gains)
     J = reference.jacobian(lambda u: reference.attention(subject, norm(u), torch.ones(2, 5, 5, dtype=torch.bool)), U)
     at = norm.linearise(U[None])
-    value, _ = frobenius(Blocks(subject, (at.g * at.z)[0], offset=norm.offset(U)), at, height=2)
+    value, _ = frobenius(Blocks(subject, (at.g * at.z)[0], offset=norm.offset(U), height=2), at)
     assert value == pytest.approx(float(J.norm()), rel=1e-9)
 
 

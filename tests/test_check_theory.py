@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
+import certificates
 import ends
 import hostile
 import layers
@@ -154,3 +156,13 @@ def test_a_causal_lower_bound_is_reached_by_the_light_atom_first() -> None:
     row = layers.check_layer(0, 433, steps=1)["lower.meanfield"]
     assert not row.violations
     assert 0.98 < row.closest < 1
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(certificates.KINDS))
+def test_the_search_over_rungs_sees_an_end_that_is_too_small(kind, monkeypatch) -> None:
+    counts, closest = Counter(), {}
+    assert certificates.check(kind, 3, counts, closest) == []
+    assert counts[kind, "fast"] == counts[kind, "tight"] == 1
+    right = certificates.certificate_at
+    monkeypatch.setattr(certificates, "certificate_at", lambda *args, **options: (right(*args, **options)[0] / 1e3, None))
+    assert len(certificates.check(kind, 3, counts, closest)) == 2

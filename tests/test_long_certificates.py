@@ -202,6 +202,15 @@ def test_no_matrix_is_formed_and_strips_keep_to_their_size(monkeypatch):
     assert seen.elements <= 1 << 13, seen.operation
 
 
+def test_the_row_gram_of_a_head_keeps_to_the_height():
+    """Differences of the values of all pairs of tokens would be n²·d_head numbers, whatever the height of the strips."""
+    n, height = 200, 100
+    single = layer("causal", heads=1, kv_heads=1, dh=8)
+    with LargestTensor(n) as seen:
+        certified_upper(single, cases.random(1, n, 10, seed=2), height=height)
+    assert seen.elements <= 2 * n * height, seen.operation
+
+
 def test_long_inputs_are_cut_by_themselves(monkeypatch):
     x = cases.random(1, 70, 10, seed=1)
     subject = layer("causal")
@@ -211,9 +220,16 @@ def test_long_inputs_are_cut_by_themselves(monkeypatch):
 
 
 def test_strips_keep_to_a_memory():
-    assert height_within(100, 12, 96, 1 << 30) is None
-    assert height_within(1000, 12, 96, 64 << 20) == ((64 << 20) - 8 * 96 * 8960) // (22 * 8 * 12 * 1000)
-    assert height_within(16384, 12, 96, 1) == 16
+    plain = layer("causal", heads=12, kv_heads=12, d=96, dh=8)
+    rotary = layer(
+        "causal", heads=12, kv_heads=12, d=96, dh=8, rotary=lipscope.Rotary.from_base(8, n=1000, dtype=torch.float64)
+    )
+    assert height_within(plain, 100, 12, 1 << 30) is None
+    rest = (64 << 20) - 8 * (96 * 8960 + 3 * 1000 * 64)
+    assert height_within(plain, 1000, 12, 64 << 20) == rest // (8 * 12 * (22 * 1000 + 4 * 64))
+    more, row = (256 << 20) - (64 << 20), 8 * 12 * (22 * 1000 + 4 * 64 + 4 * 1000 * 8)
+    assert height_within(rotary, 1000, 12, 256 << 20) == (rest + more) // row
+    assert height_within(plain, 16384, 12, 1) == 16
 
 
 def test_the_norms_of_weights_are_computed_once_for_the_same_tensors():

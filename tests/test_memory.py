@@ -180,7 +180,7 @@ def test_a_limit_binds_the_certificates_of_scans(monkeypatch):
     handle = lipscope.load("gpt2-mini")
     asked = []
 
-    def watched(n, heads, width, memory):
+    def watched(layer, n, heads, memory):
         asked.append(memory)
         return 48
 

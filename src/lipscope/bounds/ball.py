@@ -108,8 +108,8 @@ class _Ball:
         with torch.no_grad():
             precise, x, weights = layer.to(torch.float64), X.detach().double(), layer_weights(layer)
             # Strips refer to it without keeping it alive.
-            self.centre = Blocks(precise, x, products=Products(precise, weights))
-            (strip,) = self.centre.strips(len(x))
+            self.centre = Blocks(precise, x, products=Products(precise, weights), height=len(x))
+            (strip,) = self.centre.strips()
             visible = precise.score_rule(len(x), 1).allowed
             seen = torch.ones_like(strip.P, dtype=torch.bool) if visible is None else visible[0].expand_as(strip.P)
             self.image = _BallHeads(HeadBlocks(strip, weights.image), seen)

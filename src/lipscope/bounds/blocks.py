@@ -43,7 +43,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import NormLinearisation
 from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
-from lipscope.bounds.head_blocks import joined_norms
+from lipscope.bounds.head_blocks import HeadBlocks, joined_norms
 from lipscope.bounds.head_rounding import ROUNDS, Rounding
 from lipscope.bounds.products import Grams, Products
 from lipscope.bounds.spectral_upper import RANK
@@ -59,10 +59,18 @@ class Blocks:
     """The blocks of one input's Jacobian, a strip of rows at a time."""
 
     def __init__(
-        self, layer: Attention, x: Tensor, *, offset: Tensor | None = None, products: Products | None = None
+        self,
+        layer: Attention,
+        x: Tensor,
+        *,
+        offset: Tensor | None = None,
+        products: Products | None = None,
+        height: int | None = None,
     ) -> None:
-        """A float64 layer at tokens x (n, d), to all of which an offset is to be added."""
+        """A float64 layer at tokens x (n, d), to all of which an offset is to be added; strips have ``height`` rows."""
         (self.n, _), H = x.shape, layer.heads
+        # Arrays beside those of a strip are no larger than two of its own.
+        self.entries = ENTRIES if height is None else min(ENTRIES, 2 * H * self.n * height)
         self.layer, self.products = layer, products or Products(layer, layer_weights(layer))
         self.weights = self.products.weights
         point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
@@ -93,6 +101,8 @@ class Blocks:
         # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.
         far = 2 * value + (0.0 if layer.sinks is None else 2.0) * shift
         self.factors = torch.stack([*(out * size for size in reversed(sizes)), query, key, far, out])
+        row = self.n if self.rotation is None else self.n * layer.head_width
+        self.height = height or self.rows_of(H * max(row, self.v.shape[2] * layer.head_width, RANK**2 * H))
 
     @cached_property
     def grams(self) -> Grams:
@@ -104,35 +114,27 @@ class Blocks:
         """Query parts cost less from n×n matrices than from covariances."""
         return self.rotation is None and self.n**2 <= self.q.shape[2] ** 3
 
-    @staticmethod
-    def rows_of(entries: int) -> int:
+    def rows_of(self, entries: int) -> int:
         """How many rows of so many entries are held at a time."""
-        return max(1, ENTRIES // entries)
+        return max(1, self.entries // entries)
 
     @property
-    def height(self) -> int:
-        """Rows of a strip, by default."""
-        H, _, dk = self.q.shape
-        row = self.n if self.rotation is None else self.n * dk
-        return self.rows_of(H * max(row, self.v.shape[2] * dk, RANK**2 * H))
-
-    def single(self, height: int | None = None) -> bool:
+    def single(self) -> bool:
         """One strip has all rows."""
-        return (height or self.height) >= self.n
+        return self.height >= self.n
 
     @cached_property
     def _only(self) -> Strip:
         # Not a reference back: in a cycle the arrays of a strip would live until the next garbage collection.
         return Strip(proxy(self), slice(0, self.n))
 
-    def strips(self, height: int | None = None) -> Iterator[Strip]:
+    def strips(self) -> Iterator[Strip]:
         """All rows, ``height`` at a time; a single strip is kept with all that was computed for it."""
-        if self.single(height):
+        if self.single:
             yield self._only
             return
-        height = height or self.height
-        for start in range(0, self.n, height):
-            yield Strip(self, slice(start, min(self.n, start + height)))
+        for start in range(0, self.n, self.height):
+            yield Strip(self, slice(start, min(self.n, start + self.height)))
 
     def rotated(self, places: slice) -> Rotation:
         """The rotations of some tokens."""
@@ -168,6 +170,17 @@ class Strip:
         if self.at.rotation is None:
             return q
         return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
+
+    def turned(self, y: Tensor) -> Tensor:
+        """q_i·R_j y_i for vectors (H, r, dk) of the rows, (H, r, c), or (H, r, 1) without rotations."""
+        if self.at.rotation is None:
+            return (self.q * y).sum(-1, keepdim=True)
+        # R_j y = y∘cos_j + y'∘sin_j, so that sums over coordinates are products with the tables.
+        turn, r = self.at.rotated(self.columns), self.at.rotation.cos.shape[-1]
+        still, turning = self.q[..., r:] * y[..., r:], self.q[..., :r]
+        swapped = Rotation(torch.zeros_like(turn.cos[:1]), torch.ones_like(turn.sin[:1]), turn.interleaved).apply(y[..., :r])
+        found = (turning * y[..., :r]) @ turn.cos.mT + (turning * swapped) @ turn.sin.mT
+        return found + still.sum(-1, keepdim=True)
 
     def moments(self, right: Tensor) -> Tensor:
         """Σ_j W_ij (v_j − o_i) right_jᵀ for vectors (H, c, ·) of the columns, (H, r, dv, ·)."""
@@ -213,6 +226,12 @@ class Strip:
         _, (key_off, key_rounding), (own_off, own_rounding) = self.errors
         keys, queries = (self.key.clamp_min(0) + key_rounding).sqrt(), (self.query.clamp_min(0) + own_rounding).sqrt()
         return keys + key_off, queries + own_off
+
+    @cached_property
+    def image(self) -> HeadBlocks:
+        """Every head behind its block of W_O."""
+        # Not a reference back, as for the strip itself.
+        return HeadBlocks(proxy(self), self.at.weights.image)
 
     @cached_property
     def head_norms(self) -> Tensor | None:
@@ -263,11 +282,8 @@ class Strip:
         grams, total = self.at.grams, torch.zeros_like(self.P[0])
         for g in range(len(self.P)):
             N = grams.out[:, g] @ grams.value_key[g]
-            v, o = self.v @ N, self.o @ N
-            if self.at.rotation is None:
-                inner = self.q @ v.mT - (self.q * o).sum(-1, keepdim=True)
-            else:
-                inner = ((v[:, None] - o[:, :, None]) * self.a).sum(-1)
+            v = self.v @ N if self.at.rotation is None else self.at.rotated(self.columns).apply(self.v @ N)
+            inner = self.q @ v.mT - self.turned(self.o @ N)
             total += 2 * self.P[g] * (self.W * inner).sum(0)
         return total
 
@@ -332,13 +348,12 @@ class Strip:
         return (total @ weight[self.columns]).sum() + own @ weight[self.rows]
 
 
-def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | None = None) -> tuple[float, float]:
+def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float, float]:
     """‖J‖_F at one input, with a bound for what rounding may have done to it.
 
     Args:
         at: the blocks at tokens x; with ``norm``, x is what it puts out before its offset.
         norm: the normalisation before attention at its own tokens (1, n, d): J is then that of attention behind it.
-        height: rows of a strip.
 
     Returns:
         The norm, and the largest error.
@@ -354,7 +369,7 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None, height: int | N
         scale = norm.s[0, :, 0].square().reciprocal()
     total = error = moved = x.new_zeros(())
     most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
-    for strip in at.strips(height):
+    for strip in at.strips():
         columns, rows = scale[strip.columns], scale[strip.rows]
         total = (
             total + ((strip.mean + strip.key + strip.mean_key()) @ columns).sum() + (strip.query + strip.own_query()) @ rows

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,18 +132,19 @@ def certified_and_sized(
         gains = times_power(gains.to(X), -unit)
     values: list[Any] = []
     with torch.no_grad():
-        precise = layer.to(torch.float64)
-        products = Products(precise, layer_weights(layer))
+        precise, weights = layer.to(torch.float64), layer_weights(layer)
+        singles = [precise.head(h) for h in range(layer.heads)] if heads else [precise]
+        products = [Products(one, weights.head(h) if heads else weights) for h, one in enumerate(singles)]
         for b, x in enumerate(X):
-            one = precise.for_input(b)
             gain = x.new_ones(x.shape[0]) if gains is None else gains[b]
-            for single in [one.head(h) for h in range(layer.heads)] if heads else [one]:
+            for single, known in zip(singles, products, strict=True):
                 # The scale of a single head may be far from that of the others.
-                scaled, tokens, shift, more = balanced(single, x, offset) if heads else (one, x, offset, 0)
-                at = Blocks(scaled, tokens, offset=shift, products=None if heads else products)
-                found = math.inf if rung is None else min(_candidates(at, gain, rung, height).values())
+                one = single.for_input(b)
+                scaled, tokens, shift, more = balanced(one, x, offset) if heads else (one, x, offset, 0)
+                at = Blocks(scaled, tokens, offset=shift, products=known if scaled is one else None, height=height)
+                found = math.inf if rung is None else min(_candidates(at, gain, rung).values())
                 before = None if norm is None else norm.select(torch.tensor([b], device=X.device))
-                pair = torch.tensor([found, frobenius(at, before, height)[0]], dtype=torch.float64, device=X.device)
+                pair = torch.tensor([found, frobenius(at, before)[0]], dtype=torch.float64, device=X.device)
                 values.append(times_power(pair, more, outwards=1))
     shape = (len(X), layer.heads) if heads else (len(X),)
     bounds, sizes = torch.stack(values).mT.reshape(2, *shape)
@@ -183,8 +183,8 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     layer, x, _, power = balanced(layer, x.detach().double())
     with torch.no_grad():
         precise = layer.to(torch.float64)
-        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)))
-        candidates = _candidates(at, x.new_ones(x.shape[0]), "tight", height)
+        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)), height=height)
+        candidates = _candidates(at, x.new_ones(x.shape[0]), "tight")
     given = {"n": x.shape[0], "heads": layer.heads}
     values = times_power(torch.tensor(list(candidates.values()), dtype=torch.float64), power, outwards=1).tolist()
     return [
@@ -193,64 +193,66 @@ def local_bounds(layer: Attention, x: Tensor, *, height: int | None = None) -> l
     ]
 
 
-def height_within(n: int, heads: int, width: int, memory: int) -> int | None:
+def height_within(layer: Attention, n: int, heads: int, memory: int) -> int | None:
     """Rows of a strip with which a certificate takes at most ``memory`` bytes, at least 16; None for no fewer than usual.
 
-    Beside the strip there are about eight copies of the tokens and ten products of weights, d×d each.
+    Beside the strip there are about eight copies of the tokens, ten products of weights, d×d each, and products of the
+    coordinates of values and keys, head by head.
     """
-    memory -= 8 * width * (8 * n + 10 * width)
-    row = (16 + KEPT) * 8 * heads * n
+    dk, dv = layer.head_width, layer.value_width
+    memory -= 8 * (layer.width * (8 * n + 10 * layer.width) + 3 * n * dv * max(dk, dv))
+    row = 8 * heads * ((16 + KEPT) * n + 4 * dk * dv + (0 if layer.rotary is None else 4 * n * dk))
     if row * n <= memory and n <= DENSE:
         return None
     return min(n, max(16, memory // row))
 
 
-def _candidates(at: Blocks, gain: Tensor, rung: str, height: int | None) -> dict[str, float]:
+def _candidates(at: Blocks, gain: Tensor, rung: str) -> dict[str, float]:
     """The certificates of a rung, by name: dear ones where they may be the least."""
     if at.margin >= 0.1:
         return {"parts": math.inf, "row_gram": math.inf}
     (H, n, dk), own = at.q.shape, torch.full_like(gain, math.inf)
     side, few = H * at.layer.value_width, H == 1 or H * n * dk**3 <= FEW
     gram = rung == "tight" or H == 1 or ROUNDS * (2 * n**2 * side**2 + 12 * n * side**3) <= CHEAP
-    for strip in at.strips(height):
+    for strip in at.strips():
         if gram and H * n**2 <= blocks.SMALL and few:
             own[strip.rows] = joined_norms(strip, lambda heads: heads.queries)
         if H > 1 and few:
             own[strip.rows] = torch.minimum(own[strip.rows], query_norms(strip))
-    (parts, whole), x = _block_sizes(at, gain, own, height, gram)
+    (parts, whole), x = _block_sizes(at, gain, own, gram)
     if H > 1:
-        if rung == "tight" or WASTE * estimate(at, gain, height) < parts:
-            keys, queries = joined_parts(at, gain, height)
+        if rung == "tight" or WASTE * estimate(at, gain) < parts:
+            keys, queries = joined_parts(at, gain)
             own = torch.minimum(own, queries)
             parts = min(parts, keys + float((own * gain).max()))
-        best = _mean_part(at, gain, height) + parts
+        best = _mean_part(at, gain) + parts
         # The norms of blocks of single heads are dear, and take a tenth or two from the norm of all blocks.
         if not gram and 0.75 * whole < best:
-            whole = _block_sizes(at, gain, own, height, True)[0][1]
+            whole = _block_sizes(at, gain, own, True)[0][1]
         whole = min(whole, best)
     found = {"parts": whole}
     if gram:
-        found["row_gram"] = _row_gram(at, gain, x * gain, own, height)
+        found["row_gram"] = _row_gram(at, gain, x * gain, own)
     least = at.underflow * float(gain.max())
     return {name: value * (1 + 4 * at.margin) + least for name, value in found.items()}
 
 
-def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor], height: int | None) -> tuple[Tensor, Tensor]:
+def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor]) -> tuple[Tensor, Tensor]:
     """Norms (k,) of nonnegative n×n matrices known strip by strip, (k, r, c), with the vectors at which they were found."""
     # Kept between passes where they are small beside what a strip takes.
-    small = at.single(height) or count * at.n <= KEPT * len(at.q) * (height or at.height)
-    kept = [(strip.columns, matrices(strip)) for strip in at.strips(height)] if small else None
+    small = at.single or count * at.n <= KEPT * len(at.q) * at.height
+    kept = [(strip.columns, matrices(strip)) for strip in at.strips()] if small else None
 
     def grams(x: Tensor) -> Tensor:
         found = torch.zeros_like(x)
-        for columns, N in kept or ((strip.columns, matrices(strip)) for strip in at.strips(height)):
+        for columns, N in kept or ((strip.columns, matrices(strip)) for strip in at.strips()):
             found[:, columns] += (N.mT @ (N @ x[:, columns, None]))[..., 0]
         return found
 
     return best_vectors(grams, at.q.new_ones(count, at.n), PASSES, rtol=1e-6 if small else 1e-3)
 
 
-def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None, single: bool) -> tuple[list[float], Tensor]:
+def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, single: bool) -> tuple[list[float], Tensor]:
     """Norms of the matrices of ‖K_ij‖_F and ‖M_ij + K_ij‖ (by ``single`` heads too), with ‖Q_i‖, and the x of the second."""
 
     def matrices(strip: Strip) -> Tensor:
@@ -259,7 +261,7 @@ def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, height: int | None, sing
         strip.own(found).add_(queries * gain[strip.rows])
         return found
 
-    norms, vectors = _norms(at, 2, matrices, height)
+    norms, vectors = _norms(at, 2, matrices)
     return norms.tolist(), vectors[1]
 
 
@@ -272,7 +274,7 @@ def _near_norms(strip: Strip, own: Tensor, single: bool = True) -> tuple[Tensor,
     return keys, whole, torch.minimum(queries, own[strip.rows])
 
 
-def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
+def _mean_part(at: Blocks, gain: Tensor) -> float:
     """A bound for ‖M‖."""
     H = at.layer.heads
 
@@ -280,11 +282,11 @@ def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
         P = strip.P * gain[strip.columns]
         return torch.cat([P, P.mean(0, keepdim=True), (strip.mean_norms * gain[strip.columns])[None]])
 
-    norms, vectors = _norms(at, H + 2, matrices, height)
+    norms, vectors = _norms(at, H + 2, matrices)
     heads, (mean, by_blocks) = norms[:H], map(float, norms[H:])
     t = torch.nn.functional.normalize(vectors[H], dim=0)
     images, outside = gain.new_zeros(H, at.n), gain.new_zeros(H)
-    for strip in at.strips(height):
+    for strip in at.strips():
         image = (strip.P * gain[strip.columns]) @ t[strip.columns]
         images[:, strip.rows] = image
         # Columns that a strip does not hold have P = 0; this is what is taken from them.
@@ -298,7 +300,7 @@ def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
         found[H:] -= P.mean(0)
         return found.abs_()
 
-    rest, deviations = _norms(at, 2 * H, without, height)[0].split(H)
+    rest, deviations = _norms(at, 2 * H, without)[0].split(H)
     rest = rest + outside.sqrt()
     # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
     side = H * at.layer.value_width
@@ -308,35 +310,39 @@ def _mean_part(at: Blocks, gain: Tensor, height: int | None) -> float:
     sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
     rounded = math.sqrt(at.unit) * float(sizes @ images.norm(dim=-1))
     average, best = mean * at.weights.total, by_blocks
-    along = math.sqrt(max(0.0, ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS)))
-    # What is above the best by its estimate from below needs no bound from above.
-    ways: list[tuple[float, Callable[[], float]]] = [
-        (_overlap(at, heads), lambda: _overlap(at, heads, sizes)),
-        (math.hypot(along, _overlap(at, rest)),
-         lambda: math.hypot(math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded, _overlap(at, rest, sizes))),
-        (average + _overlap(at, deviations), lambda: average + _overlap(at, deviations, sizes)),
-    ]  # fmt: skip
-    for estimated, upper in sorted(ways, key=lambda way: way[0]):
-        best = min(best, upper()) if estimated < best else best
+
+    def along(most: float) -> float:
+        if ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS) > most**2:
+            return math.inf
+        return math.hypot(math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded)
+
+    def apart(most: float) -> float:
+        away = _overlap(at, rest, sizes, most)
+        return math.hypot(away, along(math.sqrt(max(0.0, most**2 - away**2))))
+
+    # Each is infinite where an estimate from below shows that it is not the least.
+    best = min(best, _overlap(at, heads, sizes, best))
+    best = min(best, apart(best))
+    best = min(best, average + _overlap(at, deviations, sizes, best - average))
     # What cancels between heads is off by what each of them is off by.
     return best + 2 * at.margin * float(sizes @ heads)
 
 
-def _overlap(at: Blocks, norms: Tensor, sizes: Tensor | None = None) -> float:
-    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ or ‖W_O‖‖W_V‖max_h p_h; from below without ``sizes`` ‖W_O‖_F‖W_V‖_F."""
+def _overlap(at: Blocks, norms: Tensor, sizes: Tensor, most: float) -> float:
+    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ or ‖W_O‖‖W_V‖max_h p_h; the first only where it is below ``most``.
+
+    ``sizes`` are the ‖W_O‖_F‖W_V‖_F of the heads.
+    """
     roots = norms.sqrt().repeat_interleave(at.layer.value_width)
-    plain = at.weights.out * at.weights.values * float(norms.max())
-    scaled = [roots[:, None] * gram * roots for gram in at.products.balanced]
-    if sizes is None:
-        left, right = (ritz_value(partial(torch.mv, S), S, STEPS) for S in scaled)
-        return min(math.sqrt(max(0.0, left * right)) * (1 - 1e-9), plain)
-    left, right = map(top_eigenvalue, scaled)
+    left, right = (roots[:, None] * gram * roots for gram in at.products.balanced)
     # What the rounding of the decompositions may have done.
     off = (1e-12 + 8 * at.layer.width * torch.finfo(norms.dtype).eps) * float(norms @ sizes)
-    return min(math.sqrt(left) * math.sqrt(right) + off, plain)
+    first = top_eigenvalue(left)
+    joint = math.sqrt(first) * math.sqrt(top_eigenvalue(right, max(0.0, most) ** 2 / first if first > 0 else math.inf))
+    return min(joint + off, at.weights.out * at.weights.values * float(norms.max()))
 
 
-def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor, height: int | None) -> float:
+def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor) -> float:
     """The least row-Gram bound over some choices of x, the first being the leading vector of the norms of the blocks."""
     best = math.inf
     # Any sizes of query parts give weights, and neither choice is always the better one: the last are ‖Q_i‖_F. None is below
@@ -344,7 +350,7 @@ def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor, height: int | No
     for queries in [own] * (ROUNDS - 1) + [torch.full_like(own, math.inf)]:
         x = (x / x.max()).clamp_min(1e-100)
         sums = torch.zeros_like(x)
-        for strip in at.strips(height):
+        for strip in at.strips():
             _, N, query = _near_norms(strip, queries)
             column = x[strip.columns]
             query = torch.maximum(query, strip.errors[2][1].sqrt())
@@ -366,15 +372,17 @@ def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor, height: int | No
 def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
     """λ_i of every row, its rounding included."""
     (H, r, dv), c = strip.o.shape, strip.k.shape[1]
-    step = strip.at.rows_of(H * dv * max(c, H * dv))
+    step = strip.at.rows_of(H * dv * max(c if strip.at.rotation is not None else 1, H * dv))
     found = []
     root = strip.at.products.root
     for start in range(0, r, step):
         part = slice(start, min(r, start + step))
         Z = _row_grams(strip, part, weights[part], own[part]).reshape(-1, H * dv, H * dv)
         Y = Z if root is None else root @ Z @ root.mT
+        if H == 1:
+            Y = Y + own[part, None, None] * strip.image.query_grams[0, part]
         large = Y.shape[-1] > 64
-        found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=large))
+        found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=Y.shape[-1] >= 32))
     (off, rounding), _, (own_off, own_rounding) = strip.errors
     keys, queries = strip.part_sizes
     # Squares of parts that are off: ‖SSᵀ − S'S'ᵀ‖ ≤ (2‖S‖ + ‖S − S'‖)‖S − S'‖.
@@ -383,31 +391,28 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
 
 
 def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:
-    """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ + ω_i Q_iQ_iᵀ before W_O for some rows, (rows, H, dv, H, dv)."""
-    grams, heads = strip.at.grams, range(len(strip.W))
-    P = strip.P[:, part].transpose(0, 1)
-    D = (strip.W[:, part, :, None] * (strip.v[:, None] - strip.o[:, part, None])).transpose(0, 1)
-    weighted = P * weights[:, None]
-    Z = (weighted @ P.mT)[:, :, None, :, None] * grams.values.transpose(1, 2)
-    if strip.at.rotation is None:
-        q = strip.q[:, part]
-        slopes = torch.stack([((q[g] @ grams.keys[g]) * q).sum(-1) for g in heads])
-        joined = (D * weights.sqrt()[:, None, :, None]).transpose(1, 2).flatten(2)
-        Z = Z + (joined.mT @ joined).reshape(Z.shape) * slopes.permute(2, 0, 1)[:, :, None, :, None]
-        moved = weighted[:, None] @ D  # (rows, h, g, dv)
-        image = torch.stack([q @ grams.value_key[g].mT for g in heads])  # (g, h, rows, dv)
-        cross = image.permute(2, 0, 3, 1)[..., None] * moved.permute(0, 2, 1, 3)[:, :, None]
-        Z = Z + cross + cross.permute(0, 3, 4, 1, 2)
-    else:
-        a = strip.a[:, part]
-        for g in heads:
-            slopes = ((a[g] @ grams.keys[g][:, None]) * a).sum(-1).transpose(0, 1) * weights[:, None]
-            image = (a @ grams.value_key[g].mT[:, None]).transpose(0, 1) * weighted[:, g, None, :, None]
-            Z[:, g] += (D[:, g].mT[:, None] @ (slopes[..., None] * D)).transpose(1, 2)
-            cross = image.mT @ D
-            Z[:, g] += cross.transpose(1, 2)
-            Z[:, :, :, g] += cross.transpose(-1, -2)
-    C = strip.covariances[:, part].transpose(0, 1)
-    for g in heads:
-        Z[:, g] += own[:, None, None, None] * ((C[:, g, None] @ grams.queries[g]) @ C.mT).transpose(1, 2)
+    """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ before W_O, (rows, H, dv, H, dv); of several heads with ω_i Q_iQ_iᵀ."""
+    grams, (H, _, dv), v = strip.at.grams, strip.o.shape, strip.v
+    P, W, o, C = strip.P[:, part], strip.W[:, part], strip.o[:, part], strip.covariances[:, part]
+    Z = weights.new_empty(len(weights), H, dv, H, dv)
+
+    def cross(g: int, h: int) -> Tensor:
+        """Σ_j ω_ij P_ij^g W_V^g a_ij^h W_ij^h (v_j − o_i)^hᵀ."""
+        each, N = weights * P[g] * W[h], grams.value_key[g, h].mT
+        if strip.at.rotation is None:
+            return (strip.q[h, part] @ N)[..., None] * (each @ v[h] - each.sum(-1, keepdim=True) * o[h])[:, None]
+        image = (strip.a[h, part] @ N) * each[..., None]
+        return image.mT @ v[h] - image.sum(1)[..., None] * o[h, :, None]
+
+    for g in range(H):
+        for h in range(g, H):
+            # Second moments about o_i from those about 0: no array has a vector for every pair of tokens.
+            each = weights * W[g] * W[h] * strip.slopes[g, h, part]
+            block = (each @ (v[g, :, :, None] * v[h, :, None]).flatten(1)).reshape(-1, dv, dv)
+            block -= (each @ v[g])[..., None] * o[h, :, None]
+            block += o[g, ..., None] * (each.sum(-1, keepdim=True) * o[h] - each @ v[h])[:, None]
+            block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.values[g, h] + cross(g, h) + cross(h, g).mT
+            if H > 1:
+                block += own[:, None, None] * (C[g] @ grams.queries[g, h] @ C[h].mT)
+            Z[:, g, :, h], Z[:, h, :, g] = block, block.mT
     return Z

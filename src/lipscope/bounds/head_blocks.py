@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope.bounds.head_rounding import ROUNDS
-from lipscope.bounds.spectral_upper import LARGE, matrix_norm_upper
+from lipscope.bounds.spectral_upper import matrix_norm_upper
 from lipscope.bounds.weights import HeadWeights
 
 if TYPE_CHECKING:
@@ -95,23 +95,29 @@ class HeadBlocks:
         return norms
 
     @cached_property
+    def query_grams(self) -> Tensor:
+        """W_O C_i τW_Q times its transpose, (H, r, ·, ·)."""
+        C = self.strip.covariances @ self.stacked("R_Q")[:, None].mT
+        C = C if self.R_O is None else self.R_O[:, None] @ C
+        return C @ C.mT
+
+    @cached_property
     def queries(self) -> Tensor:
         """‖W_O C_i τW_Q‖, (H, r)."""
-        C, strip = self.strip.covariances @ self.stacked("R_Q")[:, None].mT, self.strip
-        C = C if self.R_O is None else self.R_O[:, None] @ C
-        far, squares = strip.sizes
+        strip, (far, ends) = self.strip, self.strip.sizes
         k = torch.linalg.vector_norm(strip.k, dim=-1)[:, None]
         # Cancellation in a covariance is relative to the second moments it is the difference of.
-        off = self.margin * far * k + self.at.unit * (self.at.factors[5] * k + far * self.key + squares.sqrt() * k)
+        off = self.margin * far * k + self.at.unit * (self.at.factors[5] * k + far * self.key + ends.sqrt() * k)
         off = (strip.W * off).sum(-1) * (self.out_size * self.sizes[0])[..., 0]
-        norms: Tensor = matrix_norm_upper(C, 4 if self.at.n * C.shape[-1] ** 3 <= LARGE else 2) + ROUNDS * off
+        squares = matrix_norm_upper(self.query_grams, symmetric=True, single=self.query_grams.shape[-1] >= 32)
+        norms: Tensor = squares.sqrt() + ROUNDS * off
         return norms
 
 
 def joined_norms(strip: Strip, norms: Callable[[HeadBlocks], Tensor]) -> Tensor:
     """Bounds for all heads from norms (H, …) of each: with W_O inside they add up, before it they are orthogonal."""
     weights = strip.at.weights
-    found = norms(HeadBlocks(strip, weights.image)).sum(0)
+    found = norms(strip.image).sum(0)
     if len(weights.image) == 1:
         return found
     return torch.minimum(found, weights.out * norms(HeadBlocks(strip, weights.plain)).square().sum(0).sqrt())

@@ -20,20 +20,20 @@ from lipscope.bounds.head_rounding import ROUNDS
 from lipscope.bounds.spectral_upper import RANK, sum_norms
 
 
-def joined_parts(at: Blocks, gain: Tensor, height: int | None) -> tuple[float, Tensor]:
+def joined_parts(at: Blocks, gain: Tensor) -> tuple[float, Tensor]:
     """Bounds for ‖K‖ and for ‖Q_i‖ (n,)."""
     (H, n, dk), worst = at.q.shape, 0.0
     kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
-    for strip in at.strips(height):
+    for strip in at.strips():
         kappa[strip.rows], queries[strip.rows] = value_norms(strip), query_norms(strip)
     step = at.rows_of(H * max(dk**2, RANK**2 * H))
     for start in range(0, n, step):
-        norms = _key_norms(at, kappa, slice(start, min(n, start + step)), height)
+        norms = _key_norms(at, kappa, slice(start, min(n, start + step)))
         worst = max(worst, float((norms * gain[start : start + step]).max()))
     return worst, queries
 
 
-def estimate(at: Blocks, gain: Tensor, height: int | None, steps: int = 3) -> float:
+def estimate(at: Blocks, gain: Tensor, steps: int = 3) -> float:
     """About what ``joined_parts`` would give for ‖K‖ + ‖Q‖, from below: nothing that a bound may be made of."""
     grams, W_O, generator = at.grams, at.grams.outputs, torch.Generator().manual_seed(0)
 
@@ -66,13 +66,13 @@ def estimate(at: Blocks, gain: Tensor, height: int | None, steps: int = 3) -> fl
 
     def key(y: Tensor) -> Tensor:
         z, total = turned(_into(grams.key_weights, y), slice(0, at.n)), torch.zeros_like(at.k)
-        for strip in at.strips(height):
+        for strip in at.strips():
             t = strip.W * kappa[strip.rows, None] * (strip.q @ z[:, strip.columns].mT)
             total[:, strip.columns] += t.mT @ strip.q
         return _out_of(grams.key_weights, turned(total, slice(0, at.n), True))
 
     kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
-    for strip in at.strips(height):
+    for strip in at.strips():
         kappa[strip.rows] = powers(partial(covariance, strip), strip.o.shape[1], W_O.shape[1])
         queries[strip.rows] = powers(partial(query, strip), strip.o.shape[1], at.layer.width).sqrt()
     return float((powers(key, at.n, at.layer.width).sqrt() * gain).max() + (queries * gain).max())
@@ -109,12 +109,12 @@ def value_norms(strip: Strip) -> Tensor:
     return (norms.sqrt() + ROUNDS * (strip.W * off).sum((0, 2)).sqrt()).square()
 
 
-def _key_norms(at: Blocks, kappa: Tensor, block: slice, height: int | None) -> Tensor:
+def _key_norms(at: Blocks, kappa: Tensor, block: slice) -> Tensor:
     """≥ ‖Σ_h W_Kᵀ R_jᵀ (Σ_i κ_i W_ij q_i q_iᵀ) R_j W_K‖^½ for tokens j of a block."""
     H, _, dk = at.q.shape
     grams, sums = at.grams, at.q.new_zeros(H, block.stop - block.start, dk * dk)
     total = torch.zeros_like(sums[..., 0])
-    for strip in at.strips(height):
+    for strip in at.strips():
         first, low = strip.columns.start, max(block.start, strip.columns.start)
         high = min(block.stop, strip.columns.stop)
         if low < high:

@@ -92,8 +92,8 @@ def _joined(name: str, reference: str, layer: Attention, x: Tensor, heads: _Head
     layer, x, _, power = balanced(layer, x.detach().double())
     constants, size, precise = Constants.of(layer, x.shape[0]), spectral(x), layer.to(torch.float64)
     with torch.no_grad():
-        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)))
-        (strip,) = at.strips(at.n)
+        at = Blocks(precise, x, products=Products(precise, layer_weights(layer)), height=len(x))
+        (strip,) = at.strips()
         sides = (at.weights.plain, constants.plain), (at.weights.image, constants.image)
         plain, image = (heads(HeadBlocks(strip, w), c, size).tolist() for w, c in sides)
     value = over_heads(plain, at.weights.out, image) * (1 + 4 * at.margin) + at.underflow if at.margin < 0.1 else math.inf

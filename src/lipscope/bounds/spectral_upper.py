@@ -26,7 +26,7 @@ _SMALLEST = 1e-280
 # Power steps for a bound by Collatz–Wielandt, at most.
 PASSES = 40
 # Rows up to which all eigenvalues are computed where the largest is wanted.
-_DIRECT = 96
+_DIRECT = 192
 # Multiplications of one squaring of the whole batch above which fewer squarings are made.
 LARGE = 1 << 23
 
@@ -96,8 +96,7 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         single: compute in float32, twice as fast; the bound is enlarged by the rounding of float32 instead of float64.
     """
     # In the range of the dtype that they come in: float32 holds their entries only once they are divided.
-    scale = torch.linalg.vector_norm(M, math.inf, dim=(-2, -1))
-    scale = scale.clamp_min(1e-30 if M.dtype == torch.float32 else _SMALLEST)
+    scale = M.abs().amax((-2, -1)).clamp_min(1e-30 if M.dtype == torch.float32 else _SMALLEST)
     dtype, M = M.dtype, M / scale[..., None, None]
     if single:
         M = M.float()
@@ -123,8 +122,8 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     return bound
 
 
-def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int) -> float:
-    """The largest Ritz value of a symmetric matrix known by its products after some Lanczos steps: at most its norm."""
+def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int, limit: float = math.inf) -> float:
+    """The largest Ritz value of a symmetric matrix known by its products: at most its norm. It ends above the ``limit``."""
     start = torch.randn(like.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(like)
     Q, T, value = (start / start.norm())[None], like.new_zeros(steps, steps), 0.0
     for k in range(min(steps, like.shape[-1])):
@@ -136,7 +135,7 @@ def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int) ->
         last = size <= 1e-12 * float(T[k, k].abs())
         if last or k + 1 == min(steps, like.shape[-1]) or k % 8 == 7:
             before, value = value, float(torch.linalg.eigvalsh(T[: k + 1, : k + 1])[-1])
-            if last or value - before <= 1e-9 * value:
+            if last or value > limit or value - before <= 1e-9 * value:
                 break
         if k + 1 < steps:
             T[k, k + 1] = T[k + 1, k] = size
@@ -144,8 +143,10 @@ def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int) ->
     return value
 
 
-def top_eigenvalue(S: Tensor) -> float:
+def top_eigenvalue(S: Tensor, limit: float = math.inf) -> float:
     """An upper bound for the largest eigenvalue of a positive semidefinite matrix S, by a relative 1e-6 too large at most.
+
+    It is infinite for large matrices with an eigenvalue above the ``limit``, which are not looked at any further.
 
     Of large matrices a Ritz value θ is enlarged a little and c·I − S ⪰ 0 verified: when a Cholesky factorisation of it runs
     to its end in floating point, no eigenvalue is below −(m + 2)·eps·trace (Rump 2006), whatever θ is. Else from all of
@@ -153,7 +154,9 @@ def top_eigenvalue(S: Tensor) -> float:
     """
     m, eps = len(S), torch.finfo(S.dtype).eps
     if m > _DIRECT:
-        theta = ritz_value(partial(torch.mv, S), S, 64)
+        theta = ritz_value(partial(torch.mv, S), S, 64, limit)
+        if theta > limit:
+            return math.inf
         for slack in (2e-7, 1e-6) if 1e-200 < theta < 1e200 else ():
             c = theta * (1 + slack)
             rest = -S
@@ -202,7 +205,7 @@ def _projected(W: Tensor, F: Tensor) -> Tensor:
 
 def _factors(C: Tensor, definite: bool) -> tuple[Tensor, Tensor, Tensor]:
     """U (…, m, k) and Z (…, l, k) with UZᵀ close to C (…, m, l), the same if that is definite; and bounds for ‖C − UZᵀ‖."""
-    scale = torch.linalg.vector_norm(C, math.inf, dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
+    scale = C.abs().amax((-2, -1), keepdim=True).clamp_min(_SMALLEST)
     rough = (C / scale).float()
     Y = rough @ (rough.mT @ rough[..., : min(RANK, C.shape[-1])])
     Y = Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True).clamp_min(1e-30)

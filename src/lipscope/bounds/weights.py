@@ -60,6 +60,11 @@ class LayerWeights:
     values: float  # ‖W_V‖ likewise
     total: float  # ‖Σ_h W_O^h W_V^h‖
 
+    def head(self, h: int) -> LayerWeights:
+        """Those of one head alone."""
+        w = self.plain[h]
+        return LayerWeights((w,), (w,), 1.0, w.query, w.sizes[1], w.value, w.value)
+
 
 def spectral(M: Tensor) -> float:
     """Spectral norm of a matrix from its SVD in float64, rounded up by a relative 1e-12."""

@@ -239,7 +239,7 @@ def certificate_at(
     token. The matrices take at most ``memory`` bytes. Without a ``rung`` there are no certificates.
     """
     heads = 1 if scope == "head" else layer.heads
-    height = None if memory is None else height_within(X.shape[1], heads, layer.width, memory)
+    height = None if memory is None else height_within(layer, X.shape[1], heads, memory)
     how: dict[str, Any] = {"rung": rung, "height": height}
     if scope == "norm+attention" and norm is not None:
         at = norm.linearise(X.double())
