@@ -293,7 +293,7 @@ class _Work:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
         self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
         scope = "head" if per_head else "attention"
-        self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False) for layer in self.recorded]
+        self.sigmas = [layer.rows(scope, solver=SOLVER) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
         self.values: list[dict[Place, Tensor]] = [{} for _ in self.layers]
         self.deltas: dict[str, list[dict[Place, Tensor]]] = {}
@@ -319,15 +319,19 @@ class _Work:
         flat = [leaf for found in leaves for leaf in found.values()]
         self.exact, self.passes = probes is None, probes or self.clean.graph.numel()
         generator = torch.Generator().manual_seed(self.seed)
-        squares: dict[str, list[list[Tensor]]] = {p.name: [[] for _ in leaves] for p in asked}
+        squares: dict[str, list[Tensor]] = {p.name: [] for p in asked}
         for number in range(self.passes):
             xi = self.clean.probe(number if self.exact else None, generator)
             grads = iter(torch.autograd.grad(self.clean.graph, flat, xi, retain_graph=True, materialize_grads=True))
-            for index, found in enumerate(leaves):
-                here = {place: next(grads) for place in found}
+            for index, there in enumerate(leaves):
+                here = {place: next(grads) for place in there}
                 for p in asked:
-                    squares[p.name][index].append(self._square(p, index, here))
-        return {name: [torch.stack(found) for found in layers] for name, layers in squares.items()}
+                    found = self._square(p, index, here)
+                    if number == 0:
+                        # Made once: small results of every pass, scattered among its freed gradients, keep those from reuse.
+                        squares[p.name].append(found.new_empty(self.passes, *found.shape))
+                    squares[p.name][index][number] = found
+        return squares
 
     def _find_deltas(self, p: Perturbation) -> None:
         for index, values in enumerate(self.values):
