@@ -377,7 +377,7 @@ class _Work:
                 shift, norm = (torch.stack([x[part].norm() for x in xs]).norm().item() for xs in (deltas.values(), values))
                 sigmas = [row for row in found if head is None or row["head"] * len(by_head) // layer.heads == h]
                 worst = max(sigmas, key=lambda row: row["estimate"]) | {"head": head}
-                ends = chi_square_interval(mine, noise=p.kind == "noise", exact=self.exact)
+                ends = damage_interval(mine, draws=NOISE_DRAWS if p.kind == "noise" else None, exact=self.exact)
                 value, low, high = (end * self.clean.scale for end in ends)
                 own: Row = {"shift": shift, "size": shift / norm, "predicted": value, "predicted_low": low}
                 own |= {"predicted_high": high, "measured": self.measure(p, {layer.index}, head) if verify else None}
@@ -431,15 +431,20 @@ def _has_distribution(output: Any) -> bool:
     return isinstance(logits, Tensor) and logits.shape[-1] > 1
 
 
-def chi_square_interval(squares: Tensor, *, noise: bool, exact: bool) -> tuple[float, float, float]:
-    """The mean over probes of the sum over inputs, and its ends."""
+def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = False) -> tuple[float, float, float]:
+    """The mean over probes of the sum over inputs, and where what is measured lies: itself, or the mean over draws of noise."""
     if exact or not bool(squares.any()):
         return (float(squares.sum()),) * 3
-    by_input, mean = squares.mean(0), float(squares.sum(1).mean())
-    # The χ² law with the same two moments (Satterthwaite 1946); exact for a direction at one input, where ⟨g, δ⟩ is normal.
-    spread = float(squares.sum(1).var()) / 2 if noise else float(by_input.square().sum())
-    freedom = len(squares) * mean**2 / spread
-    low, high = (mean * freedom / float(stats.chi2.ppf(tail, freedom)) for tail in ((1 + LEVEL) / 2, (1 - LEVEL) / 2))
+    probes, by_input, mean = len(squares), squares.mean(0), float(squares.sum(1).mean())
+    tails = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+    if draws is None:
+        # The χ² law with the same two moments (Satterthwaite 1946); exact at one input, where ⟨g, δ⟩ is normal.
+        freedom = probes * mean**2 / float(by_input.square().sum())
+        high, low = (mean * freedom / float(stats.chi2.ppf(tail, freedom)) for tail in tails)
+    else:
+        # ‖g‖² has the same variance, 2‖F‖_F², over ξ as δᵀFδ has over noise δ, so that means over both have a ratio of χ² laws.
+        freedom = 2 * mean**2 / float(squares.sum(1).var())
+        low, high = (mean * float(stats.f.ppf(tail, draws * freedom, probes * freedom)) for tail in tails)
     return mean, low, high
 
 
