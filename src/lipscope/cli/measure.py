@@ -249,25 +249,31 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
     return shlex.join(line)
 
 
+# The two ends are there where ‖J‖_F is estimated.
+_SIZES = {"typical": "typical gain", "typical_low": "from", "typical_high": "to", "stable_rank": "stable rank"}
+
+
 def _print_result(result: SpectralNorm) -> None:
     rows = result.to_rows()
     about = f"scope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
     if result.dtype != result.input_dtype:
         about += f" (from {result.input_dtype})"
     index = [name for name in ("input", "head") if name in rows[0]]
+    sizes = {name: words for name, words in _SIZES.items() if rows[0][name] is not None}
     cells = [
         [
             *(str(row[name]) for name in index),
             round_down(row["lower"], 6),
             f"{row['estimate']:.6g}",
             round_up(row["upper"], 6),
+            *(f"{row[name]:.3g}" for name in sizes),
             str(row["iterations"]),
             row["status"],
         ]
         for row in rows
     ]
     title = f"Local Lipschitz constant σ\n{about}"
-    names = [*index, "lower", "estimate", "upper", "steps", "status"]
+    names = [*index, "lower", "estimate", "upper", *sizes.values(), "steps", "status"]
     print_table(names, cells, text=["status"], title=title, caption=_caption(result))
     if not all(row["converged"] for row in rows):
         echo(result.message)
@@ -289,6 +295,8 @@ _SOFT_CAP, _QK_CLIP = 8.71, 100.0
 
 def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = None) -> None:
     """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
+    from lipscope.report.summary import atlas_sentence, directions_sentence
+
     first = result.rows[0]
     summaries = result.worst()
     by_head, whole = summaries[0]["head"] is not None, first["scope"] == "model"
@@ -324,6 +332,9 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     title += f"scope {first['scope']} · mask {masks_of(result.rows)} · {first['dtype']}"
     title += f"\n{first['notes']}" if first["notes"] else ""
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, text=["would act"], title=title, caption=caption)
+    for words in (directions_sentence(result.rows), atlas_sentence(result.rows)):
+        if words is not None:
+            echo(words)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
         echo(f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius.")
