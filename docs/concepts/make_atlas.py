@@ -1,10 +1,10 @@
 """The atlas of reference values, src/lipscope/measure/atlas.csv, and its table in docs/concepts/what-sigma-predicts.md.
 
-    python docs/concepts/make_atlas.py                     every model that is here, and random twins of common sizes
-    python docs/concepts/make_atlas.py openai-community/gpt2 …   measure these (catalogue, directory or hub name), keep the rest
+    python docs/concepts/make_atlas.py            every model that is here, and random twins of common sizes
+    python docs/concepts/make_atlas.py NAME …     these (catalogue, directory or hub name), and keep the rest
 
-Models read a text. A random twin has the widths and heads of a named configuration at its own random initialisation, and reads
-random tokens (or a random image); only LAYERS of its layers and a small vocabulary are made, which σ of attention does not see.
+Models read a text. A random twin has the widths and heads of a named configuration at its own random initialisation, and
+reads random tokens (or a random image). Only LAYERS of its layers and a small vocabulary are made.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ TWINS: dict[str, Any] = {
     "gpt2": lambda: tf.GPT2Model(tf.GPT2Config(n_layer=LAYERS, vocab_size=VOCABULARY, **ENDS)),
     "bert-base": lambda: tf.BertModel(tf.BertConfig(**SMALL)),
     "llama-3.2-1b": lambda: tf.LlamaModel(tf.LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, rope_theta=5e5, **SMALL, **ENDS)),
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, rope_theta=5e5,
+        **SMALL, **ENDS)),
     "qwen3-0.6b": lambda: tf.Qwen3Model(tf.Qwen3Config(
-        hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128, **SMALL, **ENDS)),
+        hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        **SMALL, **ENDS)),
     "vit-base": lambda: tf.ViTModel(tf.ViTConfig(num_hidden_layers=LAYERS)),
 }  # fmt: skip
 
@@ -58,8 +60,10 @@ def measured(handle: lipscope.Model, name: str, about: dict[str, Any], given: di
         for n in dict.fromkeys(row["n"] for row in mine):
             here = [row for row in mine if row["n"] == n]
             middle = {c: f"{statistics.median(row[c] for row in here):.4g}" for c in ("estimate", "typical", "stable_rank")}
-            ends = {"lower": round_down(min(row["lower"] for row in here)), "upper": round_up(max(row["upper"] for row in here))}
-            shape = {"layer": layer.index, "heads": layer.heads, "width": handle.probe_recording[layer.index].tokens().shape[-1]}
+            lower, upper = round_down(min(row["lower"] for row in here)), round_up(max(row["upper"] for row in here))
+            ends = {"lower": lower, "upper": upper}
+            width = handle.probe_recording[layer.index].tokens().shape[-1]
+            shape = {"layer": layer.index, "heads": layer.heads, "width": width}
             known = {"model": name, **about, **shape, "n": n, "inputs": len(here), **ends, **middle, **growth}
             yield {column: str(known.get(column, "")) for column in COLUMNS}
 
@@ -103,7 +107,9 @@ def keep(found: list[dict[str, str]]) -> list[dict[str, str]]:
 def span(entries: list[dict[str, str]], column: str) -> str:
     """The least, the median and the largest of a column."""
     values = [float(entry[column]) for entry in entries if entry[column]]
-    return "–" if not values else " · ".join(f"{v:.3g}".replace("-", "−") for v in (min(values), statistics.median(values), max(values)))
+    if not values:
+        return "–"
+    return " · ".join(f"{v:.3g}".replace("-", "−") for v in (min(values), statistics.median(values), max(values)))
 
 
 def main() -> None:

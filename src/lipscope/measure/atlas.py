@@ -1,9 +1,9 @@
-"""Where a layer stands among others: the atlas, σ of attention layers at several lengths, in ``atlas.csv``. It needs no torch.
+"""Where a layer stands among others: the atlas, σ of attention layers at several lengths. It needs no torch.
 
-docs/concepts/make_atlas.py writes the file: models at text, and random twins of common sizes. No sentence may overstate: a layer
-counts as smaller only where its whole interval, over all inputs, lies below the other's; every layer of the atlas counts once, at
-the nearest length that is within a factor of √2; layers of the same model, which would vote for themselves, do not count; and
-trained and random ones are not thrown together.
+docs/concepts/make_atlas.py writes ``atlas.csv``: models at text, and random twins of common sizes. No sentence may
+overstate: a layer counts as smaller only where its whole interval, over all inputs, lies below the other's; every layer of
+the atlas counts once, at the nearest length that is within a factor of √2; layers of the same model, which would vote for
+themselves, do not count; and trained and random ones are not thrown together.
 """
 
 from __future__ import annotations

@@ -139,18 +139,20 @@ def sigma(
     heads: Sequence[int] | None = None,
     certificate: Certificate = None,
     memory: int | None = None,
+    typical: bool | None = None,
 ) -> SpectralNorm:
     """From the Jacobian to σ: the one place that solves, allows for rounding, enters ‖J‖_F and certificates, and shapes.
 
     ``mask`` and ``input_dtype`` (of what was handed in; by default the operator's) are words for the result, which is a flat
     batch unless it has a ``shape``. The certificate is that of ``layer`` at tokens X, with ``norm`` for scope
     ``"norm+attention"`` and ``heads`` for scope ``"head"``; without tokens there is none. Its matrices take at most
-    ``memory`` bytes. Where ‖J‖_F has no closed form, or one that costs more than σ, it is estimated (``measure.typical``).
+    ``memory`` bytes. Where ‖J‖_F has no closed form, or one that costs more than σ, it is estimated
+    (``measure.typical``) if ``typical`` wants it: by default unless certificates are not wanted.
     """
     result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
     if X is not None:
         result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
-        if result.typical is None and certificate is not False:
+        if result.typical is None and (certificate is not False if typical is None else typical):
             result = with_typical(result, operator, math.prod(X.shape[1:]))
     return result if shape is None else reshape_batch(result, shape)
 

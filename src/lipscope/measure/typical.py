@@ -1,15 +1,15 @@
 """‖J‖_F of a map without a closed form: from random directions, with an interval that is a theorem.
 
-For g standard normal E‖Jᵀg‖² = ‖J‖_F² = F (Hutchinson 1990). Let T be the mean over m directions, and s_i the singular values.
-log E exp(t·m·T) = −½ m Σ log(1 − 2t·s_i²) is a sum of convex functions of s_i², zero at zero. As s_i² ≤ σ² and Σ s_i² = F, it is
-at most that of F/σ² values σ². So T has no heavier tails than σ²/m times a χ² variable with m·F/σ² degrees of freedom has by
-Cramér and Chernoff: either tail beyond T has probability at most
+For g standard normal E‖Jᵀg‖² = ‖J‖_F² = F (Hutchinson 1990). Let T be the mean over m directions, s_i the singular values.
+log E exp(t·m·T) = −½ m Σ log(1 − 2t·s_i²) is a sum of convex functions of s_i², zero at zero. As s_i² ≤ σ² and Σ s_i² = F,
+it is at most that of F/σ² values σ². So Chernoff's bound for a χ² variable with m·F/σ² degrees of freedom, times σ²/m,
+holds for T: either tail beyond T has probability at most
 
     exp(−m·(T − F + F·log(F/T))/(2σ²)).
 
-The interval is the set of all F for which this is at least half of what may fail. Its width falls like 1/√(m·stable rank), so that
-a few directions are enough where the stable rank is large. At equal cost, Hutch++ (Meyer, Musco, Musco, Woodruff 2021) has to
-find leading directions first: docs/concepts/what-sigma-predicts.md compares the two.
+The interval is the set of all F for which this is at least half of what may fail. Its width falls like 1/√(m·stable rank),
+so that a few directions are enough where the stable rank is large. Hutch++ (Meyer, Musco, Musco, Woodruff 2021) looks for
+leading directions first: docs/concepts/what-sigma-predicts.md compares the two at equal cost.
 """
 
 from __future__ import annotations

@@ -118,15 +118,15 @@ def directions_sentence(rows: Iterable[Row]) -> str | None:
     known = [row for row in at_longest(rows) if row["stable_rank"] and row["typical"] and row["document"] is None]
     if not known:
         return None
-    ranks = [row["stable_rank"] for row in known]
+    ranks, gains = ([row[name] for row in known] for name in ("stable_rank", "typical"))
     # ‖J‖_F² is both stable_rank·σ² and typical² times the number of inputs.
     size = round(max(row["stable_rank"] * (row["estimate"] / row["typical"]) ** 2 for row in known))
     estimated = sum(row["typical_low"] is not None for row in known)
     how = f" ({estimated} of {len(known)} estimated from random directions)" if estimated else ""
     return (
-        f"Stable ranks at n = {known[0]['n']} are {number(min(ranks))} to {number(max(ranks))}{how}: about so many of {size:,} "
-        f"directions are as bad as the worst one. A random one comes out {number(min(row['typical'] for row in known))} to "
-        f"{number(max(row['typical'] for row in known))} times as large."
+        f"Stable ranks at n = {known[0]['n']} are {number(min(ranks))} to {number(max(ranks))}{how}: about so many of "
+        f"{size:,} directions are as bad as the worst one. A random one comes out {number(min(gains))} to "
+        f"{number(max(gains))} times as large."
     )
 
 

@@ -293,7 +293,7 @@ class _Work:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
         self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
         scope = "head" if per_head else "attention"
-        self.sigmas = [layer.rows(scope, solver=SOLVER) for layer in self.recorded]
+        self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False, typical=True) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
         self.values: list[dict[Place, Tensor]] = [{} for _ in self.layers]
         self.deltas: dict[str, list[dict[Place, Tensor]]] = {}
@@ -432,7 +432,7 @@ def _has_distribution(output: Any) -> bool:
 
 
 def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = False) -> tuple[float, float, float]:
-    """The mean over probes of the sum over inputs, and where what is measured lies: itself, or the mean over draws of noise."""
+    """The mean over probes of the sum over inputs, and where what is measured lies: of noise, the mean over ``draws``."""
     if exact or not bool(squares.any()):
         return (float(squares.sum()),) * 3
     probes, by_input, mean = len(squares), squares.mean(0), float(squares.sum(1).mean())
@@ -442,7 +442,7 @@ def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = 
         freedom = probes * mean**2 / float(by_input.square().sum())
         high, low = (mean * freedom / float(stats.chi2.ppf(tail, freedom)) for tail in tails)
     else:
-        # ‖g‖² has the same variance, 2‖F‖_F², over ξ as δᵀFδ has over noise δ, so that means over both have a ratio of χ² laws.
+        # ‖g‖² has the same variance 2‖F‖_F² over ξ as δᵀFδ over noise δ, so that means of the two have an F law as ratio.
         freedom = 2 * mean**2 / float(squares.sum(1).var())
         low, high = (mean * float(stats.f.ppf(tail, draws * freedom, probes * freedom)) for tail in tails)
     return mean, low, high
