@@ -87,20 +87,20 @@ def entry(model: str = "a", layer: int = 0, n: int = 64, lower: float = 1.0, upp
 def test_a_layer_counts_as_smaller_only_where_its_interval_lies_below(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [entry(layer=0), entry(layer=1, lower=2.0, upper=2.2), entry(layer=2, lower=3.0, upper=9.0)]
     monkeypatch.setattr(atlas, "entries", lambda: (*made, entry("b", weights="random")))
-    said = atlas.standing("mine", 64, 2.1, 2.5)
+    said = atlas.standing("mine", "attention", 64, 2.1, 2.5)
     assert said is not None
     assert said.startswith("larger than 33 % (1 of 3) and smaller than 33 % (1 of 3) of the attention layers of 1 trained")
     assert "larger than 100 % (1 of 1) and smaller than 0 % (0 of 1) of the attention layers of 1 random model" in said
     # Its own layers do not vote, and a length beyond a factor of √2 is not similar.
-    assert "trained" not in (atlas.standing("a", 64, 2.1, 2.5) or "")
-    assert atlas.standing("mine", 91, 2.1, 2.5) is None
-    assert atlas.standing("mine", 90, 2.1, 2.5) is not None
+    assert "trained" not in (atlas.standing("a", "attention", 64, 2.1, 2.5) or "")
+    assert atlas.standing("mine", "attention", 91, 2.1, 2.5) is None
+    assert atlas.standing("mine", "attention", 90, 2.1, 2.5) is not None
 
 
 def test_every_layer_counts_once_at_its_nearest_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atlas, "entries", lambda: (entry(n=48, upper=1.1), entry(n=64, lower=5.0, upper=6.0)))
-    assert "larger than 100 % (1 of 1)" in (atlas.standing("mine", 50, 2.0, 3.0) or "")
-    assert "smaller than 100 % (1 of 1)" in (atlas.standing("mine", 60, 2.0, 3.0) or "")
+    assert "larger than 100 % (1 of 1)" in (atlas.standing("mine", "attention", 50, 2.0, 3.0) or "")
+    assert "smaller than 100 % (1 of 1)" in (atlas.standing("mine", "attention", 60, 2.0, 3.0) or "")
 
 
 def test_the_atlas_of_the_package_and_the_sentences_of_a_run() -> None:
@@ -115,6 +115,6 @@ def test_the_atlas_of_the_package_and_the_sentences_of_a_run() -> None:
     said = directions_sentence([row, other])
     assert said is not None
     assert "20.0 to 32.0 (1 of 2 estimated from random directions): about so many of 7,220 directions" in said
-    assert (atlas_sentence([row, other]) or "").startswith("σ of layer 2, the least smooth, is larger than")
-    assert atlas_sentence([row | {"scope": "block"}]) is None
+    assert (atlas_sentence(row, 2, 64, 9.0, 10.0) or "").startswith("σ of layer 2, the least smooth, is larger than")
+    assert atlas_sentence(row | {"scope": "block"}, 2, 64, 9.0, 10.0) is None
     assert directions_sentence([row | {"stable_rank": None}]) is None

@@ -2,7 +2,7 @@
 
     python docs/concepts/make_what_sigma_predicts.py            twenty minutes of one core
     python docs/concepts/make_what_sigma_predicts.py --full     every format, text and length for every model; hours
-    python docs/concepts/make_what_sigma_predicts.py --rows F   write the page from rows that were measured before
+    python docs/concepts/make_what_sigma_predicts.py --rows F   measure only the models of which F has no rows
 
 Keys, values, activations or weights of one layer at a time are rounded, or noise is added to its output. What that does to
 the outputs is measured, and compared with σ and other numbers of the layer. Rows are kept in build/what-sigma-predicts.json.
@@ -120,16 +120,14 @@ def main() -> None:
     """Measure, draw and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every format, text and length for every model; hours")
-    parser.add_argument("--rows", type=Path, help="measure nothing, take these")
+    parser.add_argument("--rows", type=Path, help="take these, and measure the models that they lack")
     asked = parser.parse_args()
-    if asked.rows is None:
-        ROWS.parent.mkdir(exist_ok=True)
-        found = {}
-        for model in reversed(MODELS):
+    found = {} if asked.rows is None else json.loads(asked.rows.read_text(encoding="utf-8"))
+    ROWS.parent.mkdir(exist_ok=True)
+    for model in reversed(MODELS):
+        if model not in found:
             found[model] = list(measure(model, asked.full))
             ROWS.write_text(json.dumps(found), encoding="utf-8")
-    else:
-        found = json.loads(asked.rows.read_text(encoding="utf-8"))
     draw([row for rows in found[MODELS[0]] for row in rows])
     ranks = {
         (model, group): correlations([rows for rows in found[model] if rows[0]["kind"] in names])
@@ -145,6 +143,8 @@ def main() -> None:
     best = sum(max(row, key=lambda name: row[name][0]) == "predicted" for row in ranks.values())
     said.append(f"- and the Fisher prediction has the largest correlation of its row in {best} of {len(ranks)}.")
     write(PAGE, "sentences", "\n".join(said))
+    header = ["scope", "layer", "stable rank", "Hutchinson", "Hutch++, one direction", "Hutch++, two"]
+    write(PAGE, "estimators", table(header, list(estimators())))
     pooled = {model: [row for rows in found[model] for row in rows] for model in MODELS}
     everything = [row for rows in pooled.values() for row in rows]
     header = ["model", "within 25 % of the measured damage", "measured inside the 95 % interval", "not counted"]

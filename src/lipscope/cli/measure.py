@@ -332,9 +332,10 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     title += f"scope {first['scope']} · mask {masks_of(result.rows)} · {first['dtype']}"
     title += f"\n{first['notes']}" if first["notes"] else ""
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, text=["would act"], title=title, caption=caption)
-    for words in (directions_sentence(result.rows), atlas_sentence(result.rows)):
-        if words is not None:
-            echo(words)
+    worst = max(summaries, key=lambda s: float(s["median"]))
+    place = atlas_sentence(first, *(worst[name] for name in ("layer", "n", "lower", "upper")))
+    for words in filter(None, (directions_sentence(result.rows), place)):
+        echo(words)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
         echo(f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius.")

@@ -15,7 +15,6 @@ from importlib.resources import files
 from lipscope.rounding import counted
 
 Entry = dict[str, str]
-SCOPE = "attention"
 
 
 @cache
@@ -24,15 +23,15 @@ def entries() -> tuple[Entry, ...]:
     return tuple(csv.DictReader(files("lipscope.measure").joinpath("atlas.csv").read_text(encoding="utf-8").splitlines()))
 
 
-def standing(model: str | None, n: int, lower: float, upper: float) -> str | None:
-    """How σ of an attention layer of ``model``, at n tokens between ``lower`` and ``upper``, compares; None without others.
+def standing(model: str | None, scope: str | None, n: int, lower: float, upper: float) -> str | None:
+    """How σ of a layer of ``model``, at n tokens between ``lower`` and ``upper``, compares; None without others like it.
 
     Example:
-        >>> standing("mine", 64, 1e9, 2e9).split(" of ")[0]
-        'larger than 100 % (40'
+        >>> standing("mine", "attention", 64, 1e9, 2e9).split(" (")[0]
+        'larger than 100 %'
     """
     nearest: dict[tuple[str, str], Entry] = {}
-    for entry in entries():
+    for entry in entries() if scope == "attention" else ():
         length, place = int(entry["n"]), (entry["model"], entry["layer"])
         if entry["model"] != model and n * n <= 2 * length * length and length * length <= 2 * n * n:
             before = nearest.setdefault(place, entry)
@@ -41,16 +40,9 @@ def standing(model: str | None, n: int, lower: float, upper: float) -> str | Non
     for weights in ("trained", "random"):
         others = [entry for entry in nearest.values() if entry["weights"] == weights]
         if others:
-            below = sum(float(entry["upper"]) < lower for entry in others)
-            beyond = sum(float(entry["lower"]) > upper for entry in others)
             models = counted(len({entry["model"] for entry in others}), f"{weights} model")
-            said.append(
-                f"larger than {_share(below, len(others))} and smaller than {_share(beyond, len(others))} of the "
-                f"attention layers of {models}"
-            )
-    return None if not said else f"{', '.join(said)}, in the atlas at a similar length"
-
-
-def _share(part: int, whole: int) -> str:
-    """A share rounded down."""
-    return f"{100 * part // whole} % ({part} of {whole})"
+            counts = sum(float(one["upper"]) < lower for one in others), sum(float(one["lower"]) > upper for one in others)
+            # Shares are rounded down.
+            below, beyond = (f"{100 * count // len(others)} % ({count} of {len(others)})" for count in counts)
+            said.append(f"larger than {below} and smaller than {beyond} of the attention layers of {models}")
+    return f"{', '.join(said)}, in the atlas at a similar length" if said else None

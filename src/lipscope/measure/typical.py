@@ -49,9 +49,13 @@ def with_typical(result: SpectralNorm, operator: Operator, inputs: int, power: i
     low, high = interval(squares, (times_power(result.upper, -power) / unit).square(), DIRECTIONS, min(operator.shape))
     # σ is one of the singular values.
     least, squares = result.lower / math.sqrt(inputs), torch.where(found > 0, squares.clamp_min(1.0), squares)
-    ends = {"typical_low": torch.maximum(gain * low * (1 - result.rounding), least)}
-    ends |= {"typical_high": gain * high * (1 + result.rounding)}
-    return replace(result, typical=gain * squares.sqrt(), stable_rank=squares, **ends)
+    return replace(
+        result,
+        typical=gain * squares.sqrt(),
+        typical_low=torch.maximum(gain * low * (1 - result.rounding), least),
+        typical_high=gain * high * (1 + result.rounding),
+        stable_rank=squares,
+    )
 
 
 def interval(squares: Tensor, largest: Tensor, m: int, side: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from lipscope.measure.atlas import SCOPE, standing
+from lipscope.measure.atlas import standing
 from lipscope.measure.columns import COLUMNS
 from lipscope.report.charts import Chart
 from lipscope.report.compare import Comparison, comparison_chart, comparison_sentences, comparisons
@@ -137,7 +137,8 @@ def cell_facts(cell: Cell) -> list[list[str]]:
     facts += [[label, number(point.about[name])] for name, label in ABOUT.items() if name in point.about]
     if any(row["typical_low"] is not None for row in at_longest(cell.rows)):
         facts.append(["typical gain and stable rank", "estimated from random directions"])
-    if cell.rows[0]["scope"] == SCOPE and (found := standing(cell.rows[0]["model"], point.n, point.lower, point.upper)):
+    row = cell.rows[0]
+    if found := standing(row["model"], row["scope"], point.n, point.lower, point.upper):
         facts.append(["in the atlas", found])
     median = "" if point.inputs == 1 else " (median)"
     for bound, (_, _, label) in BOUNDS.items():

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lipscope.measure import atlas
+from lipscope.measure.atlas import standing
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
 from lipscope.rounding import counted, enclosure, number, span
@@ -106,7 +106,8 @@ def sentences(setting: Setting, run: Run) -> list[str]:
         found.append(f"At a shorter length σ was larger: about {number(high.median)} in {top.where} at n = {high.n}.")
     if logits := [(c.last.about["max_logit"], c.where) for c in ranked if "max_logit" in c.last.about]:
         found.append(f"The largest logit at that length is {number(max(logits)[0])}, in {max(logits)[1]}.")
-    found += [words for words in (directions_sentence(setting.rows), atlas_sentence(setting.rows)) if words]
+    place = atlas_sentence(cell.rows[0], cell.layer, point.n, point.lower, point.upper)
+    found += [words for words in (directions_sentence(setting.rows), place) if words]
     found.append(growth_sentence(cell))
     if close := closeness_sentence(cell):
         found.append(close)
@@ -130,17 +131,9 @@ def directions_sentence(rows: Iterable[Row]) -> str | None:
     )
 
 
-def atlas_sentence(rows: Iterable[Row]) -> str | None:
-    """Where the least smooth attention layer stands among those of the atlas, at its longest length."""
-    known = [row for row in at_longest(rows) if row["document"] is None]
-    if not known or any(row["scope"] != atlas.SCOPE for row in known):
-        return None
-    places: dict[int, list[Row]] = {}
-    for row in known:
-        places.setdefault(row["layer"], []).append(row)
-    layer, mine = max(places.items(), key=lambda place: statistics.median(row["estimate"] for row in place[1]))
-    lower, upper = min(row["lower"] for row in mine), max(row["upper"] for row in mine)
-    found = atlas.standing(mine[0]["model"], mine[0]["n"], lower, upper)
+def atlas_sentence(row: Row, layer: int, n: int, lower: float, upper: float) -> str | None:
+    """Where the least smooth layer, at n between these ends, stands in the atlas; ``row`` is one of its rows."""
+    found = standing(row["model"], row["scope"], n, lower, upper)
     return None if found is None else f"σ of layer {layer}, the least smooth, is {found}."
 
 
