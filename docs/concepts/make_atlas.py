@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,6 +133,19 @@ def main() -> None:
         lines.append([name, at[0]["width"], str(n), str(len(at)), *spans])
     header = ["model", "d", "n", "layers", "σ", "typical gain", "stable rank", "growth exponent"]
     write("what-sigma-predicts.md", "atlas", table(header, lines))
+    write("what-sigma-predicts.md", "directions", few(entries))
+
+
+def few(entries: list[dict[str, str]]) -> str:
+    """How few directions are about as bad as the worst one, in trained layers."""
+    trained = [entry for entry in entries if entry["weights"] == "trained" and entry["n"] == "64"]
+    ranks = [float(entry["stable_rank"]) for entry in trained]
+    shares = [rank / (64 * int(entry["width"])) for rank, entry in zip(ranks, trained, strict=True)]
+    most = max(shares)
+    return (
+        f"In the {len(trained)} trained layers of the atlas, at 64 tokens, stable ranks lie between {min(ranks):.3g} and "
+        f"{max(ranks):.3g}: at most one in {math.floor(1 / most):,} of the 64·d directions is about as bad as the worst one."
+    )
 
 
 def lipscope_has(name: str) -> bool:
