@@ -95,8 +95,19 @@ def agreement(rows: Sequence[dict[str, Any]]) -> list[str]:
     """In how many cases prediction and measurement agree."""
     small = [row for row in rows if 0 < row["measured"] < SMALL]
     close = sum(abs(row["predicted"] - row["measured"]) <= CLOSE * row["measured"] for row in small)
-    inside = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in small)
-    return [f"{close} of {len(small)} ({100 * close / len(small):.0f} %)", f"{inside}", f"{len(rows) - len(small)}"]
+    return [f"{close} of {len(small)} ({100 * close / len(small):.0f} %)", f"{len(rows) - len(small)}"]
+
+
+def coverage(found: dict[str, list[Setting]]) -> str:
+    """How often what was measured lies in the interval, of roundings and of noise."""
+    lines = []
+    for model, settings in found.items():
+        small = [row for rows in settings for row in rows if 0 < row["measured"] < SMALL]
+        groups = [[row for row in small if row["kind"].startswith("noise") == noise] for noise in (False, True)]
+        inside = [sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in rows) for rows in groups]
+        shown = (f"{k} of {len(rows)} ({100 * k / len(rows):.0f} %)" for k, rows in zip(inside, groups, strict=True))
+        lines.append([model, *shown])
+    return table(["model", "rounding inside the 95 % interval", "noise inside the 95 % interval"], lines)
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> None:
@@ -147,7 +158,8 @@ def main() -> None:
     write(PAGE, "estimators", table(header, list(estimators())))
     pooled = {model: [row for rows in found[model] for row in rows] for model in MODELS}
     everything = [row for rows in pooled.values() for row in rows]
-    header = ["model", "within 25 % of the measured damage", "measured inside the 95 % interval", "not counted"]
+    write(PAGE, "coverage", coverage(found))
+    header = ["model", "within 25 % of the measured damage", "not counted"]
     write(PAGE, "agreement", table(header, [[m, *agreement(rows)] for m, rows in [*pooled.items(), ("all", everything)]]))
     read = {model: dict.fromkeys((rows[0]["text"], rows[0]["n"]) for rows in found[model]) for model in MODELS}
     lines = [
