@@ -1,4 +1,4 @@
-"""The atlas of reference values, src/lipscope/measure/atlas.csv, and its table in docs/concepts/what-sigma-predicts.md.
+"""The atlas of reference values, src/lipscope/measure/atlas.csv, and its page, docs/concepts/atlas.md.
 
     python docs/concepts/make_atlas.py            every model that is here, and random twins of common sizes
     python docs/concepts/make_atlas.py NAME …     these (catalogue, directory or hub name), and keep the rest
@@ -30,6 +30,7 @@ from lipscope.runs.fit import fit_growth
 from lipscope.spectral.solvers import Auto
 
 FILE = Path(__file__).resolve().parents[2] / "src/lipscope/measure/atlas.csv"
+PAGE = "atlas.md"
 COLUMNS = ("model", "weights", "layer", "heads", "width", "text", "n", "inputs", "lower", "estimate", "upper", "typical",
            "stable_rank", "alpha_low", "alpha", "alpha_high")  # fmt: skip
 TRAINED, TEXT, LENGTHS, INPUTS = ("gpt2-mini", "minilm-l6", "smollm2-135m", "mpnet-base"), "alice", (16, 32, 64, 128, 256), 2
@@ -132,8 +133,8 @@ def main() -> None:
         spans = [span(at, column) for column in ("estimate", "typical", "stable_rank", "alpha")]
         lines.append([name, at[0]["width"], str(n), str(len(at)), *spans])
     header = ["model", "d", "n", "layers", "σ", "typical gain", "stable rank", "growth exponent"]
-    write("what-sigma-predicts.md", "atlas", table(header, lines))
-    write("what-sigma-predicts.md", "directions", few(entries))
+    write(PAGE, "atlas", table(header, lines))
+    write(PAGE, "directions", few(entries))
 
 
 def few(entries: list[dict[str, str]]) -> str:

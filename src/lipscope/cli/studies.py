@@ -207,18 +207,8 @@ def sensitivity(
     if emit not in (None, "vllm"):
         raise ValueError(f"--emit must be vllm, got {emit!r}")
     names = perturb.split(",")
-    found = run(
-        model,
-        text,
-        perturb=names,
-        verify=verify,
-        n=n,
-        inputs=inputs,
-        per_head=per_head,
-        damage=damage,
-        probes=probes,
-        seed=seed,
-    )
+    asked: dict[str, Any] = {"verify": verify, "n": n, "inputs": inputs, "per_head": per_head, "damage": damage}
+    found = run(model, text, perturb=names, probes=probes, seed=seed, **asked)
     if out is not None:
         write_study(out, found.to_rows())
         notice(f"rows are in {out}")

@@ -319,19 +319,16 @@ class _Work:
         flat = [leaf for found in leaves for leaf in found.values()]
         self.exact, self.passes = probes is None, probes or self.clean.graph.numel()
         generator = torch.Generator().manual_seed(self.seed)
-        squares: dict[str, list[Tensor]] = {p.name: [] for p in asked}
+        squares: dict[str, list[list[Any]]] = {p.name: [[] for _ in leaves] for p in asked}
         for number in range(self.passes):
             xi = self.clean.probe(number if self.exact else None, generator)
             grads = iter(torch.autograd.grad(self.clean.graph, flat, xi, retain_graph=True, materialize_grads=True))
             for index, there in enumerate(leaves):
                 here = {place: next(grads) for place in there}
                 for p in asked:
-                    found = self._square(p, index, here)
-                    if number == 0:
-                        # Made once: small results of every pass, scattered among its freed gradients, keep those from reuse.
-                        squares[p.name].append(found.new_empty(self.passes, *found.shape))
-                    squares[p.name][index][number] = found
-        return squares
+                    # Not as tensors: small ones among the freed gradients of a pass keep those from being used again.
+                    squares[p.name][index].append(self._square(p, index, here).tolist())
+        return {name: [torch.tensor(found, dtype=torch.float64) for found in layers] for name, layers in squares.items()}
 
     def _find_deltas(self, p: Perturbation) -> None:
         for index, values in enumerate(self.values):
