@@ -34,6 +34,8 @@ PAGE = "atlas.md"
 COLUMNS = ("model", "weights", "layer", "heads", "width", "text", "n", "inputs", "lower", "estimate", "upper", "typical",
            "stable_rank", "alpha_low", "alpha", "alpha_high")  # fmt: skip
 TRAINED, TEXT, LENGTHS, INPUTS = ("gpt2-mini", "minilm-l6", "smollm2-135m", "mpnet-base"), "alice", (16, 32, 64, 128, 256), 2
+# Wider layers are measured up to 128 tokens, with estimates of ‖J‖_F.
+WIDE = 768
 LAYERS, VOCABULARY, SOLVER = 4, 512, Auto(rtol=1e-3, interval=0.05)
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
 ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
@@ -52,7 +54,10 @@ TWINS: dict[str, Any] = {
 
 def measured(handle: lipscope.Model, name: str, about: dict[str, Any], given: dict[int, Any]) -> Iterator[dict[str, str]]:
     """The entries of a model at its inputs, by length."""
-    rows = [row for one in given.values() for row in handle.record(**one).rows(solver=SOLVER)]
+    wide = handle.probe_recording[handle.layers[0].index].tokens().shape[-1] > WIDE
+    how: dict[str, Any] = {"certificate": False, "typical": True} if wide else {}
+    recordings = (handle.record(**one) for one in given.values())
+    rows = [row for recorded in recordings for layer in recorded for row in layer.rows(solver=SOLVER, **how)]
     for layer in handle.layers:
         mine = [row for row in rows if row["layer"] == layer.index]
         growth = {}
@@ -87,7 +92,9 @@ def of_twin(name: str) -> list[dict[str, str]]:
     if name.startswith("vit"):
         given = {197: {"inputs": {"pixel_values": torch.randn(1, 3, 224, 224, generator=generator)}}}
     else:
-        draws = {n: torch.randint(3, VOCABULARY, (1, n), generator=generator) for n in LENGTHS}
+        wide = handle.model.config.hidden_size > WIDE
+        lengths = [n for n in LENGTHS if n <= 128 or not wide]
+        draws = {n: torch.randint(3, VOCABULARY, (1, n), generator=generator) for n in lengths}
         given = {n: {"input_ids": ids} for n, ids in draws.items()}
     return list(measured(handle, f"{name} (random twin)", {"weights": "random", "text": "random"}, given))
 
@@ -118,12 +125,13 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="names as lipscope load takes them; all that are here by default")
+    parser.add_argument("--twins", nargs="*", help=f"only these random twins: {', '.join(TWINS)}")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the table of the page")
     asked = parser.parse_args()
-    names = asked.models or ([] if asked.table else [name for name in TRAINED if lipscope_has(name)])
+    names = asked.models or ([] if asked.table or asked.twins else [name for name in TRAINED if lipscope_has(name)])
     for name in names:
         keep(of_model(name))
-    for twin in [] if asked.models or asked.table else [*TWINS]:
+    for twin in [twin for twin in TWINS if twin in (asked.twins or TWINS) and not (asked.models or asked.table)]:
         keep(of_twin(twin))
     entries, lines = list(csv.DictReader(FILE.read_text(encoding="utf-8").splitlines())), []
     for name in dict.fromkeys(entry["model"] for entry in entries):
