@@ -346,7 +346,8 @@ def _print_sensitivity(found: Sensitivity, name: str) -> None:
         [words.get(column, column) for column in columns],
         [[format(row[column], digits) for column, digits in columns.items()] for row in rows],
         title=f"{found.model}: {name} in one layer at a time, on {found.text}",
-        caption=f"damage in {found.damage}, with 95 % intervals; {found.backward_passes} backward passes for all layers",
+        caption=f"damage in {found.damage}, with 95 % intervals; {found.backward_passes} backward passes for all layers"
+        + ("" if rows[0]["typical_low"] is None else "; typical gain and stable rank estimated from random directions"),
     )
     matter = found.matter(name)
     echo(f"half of the predicted damage is in {len(matter)} of {len({row['layer'] for row in rows})} layers: {matter}")
