@@ -43,8 +43,7 @@ FLOATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.flo
 VLLM = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": "int8_per_token_head"}
 PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
               "max_logit": "largest logit", "predicted": "Fisher prediction"}  # fmt: skip
-LEVEL, NOISE_DRAWS, RESAMPLES = 0.95, 8, 1000
-SOLVER = Auto(rtol=1e-3, interval=0.05)
+LEVEL, NOISE_DRAWS, RESAMPLES, SOLVER = 0.95, 8, 1000, Auto(rtol=1e-3, interval=0.05)
 
 
 @dataclass(frozen=True)
@@ -261,8 +260,7 @@ class _Clean:
         self.values = self.graph.detach().double()
         if not bool(torch.isfinite(self.values).all()):
             raise FloatingPointError(f"{model} puts out NaN or infinite values on this input before anything is perturbed")
-        self.scale = 1 / float(self.values.square().sum())
-        self.words = "squared relative change of the last hidden state"
+        self.scale, self.words = 1 / float(self.values.square().sum()), "squared relative change of the last hidden state"
         if self.kl:
             self.values = self.values.log_softmax(-1)
             self.root = (self.values / 2).exp().to(self.graph.dtype)
@@ -332,8 +330,7 @@ class _Work:
 
     def _find_deltas(self, p: Perturbation) -> None:
         for index, values in enumerate(self.values):
-            there = {place: x for place, x in values.items() if place[0] in p.places}
-            found = {place: self._perturbed(p, index, place, x) - x for place, x in there.items()}
+            found = {place: self._perturbed(p, index, place, x) - x for place, x in values.items() if place[0] in p.places}
             self.deltas.setdefault(p.name, []).append(found)
         if not any(bool(delta.any()) for found in self.deltas[p.name] for delta in found.values()):
             raise ValueError(f"{p.name} changes nothing in {self.name}: what it rounds has no more digits than it keeps")
