@@ -69,6 +69,7 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-offline
 	-$(BIN)/python benchmarks/long_context.py --write docs/performance-log.md
 	$(BIN)/python benchmarks/model_scan.py --write docs/performance-log.md
 	$(BIN)/python benchmarks/cost_model.py --write docs/performance-log.md
+	$(BIN)/python benchmarks/typical_gain.py --write docs/performance-log.md
 	$(BIN)/python benchmarks/experiments.py --write docs/performance-log.md
 	$(BIN)/python benchmarks/monitor.py --write docs/performance-log.md
 	$(BIN)/python benchmarks/goals.py --write docs/performance-log.md

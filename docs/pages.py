@@ -90,6 +90,8 @@ PAGES = (
     Page("what-sigma-predicts", "docs/concepts/make_what_sigma_predicts.py",
          ("docs/concepts/what-sigma-predicts.md", "docs/concepts/what-sigma-predicts.svg"), long=True,
          follows=("docs/concepts/drawing.py",)),
+    Page("atlas", "docs/concepts/make_atlas.py", ("docs/concepts/atlas.md", "src/lipscope/measure/atlas.csv"), long=True,
+         follows=("docs/concepts/drawing.py",)),
     Page("bounds", "docs/theory/make_figures.py",
          ("docs/theory/grid.md", "docs/theory/ratios.md", "docs/theory/bounds-n.svg", "docs/theory/bounds-r.svg")),
     Page("ladder", "docs/theory/make_ladder.py", ("docs/theory/certificates.md", "docs/theory/ladder.svg"),

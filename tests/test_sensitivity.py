@@ -17,7 +17,7 @@ from lipscope.models.capture import double_throughout
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.load import load_with_head, with_tied_head
 from lipscope.spectral.solvers import Auto
-from lipscope.studies.sensitivity import Perturbation, chi_square_interval, correlations
+from lipscope.studies.sensitivity import NOISE_DRAWS, Perturbation, correlations, damage_interval
 from model_families import FAMILIES, enlarge
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
@@ -203,10 +203,11 @@ def test_the_worst_direction_is_that_of_sigma():
 
 def test_probes_estimate_it_within_their_interval():
     exact = lipscope.sensitivity(gpt2(), input_ids=IDS[:, :3], perturb=["bf16-kv", "noise:0.001-v"], probes=None)
-    found = lipscope.sensitivity(gpt2(), input_ids=IDS[:, :3], perturb=["bf16-kv", "noise:0.001-v"], probes=400)
+    found = lipscope.sensitivity(gpt2(), input_ids=IDS[:, :3], perturb=["bf16-kv", "noise:0.001-v"], probes=400, verify=True)
     for truth, row in zip(exact.to_rows(), found.to_rows(), strict=True):
         assert row["predicted"] == pytest.approx(truth["predicted"], rel=5 * math.sqrt(2 / 400))
         assert row["predicted_low"] < row["predicted"] < row["predicted_high"]
+        assert row["predicted_low"] < row["measured"] < row["predicted_high"]
         assert truth["predicted_low"] == truth["predicted"] == truth["predicted_high"]
 
 
@@ -215,9 +216,20 @@ def test_probes_estimate_it_within_their_interval():
 def test_intervals_cover_as_often_as_they_say(shares, probes):
     generator = torch.Generator().manual_seed(0)
     trials = torch.randn(2000, probes, len(shares), generator=generator, dtype=torch.float64).square() * torch.tensor(shares)
-    ends = [chi_square_interval(trial, noise=False, exact=False)[1:] for trial in trials]
+    ends = [damage_interval(trial)[1:] for trial in trials]
     covered = sum(low <= 1.0 <= high for low, high in ends)
     assert 0.93 <= covered / 2000 <= 0.97
+
+
+@pytest.mark.parametrize("rank", [1, 10, 100])
+def test_the_mean_over_draws_of_noise_lies_where_it_is_said_to(rank):
+    """δᵀFδ with F a projection: the interval of the expectation alone covered half of the means over eight draws."""
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randn(1000, 48 + NOISE_DRAWS, rank, generator=generator, dtype=torch.float64).square().sum(-1)
+    ends = [damage_interval(trial[:48, None], draws=NOISE_DRAWS)[1:] for trial in made]
+    measured = made[:, 48:].mean(1).tolist()
+    covered = sum(low <= value <= high for (low, high), value in zip(ends, measured, strict=True))
+    assert 0.92 <= covered / 1000 <= 0.98
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python docs/concepts/make_what_sigma_predicts.py            twenty minutes of one core
     python docs/concepts/make_what_sigma_predicts.py --full     every format, text and length for every model; hours
-    python docs/concepts/make_what_sigma_predicts.py --rows F   write the page from rows that were measured before
+    python docs/concepts/make_what_sigma_predicts.py --rows F   measure only the models of which F has no rows
 
 Keys, values, activations or weights of one layer at a time are rounded, or noise is added to its output. What that does to
 the outputs is measured, and compared with σ and other numbers of the layer. Rows are kept in build/what-sigma-predicts.json.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ TEXTS, LENGTHS, FORMATS = ("python-docs", "alice", "moby-dick"), (16, 32, 64), (
 PLACES = {"keys": "k", "values": "v", "activations": "input", "weights": "weights"}
 GROUPS = {words: [f"{kind}-{place}" for kind in FORMATS] for words, place in PLACES.items()}
 GROUPS["noise"] = ["noise:0.01-output"]
-INPUTS, PROBES, SMALL, CLOSE, DIRECTIONS = 2, 96, 1e-3, 0.25, 16
+INPUTS, PROBES, SMALL, CLOSE, TRIALS = 2, 96, 1e-3, 0.25, 400
 
 Setting = list[dict[str, Any]]
 
@@ -54,23 +53,29 @@ def measure(model: str, full: bool) -> Iterator[Setting]:
     for text, n, names in settings(model, full):
         found = lipscope.sensitivity(handle, text, perturb=names, verify=True, n=n, inputs=INPUTS, probes=PROBES)
         print(f"{found!r}", flush=True)
-        gains = mean_gains(handle, text, n)
-        for name in names:
-            yield [row | gains[row["layer"]][row["input"]] for row in found.to_rows(name)]
+        yield from (found.to_rows(name) for name in names)
 
 
-def mean_gains(handle: lipscope.Model, text: str, n: int) -> list[list[dict[str, float]]]:
-    """‖J‖_F/√(number of inputs) and ‖J‖²_F/σ² by layer and input, from the mean of ‖Ju‖² over random directions u."""
-    recorded = handle.record(input_ids=chunks_of(handle, read_text(text), n, INPUTS))
-    generator = torch.Generator().manual_seed(0)
-    result = []
-    for layer in recorded:
-        J, sigma = layer.operator(), layer.sigma(certificate=False).estimate
-        draws = [torch.randn(J.batch, J.shape[1], generator=generator, dtype=J.dtype) for _ in range(DIRECTIONS)]
-        squares = torch.stack([J.matvec(u).double().square().sum(1) for u in draws]).mean(0)
-        pairs = zip(squares.tolist(), sigma.tolist(), strict=True)
-        result.append([{"typical": math.sqrt(f / J.shape[1]), "stable_rank": f / s**2} for f, s in pairs])
-    return result
+def estimators() -> Iterator[list[str]]:
+    """The error of ‖J‖_F from eight products with J or Jᵀ: Hutchinson's sum, and Hutch++ on JJᵀ with one and two directions.
+
+    Both depend on singular values alone, here those of dense Jacobians, so that trials are drawn for diagonal matrices.
+    """
+    handle, generator = lipscope.load("gpt2-mini"), torch.Generator().manual_seed(0)
+    recorded = handle.record(input_ids=chunks_of(handle, read_text("alice"), 6))
+    for scope in ("attention", "attention+residual", "block"):
+        for layer in (recorded[0], recorded[3]):
+            squares = torch.linalg.svdvals(layer.operator(scope).to_dense()[0].double()).square()
+            trials, total = torch.randn(TRIALS, len(squares), 8, generator=generator, dtype=torch.float64), squares.sum()
+            plain = (squares[:, None] * trials.square()).sum(1).mean(1)
+            errors = [plain]
+            for k in (1, 2):  # A·S takes 2k products, JᵀQ k, and the rest is left for directions beside Q
+                Q = torch.linalg.qr(squares[:, None] * trials[..., :k])[0]
+                rest = trials[..., 3 * k :] - Q @ (Q.mT @ trials[..., 3 * k :])
+                found = (squares[:, None] * Q.square()).sum((1, 2)) + (squares[:, None] * rest.square()).sum(1).mean(1)
+                errors.append(found)
+            shown = [f"{100 * float((e / total).sqrt().sub(1).square().mean().sqrt()):.1f} %" for e in errors]
+            yield [scope, str(layer.index), f"{float(total / squares[0]):.3g}", *shown]
 
 
 def cell(found: tuple[float, float, float]) -> str:
@@ -90,8 +95,19 @@ def agreement(rows: Sequence[dict[str, Any]]) -> list[str]:
     """In how many cases prediction and measurement agree."""
     small = [row for row in rows if 0 < row["measured"] < SMALL]
     close = sum(abs(row["predicted"] - row["measured"]) <= CLOSE * row["measured"] for row in small)
-    inside = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in small)
-    return [f"{close} of {len(small)} ({100 * close / len(small):.0f} %)", f"{inside}", f"{len(rows) - len(small)}"]
+    return [f"{close} of {len(small)} ({100 * close / len(small):.0f} %)", f"{len(rows) - len(small)}"]
+
+
+def coverage(found: dict[str, list[Setting]]) -> str:
+    """How often what was measured lies in the interval, of roundings and of noise."""
+    lines = []
+    for model, settings in found.items():
+        small = [row for rows in settings for row in rows if 0 < row["measured"] < SMALL]
+        groups = [[row for row in small if row["kind"].startswith("noise") == noise] for noise in (False, True)]
+        inside = [sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in rows) for rows in groups]
+        shown = (f"{k} of {len(rows)} ({100 * k / len(rows):.0f} %)" for k, rows in zip(inside, groups, strict=True))
+        lines.append([model, *shown])
+    return table(["model", "rounding inside the 95 % interval", "noise inside the 95 % interval"], lines)
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> None:
@@ -115,14 +131,14 @@ def main() -> None:
     """Measure, draw and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every format, text and length for every model; hours")
-    parser.add_argument("--rows", type=Path, help="measure nothing, take these")
+    parser.add_argument("--rows", type=Path, help="take these, and measure the models that they lack")
     asked = parser.parse_args()
-    if asked.rows is None:
-        found = {model: list(measure(model, asked.full)) for model in reversed(MODELS)}
-        ROWS.parent.mkdir(exist_ok=True)
-        ROWS.write_text(json.dumps(found), encoding="utf-8")
-    else:
-        found = json.loads(asked.rows.read_text(encoding="utf-8"))
+    found = {} if asked.rows is None else json.loads(asked.rows.read_text(encoding="utf-8"))
+    ROWS.parent.mkdir(exist_ok=True)
+    for model in reversed(MODELS):
+        if model not in found:
+            found[model] = list(measure(model, asked.full))
+            ROWS.write_text(json.dumps(found), encoding="utf-8")
     draw([row for rows in found[MODELS[0]] for row in rows])
     ranks = {
         (model, group): correlations([rows for rows in found[model] if rows[0]["kind"] in names])
@@ -138,9 +154,12 @@ def main() -> None:
     best = sum(max(row, key=lambda name: row[name][0]) == "predicted" for row in ranks.values())
     said.append(f"- and the Fisher prediction has the largest correlation of its row in {best} of {len(ranks)}.")
     write(PAGE, "sentences", "\n".join(said))
+    header = ["scope", "layer", "stable rank", "Hutchinson", "Hutch++, one direction", "Hutch++, two"]
+    write(PAGE, "estimators", table(header, list(estimators())))
     pooled = {model: [row for rows in found[model] for row in rows] for model in MODELS}
     everything = [row for rows in pooled.values() for row in rows]
-    header = ["model", "within 25 % of the measured damage", "measured inside the 95 % interval", "not counted"]
+    write(PAGE, "coverage", coverage(found))
+    header = ["model", "within 25 % of the measured damage", "not counted"]
     write(PAGE, "agreement", table(header, [[m, *agreement(rows)] for m, rows in [*pooled.items(), ("all", everything)]]))
     read = {model: dict.fromkeys((rows[0]["text"], rows[0]["n"]) for rows in found[model]) for model in MODELS}
     lines = [

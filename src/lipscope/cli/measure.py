@@ -245,17 +245,23 @@ def command_line(words: list[str], options: dict[str, Any]) -> str:
     return shlex.join(line)
 
 
+# The two ends are there where ‖J‖_F is estimated.
+_SIZES = {"typical": "typical gain", "typical_low": "from", "typical_high": "to", "stable_rank": "stable rank"}
+
+
 def _print_result(result: SpectralNorm) -> None:
     rows = result.to_rows()
     title = f"Local Lipschitz constant σ\nscope {result.scope} · mask {result.mask} · n = {result.tokens} · {result.dtype}"
     if result.dtype != result.input_dtype:
         title += f" (from {result.input_dtype})"
     index = [name for name in ("input", "head") if name in rows[0]]
+    sizes = {name: words for name, words in _SIZES.items() if rows[0][name] is not None}
     cells = []
     for row in rows:
         sigma = [round_down(row["lower"], 6), f"{row['estimate']:.6g}", round_up(row["upper"], 6)]
-        cells.append([*(str(row[name]) for name in index), *sigma, str(row["iterations"]), row["status"]])
-    names = [*index, "lower", "estimate", "upper", "steps", "status"]
+        gains = [f"{row[name]:.3g}" for name in sizes]
+        cells.append([*(str(row[name]) for name in index), *sigma, *gains, str(row["iterations"]), row["status"]])
+    names = [*index, "lower", "estimate", "upper", *sizes.values(), "steps", "status"]
     kinds, rounding = " or ".join(dict.fromkeys(row["upper_kind"] for row in rows)), max(row["rounding"] for row in rows)
     caption = f"{kinds}, up to the rounding allowance {rounding:.1e}"
     if "probabilistic" in kinds:
@@ -273,6 +279,8 @@ _SOFT_CAP, _QK_CLIP = 8.71, 100.0
 
 def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = None) -> None:
     """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
+    from lipscope.report.summary import atlas_sentence, directions_sentence
+
     first = result.rows[0]
     summaries = result.worst()
     place = [*(["layer"] if first["scope"] != "model" else []), *(["head"] if summaries[0]["head"] is not None else []), "n"]
@@ -307,6 +315,10 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     title += f"scope {first['scope']} · mask {masks_of(result.rows)} · {first['dtype']}"
     title += f"\n{first['notes']}" if first["notes"] else ""
     print_table([*names, *(["α (σ ~ n^α)"] if fits else [])], rows, text=["would act"], title=title, caption=caption)
+    worst = max(summaries, key=lambda s: float(s["median"]))
+    standing = atlas_sentence(first, *(worst[name] for name in ("layer", "n", "lower", "upper")))
+    for words in filter(None, (directions_sentence(result.rows), standing)):
+        echo(words)
     ever = [row["refined_global"] for row in result.rows if row["refined_global"] is not None]
     if ever:
         echo(f"Whatever the input, σ stays below {round_up(max(ever))} here: the set bound at the normalisation's radius.")

@@ -175,18 +175,8 @@ def sensitivity(
     if emit not in (None, "vllm"):
         raise ValueError(f"--emit must be vllm, got {emit!r}")
     names = perturb.split(",")
-    found = run(
-        model,
-        text,
-        perturb=names,
-        verify=verify,
-        n=n,
-        inputs=inputs,
-        per_head=per_head,
-        damage=damage,
-        probes=probes,
-        seed=seed,
-    )
+    asked: dict[str, Any] = {"verify": verify, "n": n, "inputs": inputs, "per_head": per_head, "damage": damage}
+    found = run(model, text, perturb=names, probes=probes, seed=seed, **asked)
     if out is not None:
         write_study(out, found.to_rows())
         notice(f"rows are in {out}")
@@ -321,7 +311,8 @@ def _print_sensitivity(found: Sensitivity, name: str) -> None:
         [words.get(column, column) for column in columns],
         [[format(row[column], digits) for column, digits in columns.items()] for row in rows],
         title=f"{found.model}: {name} in one layer at a time, on {found.text}",
-        caption=f"damage in {found.damage}, with 95 % intervals; {found.backward_passes} backward passes for all layers",
+        caption=f"damage in {found.damage}, with 95 % intervals; {found.backward_passes} backward passes for all layers"
+        + ("" if rows[0]["typical_low"] is None else "; typical gain and stable rank estimated from random directions"),
     )
     matter = found.matter(name)
     echo(f"half of the predicted damage is in {len(matter)} of {len({row['layer'] for row in rows})} layers: {matter}")

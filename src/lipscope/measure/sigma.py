@@ -22,6 +22,7 @@ from lipscope.bounds.certificates import affordable, certified_and_sized, height
 from lipscope.bounds.verified import MEMORY, verified_upper
 from lipscope.measure.memory import plan_memory, read_bytes, within_memory
 from lipscope.measure.scopes import LAYER_SCOPES, Certificate, Rung, check_certificate
+from lipscope.measure.typical import with_typical
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm, dtype_name, join_batches, reshape_batch, summarise, with_certificate
@@ -103,8 +104,11 @@ def local_lipschitz(
         attention = layer
     asked: dict[str, Any] = {"wanted": certificate, "norm": known, "memory": limit, "progress": progress}
     if attention is None or limit is None:
-        result = sigma(layer.operator(tokens, scope, norm), solver, **about)
+        operator = layer.operator(tokens, scope, norm)
+        result = sigma(operator, solver, **about)
         result = add_certificate(scaled_back(result, power), given, batched, **asked)
+        if result.typical is None and certificate is not False:
+            result = with_typical(result, operator, math.prod(batched.shape[1:]), power)
     else:
         inputs, n = tokens.shape[:2]
         how: dict[str, Any] = {"dtype": compute, "inputs": inputs, "limit": limit, "triplets": triplets(solver)}
@@ -135,17 +139,21 @@ def sigma(
     heads: Sequence[int] | None = None,
     certificate: Certificate = None,
     memory: int | None = None,
+    typical: bool | None = None,
 ) -> SpectralNorm:
-    """From the Jacobian to σ: the one place that solves, allows for rounding, enters the certificate and shapes the result.
+    """From the Jacobian to σ: the one place that solves, allows for rounding, enters ‖J‖_F and certificates, and shapes.
 
     ``mask`` and ``input_dtype`` (of what was handed in; by default the operator's) are words for the result, which is a flat
     batch unless it has a ``shape``. The certificate is that of ``layer`` at tokens X, with ``norm`` for scope
     ``"norm+attention"`` and ``heads`` for scope ``"head"``; without tokens there is none. Its matrices take at most
-    ``memory`` bytes.
+    ``memory`` bytes. Where ‖J‖_F has no closed form, or one that costs more than σ, it is estimated
+    (``measure.typical``) if ``typical`` wants it: by default unless certificates are not wanted.
     """
     result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
     if X is not None:
         result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
+        if result.typical is None and (certificate is not False if typical is None else typical):
+            result = with_typical(result, operator, math.prod(X.shape[1:]))
     return result if shape is None else reshape_batch(result, shape)
 
 

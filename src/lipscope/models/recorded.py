@@ -231,12 +231,14 @@ class RecordedLayer:
         analytic: bool = True,
         certificate: Certificate = None,
         memory: int | None = None,
+        typical: bool | None = None,
     ) -> SpectralNorm:
         """σ at the recorded tokens, of shape (B,), or (B, heads) for scope ``head``.
 
         With ``analytic`` the closed-form Jacobian of layers that are known as an ``Attention`` is used. ``certificate`` also
         computes the certified upper end, with matrices of at most ``memory`` bytes, and reports the least; by default when
-        the layer has one that costs no more than the measurement.
+        the layer has one that costs no more than the measurement. ``typical`` asks for ‖J‖_F, by default unless
+        ``certificate`` is False: the closed form beside a certificate, otherwise an estimate.
         """
         chosen = self.model.check_heads(self.index, heads) if check_scope(scope) == "head" else None
         operator = self.operator(scope, analytic=analytic)
@@ -259,6 +261,7 @@ class RecordedLayer:
             heads=chosen,
             certificate=certificate,
             memory=memory,
+            typical=typical,
         )
 
     def rows(
@@ -269,6 +272,7 @@ class RecordedLayer:
         solver: Solver | None = None,
         certificate: Certificate = None,
         memory: int | None = None,
+        typical: bool | None = None,
         first_input: int = 0,
     ) -> list[dict[str, Any]]:
         """Rows with the columns of ``lipscope.measure.columns``: σ, bounds, and what attention looks like there.
@@ -282,7 +286,8 @@ class RecordedLayer:
                 model.stream.release(but=self.layer.host)
             shape = self.statistics
         start = time.perf_counter()
-        measured = self.sigma(scope, heads=heads, solver=solver, certificate=certificate, memory=memory).to_rows()
+        how: dict[str, Any] = {"solver": solver, "certificate": certificate, "memory": memory, "typical": typical}
+        measured = self.sigma(scope, heads=heads, **how).to_rows()
         seconds = (time.perf_counter() - start) / len(measured)
         chosen = model.check_heads(self.index, heads) if scope == "head" else None
         radius_max, radius_rms, lengths = _token_norms(self.tokens(scope), real)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from lipscope.measure.atlas import standing
 from lipscope.measure.columns import COLUMNS
 from lipscope.report.charts import Chart
 from lipscope.report.compare import Comparison, comparison_chart, comparison_sentences, comparisons
@@ -16,7 +17,7 @@ from lipscope.report.settings import ABOUT, BOUNDS, Cell, ReportData, Setting
 from lipscope.report.summary import answer, cards, exponent, exponents, sentences, tells
 from lipscope.rounding import above, below, counted, enclosure, number
 from lipscope.runs.fit import TOO_FEW
-from lipscope.runs.run import LIVE_DOCUMENTS, LONGEST_VIEW, Row, Run
+from lipscope.runs.run import LIVE_DOCUMENTS, LONGEST_VIEW, Row, Run, at_longest
 
 _RANKED = 20
 # Strongest pairs of tokens that a token view lists.
@@ -134,6 +135,11 @@ def cell_facts(cell: Cell) -> list[list[str]]:
         growth += f", {fit.level:.0%}: {exponents(fit)}"
         facts.append(["growth", growth + (f"; AIC: {fit.better}" if tells(fit) else "")])
     facts += [[label, number(point.about[name])] for name, label in ABOUT.items() if name in point.about]
+    if any(row["typical_low"] is not None for row in at_longest(cell.rows)):
+        facts.append(["typical gain and stable rank", "estimated from random directions"])
+    row = cell.rows[0]
+    if found := standing(row["model"], row["scope"], point.n, point.lower, point.upper):
+        facts.append(["in the atlas", found])
     median = "" if point.inputs == 1 else " (median)"
     for bound, (_, _, label) in BOUNDS.items():
         if (ratio := cell.over_sigma(bound)) is not None:

@@ -23,6 +23,8 @@ _SCATTERS = (
     ("max_logit", "max-logit", "σ and the largest logit", "largest visible logit"),
     ("entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
     ("sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
+    ("typical", "typical", "σ and the typical gain", "typical gain: root mean square over random directions"),
+    ("stable_rank", "stable-rank", "σ and the stable rank", "stable rank: directions about as bad as the worst one"),
 )
 
 
@@ -157,7 +159,7 @@ def heat_map(setting: Setting) -> HeatMap:
 
 
 def scatter_charts(setting: Setting) -> list[Chart]:
-    """σ against the norm of the tokens, the largest logit, the entropy of attention, and the attention on sinks.
+    """σ against the norm of the tokens, the largest logit, entropy, attention on sinks, typical gain and stable rank.
 
     A dot is a layer or head at the longest length, the median of its inputs: what the rank correlation is computed from.
     """

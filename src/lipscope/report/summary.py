@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lipscope.measure.atlas import standing
 from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
 from lipscope.rounding import counted, enclosure, number, span
 from lipscope.runs.fit import TOO_FEW, GrowthFit
-from lipscope.runs.run import Run, at_longest
+from lipscope.runs.run import Row, Run, at_longest
 
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
@@ -104,10 +106,35 @@ def sentences(setting: Setting, run: Run) -> list[str]:
         found.append(f"At a shorter length σ was larger: about {number(high.median)} in {top.where} at n = {high.n}.")
     if logits := [(c.last.about["max_logit"], c.where) for c in ranked if "max_logit" in c.last.about]:
         found.append(f"The largest logit at that length is {number(max(logits)[0])}, in {max(logits)[1]}.")
+    place = atlas_sentence(cell.rows[0], cell.layer, point.n, point.lower, point.upper)
+    found += [words for words in (directions_sentence(setting.rows), place) if words]
     found.append(growth_sentence(cell))
     if close := closeness_sentence(cell):
         found.append(close)
     return found + warnings(setting, run)
+
+
+def directions_sentence(rows: Iterable[Row]) -> str | None:
+    """In how many directions it is about as bad as in the worst one, at the longest length, of how many."""
+    known = [row for row in at_longest(rows) if row["stable_rank"] and row["typical"] and row["document"] is None]
+    if not known:
+        return None
+    ranks, gains = ([row[name] for row in known] for name in ("stable_rank", "typical"))
+    # ‖J‖_F² is both stable_rank·σ² and typical² times the number of inputs.
+    size = round(max(row["stable_rank"] * (row["estimate"] / row["typical"]) ** 2 for row in known))
+    estimated = sum(row["typical_low"] is not None for row in known)
+    how = f" ({estimated} of {len(known)} estimated from random directions)" if estimated else ""
+    return (
+        f"Stable ranks at n = {known[0]['n']} are {number(min(ranks))} to {number(max(ranks))}{how}: about so many of "
+        f"{size:,} directions are as bad as the worst one. A random one comes out {number(min(gains))} to "
+        f"{number(max(gains))} times as large."
+    )
+
+
+def atlas_sentence(row: Row, layer: int, n: int, lower: float, upper: float) -> str | None:
+    """Where the least smooth layer, at n between these ends, stands in the atlas; ``row`` is one of its rows."""
+    found = standing(row["model"], row["scope"], n, lower, upper)
+    return None if found is None else f"σ of layer {layer}, the least smooth, is {found}."
 
 
 def growth_sentence(cell: Cell) -> str:

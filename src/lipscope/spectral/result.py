@@ -140,6 +140,8 @@ class SolverOutput:
         return replace(parts[0], **_joined(parts))
 
 
+# What is said of ‖J‖_F.
+SIZES = ("typical", "typical_low", "typical_high", "stable_rank")
 # A Python number for one problem, a tensor for a batch.
 Numbers: TypeAlias = Any
 # One word per problem of a batch, nested like its shape.
@@ -179,6 +181,8 @@ class SpectralNorm(Shown):
         certified: the certified upper bound where one was computed, whether or not it is the least.
         typical: ‖J‖_F/√(number of inputs), the root-mean-square gain of a random direction, where ‖J‖_F is known.
         stable_rank: ‖J‖_F²/σ² with the estimate of σ: how many directions are about as bad as the worst one.
+        typical_low: where ‖J‖_F was estimated from random directions, the lower end of typical, else None.
+        typical_high: its upper end; the true value lies outside with probability at most 0.05.
     """
 
     lower: Numbers
@@ -204,6 +208,8 @@ class SpectralNorm(Shown):
     certified: Numbers = None
     typical: Numbers = None
     stable_rank: Numbers = None
+    typical_low: Numbers = None
+    typical_high: Numbers = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -247,7 +253,7 @@ class SpectralNorm(Shown):
             | {"scope": self.scope, "mask": self.mask, "n": self.tokens}
             | {"lower": one.lower, "estimate": one.estimate, "upper": one.upper, "upper_kind": one.upper_kind}
             | {"delta": self.delta if one.upper_kind == "probabilistic" else None, "certified": one.certified}
-            | {"typical": one.typical, "stable_rank": one.stable_rank}
+            | {name: getattr(one, name) for name in SIZES}
             | {"iterations": one.iterations, "residual": one.residual, "converged": one.converged}
             | {"status": str(one.status), "solver": self.solver, "dtype": self.dtype, "input_dtype": self.input_dtype}
             | {"rounding": one.rounding}
@@ -381,7 +387,7 @@ def _with_fields(
 ) -> SpectralNorm:
     """The result with functions applied to its fields: one value per problem, one row per problem, one word per problem."""
     changes = dict.fromkeys(("lower", "estimate", "upper", "iterations", "residual", "converged", "rounding"), number)
-    changes |= dict.fromkeys(("certified", "typical", "stable_rank"), number)
+    changes |= dict.fromkeys(("certified", *SIZES), number)
     changes |= dict.fromkeys(("singular_values", "token_energy", "right", "left"), tensor)
     changes |= dict.fromkeys(("status", "upper_kind"), word)
     given = ((name, change, getattr(result, name)) for name, change in changes.items())

@@ -43,8 +43,7 @@ FLOATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.flo
 VLLM = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": "int8_per_token_head"}
 PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
               "max_logit": "largest logit", "predicted": "Fisher prediction"}  # fmt: skip
-LEVEL, NOISE_DRAWS, RESAMPLES = 0.95, 8, 1000
-SOLVER = Auto(rtol=1e-3, interval=0.05)
+LEVEL, NOISE_DRAWS, RESAMPLES, SOLVER = 0.95, 8, 1000, Auto(rtol=1e-3, interval=0.05)
 
 
 @dataclass(frozen=True)
@@ -261,8 +260,7 @@ class _Clean:
         self.values = self.graph.detach().double()
         if not bool(torch.isfinite(self.values).all()):
             raise FloatingPointError(f"{model} puts out NaN or infinite values on this input before anything is perturbed")
-        self.scale = 1 / float(self.values.square().sum())
-        self.words = "squared relative change of the last hidden state"
+        self.scale, self.words = 1 / float(self.values.square().sum()), "squared relative change of the last hidden state"
         if self.kl:
             self.values = self.values.log_softmax(-1)
             self.root = (self.values / 2).exp().to(self.graph.dtype)
@@ -293,7 +291,7 @@ class _Work:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
         self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
         scope = "head" if per_head else "attention"
-        self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False) for layer in self.recorded]
+        self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False, typical=True) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
         self.values: list[dict[Place, Tensor]] = [{} for _ in self.layers]
         self.deltas: dict[str, list[dict[Place, Tensor]]] = {}
@@ -319,20 +317,20 @@ class _Work:
         flat = [leaf for found in leaves for leaf in found.values()]
         self.exact, self.passes = probes is None, probes or self.clean.graph.numel()
         generator = torch.Generator().manual_seed(self.seed)
-        squares: dict[str, list[list[Tensor]]] = {p.name: [[] for _ in leaves] for p in asked}
+        squares: dict[str, list[list[Any]]] = {p.name: [[] for _ in leaves] for p in asked}
         for number in range(self.passes):
             xi = self.clean.probe(number if self.exact else None, generator)
             grads = iter(torch.autograd.grad(self.clean.graph, flat, xi, retain_graph=True, materialize_grads=True))
-            for index, found in enumerate(leaves):
-                here = {place: next(grads) for place in found}
+            for index, there in enumerate(leaves):
+                here = {place: next(grads) for place in there}
                 for p in asked:
-                    squares[p.name][index].append(self._square(p, index, here))
-        return {name: [torch.stack(found) for found in layers] for name, layers in squares.items()}
+                    # Not as tensors: small ones among the freed gradients of a pass keep those from being used again.
+                    squares[p.name][index].append(self._square(p, index, here).tolist())
+        return {name: [torch.tensor(found, dtype=torch.float64) for found in layers] for name, layers in squares.items()}
 
     def _find_deltas(self, p: Perturbation) -> None:
         for index, values in enumerate(self.values):
-            there = {place: x for place, x in values.items() if place[0] in p.places}
-            found = {place: self._perturbed(p, index, place, x) - x for place, x in there.items()}
+            found = {place: self._perturbed(p, index, place, x) - x for place, x in values.items() if place[0] in p.places}
             self.deltas.setdefault(p.name, []).append(found)
         if not any(bool(delta.any()) for found in self.deltas[p.name] for delta in found.values()):
             raise ValueError(f"{p.name} changes nothing in {self.name}: what it rounds has no more digits than it keeps")
@@ -373,7 +371,7 @@ class _Work:
                 shift, norm = (torch.stack([x[part].norm() for x in xs]).norm().item() for xs in (deltas.values(), values))
                 sigmas = [row for row in found if head is None or row["head"] * len(by_head) // layer.heads == h]
                 worst = max(sigmas, key=lambda row: row["estimate"]) | {"head": head}
-                ends = chi_square_interval(mine, noise=p.kind == "noise", exact=self.exact)
+                ends = damage_interval(mine, draws=NOISE_DRAWS if p.kind == "noise" else None, exact=self.exact)
                 value, low, high = (end * self.clean.scale for end in ends)
                 own: Row = {"shift": shift, "size": shift / norm, "predicted": value, "predicted_low": low}
                 own |= {"predicted_high": high, "measured": self.measure(p, {layer.index}, head) if verify else None}
@@ -427,15 +425,20 @@ def _has_distribution(output: Any) -> bool:
     return isinstance(logits, Tensor) and logits.shape[-1] > 1
 
 
-def chi_square_interval(squares: Tensor, *, noise: bool, exact: bool) -> tuple[float, float, float]:
-    """The mean over probes of the sum over inputs, and its ends."""
+def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = False) -> tuple[float, float, float]:
+    """The mean over probes of the sum over inputs, and where what is measured lies: of noise, the mean over ``draws``."""
     if exact or not bool(squares.any()):
         return (float(squares.sum()),) * 3
-    by_input, mean = squares.mean(0), float(squares.sum(1).mean())
-    # The χ² law with the same two moments (Satterthwaite 1946); exact for a direction at one input, where ⟨g, δ⟩ is normal.
-    spread = float(squares.sum(1).var()) / 2 if noise else float(by_input.square().sum())
-    freedom = len(squares) * mean**2 / spread
-    low, high = (mean * freedom / float(stats.chi2.ppf(tail, freedom)) for tail in ((1 + LEVEL) / 2, (1 - LEVEL) / 2))
+    probes, by_input, mean = len(squares), squares.mean(0), float(squares.sum(1).mean())
+    tails = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+    if draws is None:
+        # The χ² law with the same two moments (Satterthwaite 1946); exact at one input, where ⟨g, δ⟩ is normal.
+        freedom = probes * mean**2 / float(by_input.square().sum())
+        high, low = (mean * freedom / float(stats.chi2.ppf(tail, freedom)) for tail in tails)
+    else:
+        # ‖g‖² has the same variance 2‖F‖_F² over ξ as δᵀFδ over noise δ, so that means of the two have an F law as ratio.
+        freedom = 2 * mean**2 / float(squares.sum(1).var())
+        low, high = (mean * float(stats.f.ppf(tail, draws * freedom, probes * freedom)) for tail in tails)
     return mean, low, high
 
 
