@@ -173,7 +173,7 @@ class _LastDigits(TorchDispatchMode):
     """
 
     def __init__(self, batch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._batch, self._random = batch, np.random.default_rng(2)  # torch refuses to draw inside vmap
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
