@@ -338,6 +338,106 @@ def test_one_draw_of_last_digits_is_not_trusted(seed):
     assert found.lower <= exact <= found.upper
 
 
+MIXED = normal(4, 4, seed=5)
+
+
+def sum_of_a_linear_layer(x, b=1e4):
+    """Of a batch of tokens it is a view of the sum that was rounded."""
+    return torch.sin(3 * (torch.nn.functional.linear(x, MIXED.to(x), x.new_full((4,), b)) - b))
+
+
+def sum_in_place(x, b=1e4):
+    h = x @ MIXED.to(x)
+    h += b
+    return torch.sin(3 * (h - b))
+
+
+class KeptTanh(torch.autograd.Function):
+    """A custom function whose slope comes from the result."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [sum_of_a_linear_layer, torch.vmap(sum_of_a_linear_layer), sum_in_place, lambda x: KeptTanh.apply(4 + 0.1 * x)],
+    ids=["linear", "vmap", "in place", "custom"],
+)
+def test_sums_inside_layers_in_place_and_in_custom_functions_lose_digits_too(function):
+    for seed in range(8):
+        X = normal(2, 5, 4, seed=seed, dtype=torch.float32)
+        exact = lipscope.local_lipschitz(function, X.double(), solver=Dense()).estimate
+        found = lipscope.local_lipschitz(function, X, solver=Dense())
+        assert bool(((found.lower <= exact) & (exact <= found.upper)).all()), seed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.exp(x - x.amax(-1, keepdim=True)),
+        lambda x: x / x.flatten(1).abs().amax(1)[:, None, None],
+        lambda x: x / torch.linalg.vector_norm(x, ord=math.inf, dim=-1, keepdim=True),
+        lambda x: x / torch.linalg.matrix_norm(x, 2)[:, None, None],
+        lambda x: torch.zeros_like(x).scatter_reduce(1, torch.zeros_like(x).long(), 1.1 * x, "amax", include_self=False),
+        lambda x: torch.stack([row / row.max() + row.median() for row in x]),
+        lambda x: torch.arange(40).sin().to(x)[(3 * x).floor().long() + 20] * x,
+    ],
+    ids=["amax", "largest", "infinite order", "matrix norm", "scatter", "max", "floor"],
+)
+def test_what_picks_an_entry_or_rounds_to_an_integer_loses_no_digits(function):
+    """The slope of a maximum asks which entry equals it, and an index must stay the same integer."""
+    X = normal(2, 5, 4, dtype=torch.float32)
+    exact = lipscope.local_lipschitz(function, X.double(), solver=Dense()).estimate
+    found = lipscope.local_lipschitz(function, X, solver=Dense())
+    assert bool(((found.lower <= exact) & (exact <= found.upper) & (found.rounding < 1e-4)).all())
+
+
+def test_digits_are_lost_in_no_weight_and_in_nothing_that_a_module_keeps():
+    class Named(torch.nn.Linear):
+        def forward(self, x):
+            return x @ torch.real(input=self.weight) @ self.weight.view(-1)._base + torch.nn.Parameter(self.kept)
+
+    class Updating(torch.nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.kept.addmv_(self.weight, torch.zeros(4))
+            return super().forward(x)
+
+    class Keeping(torch.nn.Linear):
+        def forward(self, x):
+            self.product = self.weight @ self.weight
+            return x @ self.product
+
+    X = normal(2, 5, 4, dtype=torch.float32)
+    for kind in (Named, Updating, Keeping):
+        module = kind(4, 4).eval()
+        module.register_buffer("kept", normal(4, dtype=torch.float32))
+        before = module.weight.detach().clone(), module.bias.detach().clone(), module.kept.clone(), X.clone()
+        lipscope.local_lipschitz(module, X)
+        assert all(map(torch.equal, before, (module.weight, module.bias, module.kept, X))), kind
+    assert torch.equal(module.product, module.weight @ module.weight)
+
+
+def test_maps_made_of_gradients_are_measured_and_complex_ones_refused():
+    def force(x):
+        return torch.autograd.grad(x.pow(4).sum(), x, create_graph=True)[0]
+
+    X = torch.tensor([[[1.0, 2.0]]])
+    found = lipscope.local_lipschitz(force, X)
+    assert found.lower <= 48 <= found.upper
+    with pytest.raises(ValueError, match="view_as_real"):
+        lipscope.local_lipschitz(torch.fft.fft, X)
+
+
 def test_other_last_digits_change_nothing_but_digits():
     """Maps that write in place, into views, by way of vmap or checkpoints are what they were."""
     from torch.utils.checkpoint import checkpoint

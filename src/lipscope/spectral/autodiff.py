@@ -9,6 +9,7 @@ missing for fused attention kernels and costs several evaluations of the map per
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import itemgetter
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lipscope.spectral.basis import random_direction, scaled_norm, unit_rows
 from lipscope.spectral.operator import DerivedOperator, Operator
@@ -67,6 +69,7 @@ class AutodiffOperator(Operator):
                     self._errors += self._sensitivity(function, _LastDigits(self.batch))
                 except RuntimeError:  # of maps that are evaluated again when they are differentiated (checkpoints)
                     self._errors += self._sensitivity(function)
+                _refuse_randomness(function, self._X, self._Y)  # what the map keeps of its last call is X's again
 
     @property
     def rounding_error(self) -> float:
@@ -160,31 +163,49 @@ class AutodiffOperator(Operator):
                     )
 
 
-class _LastDigits(TorchFunctionMode):
+class _LastDigits(TorchDispatchMode):
     """Inside it, entries of every new tensor that depends on the input lose half of their last digit, at random.
 
     This is stochastic arithmetic (Parker, *Monte Carlo arithmetic*, 1997). Where batch items come first they lose alike. A
     tensor loses its digits where it stands, so that what an operation kept of its result for the way back loses them too:
-    the slope 1 − y² of a saturated y = tanh(x) has hardly more digits than 1 − y.
+    the slope 1 − y² of a saturated y = tanh(x) has hardly more digits than 1 − y. It sees the operations of which functions
+    are made, below differentiation: a bias is added in a linear layer before anything else is done to the sum.
     """
 
     def __init__(self, batch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._batch, self._random = batch, np.random.default_rng(2)  # torch refuses to draw inside vmap
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        # Views, and what was changed in place, share their numbers with others.
-        if not isinstance(found, Tensor) or not found.requires_grad or found._is_view() or any(t is found for t in args):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = operation(*args, **(kwargs or {}))
+        name, given = operation.overloadpacket.__name__, tree_leaves((args, kwargs))
+        tensors = [t for t in given if _is_strided(t)]
+        exact = any(one in _EXACT for one in (name.removesuffix("_"), *given) if isinstance(one, str | float))
+        # Without gradients: what goes on inside a custom function, but not what a module does to its own weights.
+        recorded = torch.is_grad_enabled()
+        if exact or not any(t.requires_grad and (recorded or not t.is_leaf) for t in tensors):
             return found
-        items = self._batch if found.ndim and found.shape[0] % self._batch == 0 else 1
-        info, drawn = torch.finfo(found.dtype), self._random.integers(0, 2, found.numel() // items)
-        lost = torch.from_numpy(drawn).repeat(items).reshape(found.shape).to(found)
-        with torch.no_grad():
-            # Numbers that stand for infinity keep to it.
-            lost *= torch.where(found.abs() < info.max / 4, found, 0.0) * (-info.eps / 2)
-            found.data += lost
+        # Views share their numbers with others, unless these are changed in place anyway.
+        shared = {t.untyped_storage().data_ptr() for t in tensors}
+        for new in tree_leaves(found):
+            if not _is_strided(new) or not (new.is_floating_point() or new.is_complex()):
+                continue
+            if (recorded and name.endswith("_") and new is args[0]) or new.untyped_storage().data_ptr() not in shared:
+                self._lose(new)
         return found
+
+    def _lose(self, new: Tensor) -> None:
+        items = self._batch if new.ndim and new.shape[0] % self._batch == 0 else 1
+        info, drawn = torch.finfo(new.dtype), self._random.integers(0, 2, new.numel() // items, dtype=np.int8)
+        lost = torch.from_numpy(drawn).to(new).repeat(items).reshape(new.shape)
+        # Numbers that stand for infinity keep to it.
+        lost *= torch.where(new.abs() < info.max / 4, new, 0.0) * (-info.eps / 2)
+        new += lost
+
+
+def _is_strided(value: Any) -> bool:
+    """Whether it is a tensor with a storage of its own; sparse ones have none."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 class _Selection(DerivedOperator):
@@ -282,6 +303,8 @@ def _evaluate(function: TensorMap, X: Tensor, *, finite: bool = True) -> Tensor:
             f"the map returned {type(Y).__name__}, not a tensor: wrap it so that it returns the one tensor to measure, "
             "for example lambda x: module(x)[0]"
         )
+    if Y.is_complex():
+        raise ValueError("the map returned complex numbers: return their real and imaginary parts, torch.view_as_real(y)")
     if Y.ndim == 0 or Y.shape[0] != X.shape[0]:
         raise ValueError(f"the map returned shape {tuple(Y.shape)} for {X.shape[0]} inputs: batch items must come first")
     if finite and not bool(torch.isfinite(Y).all()):
@@ -293,9 +316,7 @@ def _evaluate(function: TensorMap, X: Tensor, *, finite: bool = True) -> Tensor:
 
 def _refuse_randomness(function: TensorMap, X: Tensor, Y: Tensor) -> None:
     """Evaluate again: dropout and other random maps give another answer, and have no Jacobian."""
-    with torch.no_grad():
-        again = function(X.detach())
-    Y = Y.detach()
+    again, Y = function(X).detach(), Y.detach()  # with gradients: a map may be made of them
     difference = (again - Y).abs().max() if again.shape == Y.shape else torch.tensor(float("inf"))
     if difference > 64 * torch.finfo(Y.dtype).eps * Y.abs().max():
         raise ValueError(
@@ -319,6 +340,15 @@ def _differentiate(Y: Tensor, X: Tensor, g: Tensor, *, create_graph: bool = Fals
 
 # A number that changes every digit of what it multiplies.
 _FACTOR = 1.37
+# What rounds nothing: copies, and what picks entries (a slope may ask which entry equals the largest, and norms of infinite
+# order do) or integers, which may be indices. Names of operations, and arguments that make them so.
+_EXACT: frozenset[Any] = (
+    frozenset(
+        {"amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "floor", "ceil", "round", "trunc", "sign", "sgn"}
+    )
+    | {"copy", "fill", "zero", "masked_fill", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter"}
+    | {math.inf, -math.inf}
+)
 # How often the last digits are drawn: with one draw the allowance of one map varies by a factor of ten and more.
 _DRAWS = 4
 _NOT_TWICE = (
