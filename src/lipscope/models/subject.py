@@ -24,7 +24,7 @@ class NoDerivativeError(CannotCheckError):
 
 
 Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
-Traced = tuple[Tensor, Tensor, list[Event]]  # its outputs, its embedded tokens as a leaf of the graph, its module calls
+Traced = tuple[Tensor, list[Tensor], list[Event]]  # its outputs, its embedded tokens as leaves, its module calls
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Subject:
     tally: Tally
 
     @classmethod
-    def first_of(cls, inputs: dict[str, Any], tokens: str, model: nn.Module, tally: Tally) -> Subject:
-        """The first sequence of some inputs; refuses tensors without a row for every sequence, and single tokens."""
+    def rows_of(cls, inputs: dict[str, Any], tokens: str, model: nn.Module, tally: Tally) -> list[Subject]:
+        """Every sequence of some inputs; refuses tensors without a row for every sequence, and single tokens."""
         if _sequence_first(model):
             raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: wrap them to take (B, n, d)")
         given = inputs[tokens]
@@ -89,8 +89,8 @@ class Subject:
                 )
         if given.shape[1] < 2:
             raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
-        one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-        return cls(model, one, tokens, tally)
+        every = torch.ones(given.shape[1], dtype=torch.bool, device=given.device)
+        return [cls(model, inputs, tokens, tally).part(row, every) for row in range(len(given))]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -161,9 +161,9 @@ class Subject:
 
         def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             asked = args[0] if args else None
-            if isinstance(asked, Tensor) and asked.shape == given.shape and torch.equal(asked, given) and not leaves:
+            if isinstance(asked, Tensor) and asked.shape == given.shape and torch.equal(asked, given):
                 leaves.append(output.detach().clone().requires_grad_())
-                return leaves[0].clone()  # some models change it in place
+                return leaves[-1].clone()  # some models change it in place
             return None
 
         with torch.enable_grad(), ExitStack() as hooks:
@@ -176,7 +176,7 @@ class Subject:
             output = subject.run()
         if not leaves:
             raise NoDerivativeError("the tokens go through no nn.Embedding")
-        return output, leaves[0], events
+        return output, leaves, events
 
     def substituted(self, hidden: Tensor) -> Tensor:
         """The tokens with others in the hidden places."""
