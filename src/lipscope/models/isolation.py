@@ -15,21 +15,10 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
-from lipscope.models.inputs import first_position, position_limit, probe_inputs, vocabulary
-from lipscope.models.leaks import (
-    WITHOUT_PADDING,
-    Again,
-    agreed,
-    by_derivative,
-    by_substitution,
-    compared,
-    described,
-    judged,
-    line,
-    refuse_unsteady,
-)
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
-from lipscope.models.verdicts import Isolation, Leak, Verdict
+from lipscope.models.inputs import first_position
+from lipscope.models.leaks import Again, agreed, by_derivative, by_substitution, compared, described, judged, refuse_unsteady
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output, line
+from lipscope.models.verdicts import WITHOUT_PADDING, Isolation, Leak, Verdict
 
 
 def check(
@@ -79,17 +68,20 @@ def check(
         >>> found.verdicts[-1].held, found.verdicts[-1].leak.instrument
         (False, 'derivative and substitution')
     """
+    if padding not in (None, "left", "right", "none"):
+        raise CannotCheckError(f"padding must be left, right or none, got {padding!r}")
     name, module = _opened(model)
     tally = Tally(torch.Generator().manual_seed(seed))
-    subjects = _subjects(module, n, documents, inputs, {} if use_cache is None else {"use_cache": use_cache}, tally)
-    tests = [_Tests(alone, padding, given=inputs is not None) for alone in subjects]
+    subjects = Subject.all_of(module, sum(documents or (32,)) if n is None else n, inputs, tally)
+    tests = [_Tests(alone.like(use_cache=use_cache), padding, inputs is not None) for alone in subjects[:_GIVEN]]
+    said = f"in the first {_GIVEN} of the {len(subjects)} sequences given" if subjects[_GIVEN:] else ""
     try:
-        refuse_unsteady(subjects[0], tests[0].many)
+        refuse_unsteady(tests[0].alone, tests[0].many)
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
         raise CannotCheckError(kind + line(error)) from error
     claims = zip(*(_claims(each, causal, window, documents, batch, cache) for each in tests), strict=True)
-    verdicts = tuple(_verdict(rows[0][0], rows[0][1], [found for _, _, found in rows]) for rows in claims)
+    verdicts = tuple(_verdict(rows[0][0], rows[0][1], [found for _, _, found in rows], said) for rows in claims)
     if not verdicts:
         raise CannotCheckError("no claim is left to test: ask for one, such as causal")
     return Isolation(name, subjects[0].shape[1], verdicts, tally.forwards, tally.backwards)
@@ -100,69 +92,30 @@ Claim = tuple[str, str, Iterator[Found]]  # its name, who makes it, and its test
 ASKED = "asked for"
 
 
-def _verdict(claim: str, why: str, tests: Sequence[Iterator[Found]]) -> Verdict:
+def _verdict(claim: str, why: str, tests: Sequence[Iterator[Found]], said: str) -> Verdict:
     """What the tests of one claim find in one sequence after the other, up to the first leak."""
-    boundaries, leak, remarks = 0, None, dict[str, None]()
+    boundaries, leak, remarks = 0, None, dict.fromkeys([said])
     try:
         for row, (more, leak, remark) in ((row, found) for row, each in enumerate(tests) for found in each):
             boundaries += more
-            remarks |= {remark: None} if remark else {}
+            remarks[remark] = None
             if leak is not None:
-                remarks |= {f"in sequence {row} of the {len(tests)} given": None} if len(tests) > 1 else {}
+                remarks |= {f"in sequence {row} of those given": None} if len(tests) > 1 else {}
                 break
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else f"the model raised {type(error).__name__}: "
         return Verdict(claim, why, 0, None, skipped=kind + line(error))
-    return Verdict(claim, why, boundaries, leak, "; ".join(remarks))
+    return Verdict(claim, why, boundaries, leak, "; ".join(filter(None, remarks)))
 
 
 def _opened(model: Any) -> tuple[str, nn.Module]:
     from lipscope.models.load import load_named
     from lipscope.models.model import Model
 
-    if isinstance(model, Model):
-        return model.name, model.model
     if isinstance(model, nn.Module):
         return type(model).__name__, model
-    found = load_named(str(model))
+    found = model if isinstance(model, Model) else load_named(str(model))
     return found.name, found.model
-
-
-_TOKENS = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
-
-
-def _subjects(
-    model: nn.Module,
-    n: int | None,
-    documents: Sequence[int] | None,
-    inputs: dict[str, Any] | None,
-    more: dict[str, Any],
-    tally: Tally,
-) -> list[Subject]:
-    """One sequence of tokens: made up, or each of those that are given."""
-    config: Any = getattr(model, "config", None)
-    if inputs is None:
-        n = n if n is not None else sum(documents) if documents is not None else 32
-        room = position_limit(model)
-        if room is not None and n > room:
-            raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
-        takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
-        try:
-            if config is None and any(getattr(part, "batch_first", True) is False for part in model.modules()):
-                raise ValueError("tokens (n, B, d) of sequence-first layers are not read")
-            inputs = {name: rows[:1] for name, rows in probe_inputs(model, max(n, 1) if takes_ids else None).items()}
-        except (AttributeError, ValueError) as error:
-            raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
-        if accepts(model, "decoder_input_ids"):
-            known = vocabulary(model) or 2
-            ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)
-            # Of another length than the encoder's, so that the two are told apart where they share an embedding.
-            short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
-            inputs = inputs | short | {"decoder_input_ids": ids}
-    tokens = next((known for known in _TOKENS if known in inputs), None)
-    if tokens is None:
-        raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    return Subject.rows_of(inputs | more, tokens, model, tally)
 
 
 def _claims(
@@ -224,6 +177,7 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
 _ALL = 8  # so many passes with other tokens are all made, else six
 _SUBSTITUTIONS = 6
 _EVERY = 128  # so many boundaries are all tested
+_GIVEN = 8  # so many sequences of those given are tested: their passes are kept
 _PADDED = ("input_ids", "inputs_embeds")
 
 
@@ -235,10 +189,6 @@ class _Tests:
     padding_side: str | None
     given: bool  # whether its tokens were
 
-    def __post_init__(self) -> None:
-        if self.padding_side not in (None, "left", "right", "none"):
-            raise CannotCheckError(f"padding must be left, right or none, got {self.padding_side!r}")
-
     @property
     def side(self) -> str:
         """Where padding stands."""
@@ -248,18 +198,15 @@ class _Tests:
     @property
     def source(self) -> str:
         """The tokens that padding stands beside: the encoder's where there are two halves."""
-        halves = self.alone.tokens == "decoder_input_ids"
-        return next((name for name in _TOKENS[2:] if name in self.alone.inputs), "") if halves else self.alone.tokens
+        first, *rest = self.alone.named
+        return rest[0] if first == "decoder_input_ids" and rest else first
 
     @cached_property
     def many(self) -> Subject:
         """The sequence and others, a few hundred tokens in all."""
         wide = self.repeated
-        for name in (name for name in _TOKENS if name in wide.inputs):
-            one = replace(wide, tokens=name)
-            others = torch.arange(one.shape[0], device=one.places.device)[:, None] > 0
-            wide = wide.like(**{name: one.substituted(others.expand(one.shape))})
-        return wide
+        others = torch.arange(wide.shape[0], device=wide.places.device)[:, None] > 0
+        return wide.like(**{name: replace(wide, tokens=name).substituted(others) for name in wide.named})
 
     @property
     def repeated(self) -> Subject:
@@ -267,11 +214,6 @@ class _Tests:
         count = min(max(512 // self.alone.shape[1], 2), 4)
         rows = {name: value for name, value in self.alone.inputs.items() if isinstance(value, Tensor) and value.ndim}
         return self.alone.like(**{name: torch.cat([value] * count) for name, value in rows.items()})
-
-    @property
-    def everywhere(self) -> Tensor:
-        """All places (n,) of the sequence."""
-        return torch.ones_like(self.alone.places[0], dtype=torch.bool)
 
     @property
     def mask(self) -> Tensor | None:
@@ -302,17 +244,15 @@ class _Tests:
 
         Any two are in different halves at some bit of their numbers.
         """
-        output, rows = self.many.seen[0], torch.arange(self.many.shape[0], device=self.many.places.device)[:, None]
+        output, at = self.many.seen[0], self.many.places
+        rows = torch.arange(self.many.shape[0], device=at.device)[:, None]
         if output.shape[:1] != rows.shape[:1]:
             raise CannotCheckError(f"outputs of shape {tuple(output.shape)} do not belong to the sequences one by one")
-        bits = [(rows >> bit) % 2 == 1 for bit in range((len(rows) - 1).bit_length())]
+        halves = [(rows >> bit) % 2 == side for bit in range((len(rows) - 1).bit_length()) for side in (0, 1)]
         for name in dict.fromkeys((self.alone.tokens, self.source)):
-            among = self.many if name == self.many.tokens else replace(self.many, tokens=name)
-            halves = [half for bit in bits for half in (bit, ~bit)]
-            yield _tested(
-                among, [Cut(~half.expand(among.shape), half.expand(output.shape[:2]), whole=True) for half in halves]
-            )
-        yield _compared(self.alone, self.many, self.everywhere, "comparison with the sequence alone", whole=True)
+            two = self.many if name == self.many.tokens else replace(self.many, tokens=name)
+            yield _tested(two, [Cut(~half.expand(two.shape), half.expand(output.shape[:2]), whole=True) for half in halves])
+        yield _compared(self.alone, self.many, at[0] >= 0, "comparison with the sequence alone", whole=True)
 
     def causal(self) -> Iterator[Found]:
         """Outputs before t, tokens from t on; with padding too, whose mask may take the place of the causal one.
@@ -340,7 +280,7 @@ class _Tests:
         if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
             raise CannotCheckError("the model takes no attention_mask beside its tokens")
         real, counted = self.real, (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
-        watched = real if self.source == self.alone.tokens else self.everywhere.expand(len(real), -1)
+        watched = real if self.source == self.alone.tokens else (self.many.places >= 0).expand(len(real), -1)
 
         def tests(padded: Subject) -> Iterator[Found]:
             yield _tested(padded, [Cut(~real, watched, real)])

@@ -29,19 +29,18 @@ from torch.utils._pytree import tree_map_only
 from lipscope.models.anatomy import Event, first_tensor
 from lipscope.models.capture import Call, double_throughout
 from lipscope.models.seam import plain_experts
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Seen, Subject
-from lipscope.models.verdicts import Leak
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Seen, Subject, line
+from lipscope.models.verdicts import SUBSTITUTION, WITHOUT_PADDING, Leak
 
 # ── the instruments ──
 
-SUBSTITUTION = "substitution"
-WITHOUT_PADDING = "comparison without padding"
+_ROUNDING, _MAYBE = "by rounding: not in float64", "which may be rounding"
 
 
 def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
     """The largest derivative of a watched output in a hidden token, located, and a remark; None when all are exactly zero.
 
-    One below a unit in the last place of the others is rounding when float64 has none of its size.
+    What rounding may explain is rounding when float64 has none of its size.
     """
     output, leaves, events = subject.traced()
     worst, across, token = 0.0, cuts[0], None
@@ -53,10 +52,10 @@ def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, s
             worst, across, token = size, cut, _place(inside)
     if token is None:
         return None, ""
-    dtype = leaves[0].dtype
-    if worst <= torch.finfo(dtype).eps and (dtype == torch.float64 or not _stays(subject, across, worst)):
-        rounding = "which may be rounding" if dtype == torch.float64 else "by rounding: not in float64"
-        return None, f"derivatives of {worst:.1e} of the scale {rounding}"
+    widest = leaves[0].dtype == torch.float64
+    little = worst <= (1e-14 if widest else tolerance(leaves[0].dtype))
+    if little and (widest or not _stays(subject, across, worst)):
+        return None, f"derivatives of {worst:.1e} of the scale {_MAYBE if widest else _ROUNDING}"
     ends = [end for end in subject.ends(across, (output, events)) if end.shape[:2] == across.watched.shape]
     places = across.watched.nonzero()
     while len(places) > 1 and ends:
@@ -87,7 +86,7 @@ def _stays(subject: Subject, cut: Cut, size: float) -> bool:
             gains = _gains(subject, leaves, _watched(subject, cut, (output, events)))
             return float(torch.where(cut.hidden, gains, 0.0).max() / gains.max()) > size / 1024
     except Exception as error:  # whatever its code raises
-        told = f"derivatives of {size:.1e} of the scale, which may be rounding, and float64 cannot tell: {line(error)}"
+        told = f"derivatives of {size:.1e} of the scale, {_MAYBE}, and float64 cannot tell: {line(error)}"
         raise CannotCheckError(told) from error
 
 
@@ -138,11 +137,11 @@ def judged(test: Callable[..., tuple[Leak | None, bool]], *subjects: Subject) ->
         with _in_float64(subjects[0].model):
             wide, _ = test(*(subject.widened() for subject in subjects))
     except Exception as error:  # whatever its code raises
-        told = f"{size}, which may be rounding, and float64 cannot tell: {line(error)}"
+        told = f"{size}, {_MAYBE}, and float64 cannot tell: {line(error)}"
         if leak.size <= tolerance(subjects[0].seen[0].dtype):
             return None, told
         raise CannotCheckError(told) from error
-    return wide, "" if wide is not None else f"{size} by rounding: not in float64"
+    return wide, "" if wide is not None else f"{size} {_ROUNDING}"
 
 
 @contextmanager
@@ -277,11 +276,6 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 _SUDDEN = 4  # times that: no rounding inside one module
-
-
-def line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def _place(values: Tensor) -> tuple[int, int]:
