@@ -22,6 +22,7 @@ SMALL: dict[str, Any] = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
     "indexer_budget": 8, "indexer_compress_ratio": 2, "mamba_d_ssm": 64, "mamba_n_heads": 8,
     "mamba_d_state": 16, "mamba_chunk_size": 16, "linear_num_heads": 4, "linear_head_dim": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
 }  # fmt: skip
 
 

@@ -172,6 +172,17 @@ def count_passes(name: str = "smollm2-135m", n: int = 128) -> tuple[int, str]:
     ), f"{said} (at most {MOST_PASSES} allowed) and {found.backward_passes} backward ones, {boundaries} boundaries."
 
 
+def alarm_lines(rows: list[str], remarks: list[str], rounded: list[str]) -> list[str]:
+    """The table of architectures, with what was said of them."""
+    head = "| path | passed | see it by design | claim what they do not do | alarms | not tested | did not run | not made |"
+    lines = [head, "|---|---|---|---|---|---|---|---|", *rows, ""]
+    for title, listed in (("By design", BY_DESIGN), ("Claimed and not done", NOT_DONE)):
+        lines += [f"{title}: {'; '.join(f'{kind} ({why})' for kind, why in listed.items())}.", ""]
+    lines += [*remarks, "", "Differences that were called rounding, relative to the largest number of the same tensor:", ""]
+    lines += ["| architecture | path | comparison | begins in | there | outputs | in float64 | one unit on the embeddings |"]
+    return [*lines, "|---|---|---|---|---|---|---|---|", *rounded, ""]
+
+
 def main() -> int:
     """Make both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -200,24 +211,20 @@ def main() -> int:
     for implementation in ("eager", "sdpa"):
         for dtype in (torch.float32, torch.bfloat16):
             counts, passed, said, rounded = look_for_false_alarms(implementation, dtype)
-            called_rounding += rounded
             alarms += counts["alarms"]
+            called_rounding += rounded
             columns = ("passed", "by design", "not done", "alarms", "not tested", "did not run", "not made")
             cells = (counts[name] for name in columns)
             rows.append(f"| {implementation}, {str(dtype)[6:]} | " + " | ".join(map(str, cells)) + " |")
             names |= {*passed}
             remarks += [f"- {implementation}, {str(dtype)[6:]}: {line}" for line in said]
             print(rows[-1], flush=True)
-    head = "| path | passed | see it by design | claim what they do not do | alarms | not tested | did not run | not made |"
-    lines += [head, "|---|---|---|---|---|---|---|---|", *rows, ""]
-    for title, listed in (("By design", BY_DESIGN), ("Claimed and not done", NOT_DONE)):
-        lines += [f"{title}: {'; '.join(f'{kind} ({why})' for kind, why in listed.items())}.", ""]
-    lines += [*remarks, "", "Differences that were called rounding, relative to the largest number of the same tensor:", ""]
-    lines += ["| architecture | path | comparison | begins in | there | outputs | in float64 | one unit on the embeddings |"]
-    lines += ["|---|---|---|---|---|---|---|---|", *called_rounding, ""]
-    lines += [f"Passed in at least one path: {', '.join(sorted(names))}."]
-    if asked.write:
-        write_between(asked.write, "checks/isolation.py", lines)
+            if asked.write:  # after every path, so that a run that is ended leaves what it found
+                more = [
+                    *alarm_lines(rows, remarks, called_rounding),
+                    f"Passed in at least one path: {', '.join(sorted(names))}.",
+                ]
+                write_between(asked.write, "checks/isolation.py", [*lines, *more])
     print(f"{caught} of {len(MUTANTS)} caught, {located} located, {alarms} alarms")
     return 0 if caught == located == len(MUTANTS) and not alarms and passes <= MOST_PASSES else 1
 
