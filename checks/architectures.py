@@ -20,9 +20,7 @@ SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "sliding_window": 6, "attention_dropout": 0.0, "first_k_dense_replace": 1,
     "attn_layer_period": 2, "attn_layer_offset": 1, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
-    "indexer_budget": 8, "indexer_compress_ratio": 2, "mamba_d_ssm": 64, "mamba_n_heads": 8,
-    "mamba_d_state": 16, "mamba_chunk_size": 16, "linear_num_heads": 4, "linear_head_dim": 8,
-    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "indexer_budget": 8, "indexer_compress_ratio": 2,
 }  # fmt: skip
 
 
