@@ -89,6 +89,21 @@ def test_padding_of_any_sequence_that_is_given_is_tested() -> None:
     assert "held when position_ids are given" in found["padding left"].remark
 
 
+def test_use_cache_among_the_inputs_reaches_the_model() -> None:
+    model: Any = FAMILIES["llama"]().float()
+    seen = set[Any]()
+    model.register_forward_pre_hook(lambda m, args, kwargs: seen.add(kwargs.get("use_cache")), with_kwargs=True)
+    ids = torch.randint(10, 48, (1, 8), generator=torch.Generator().manual_seed(0))
+    assert lipscope.check(model, inputs={"input_ids": ids, "use_cache": False}).held
+    assert seen == {False}
+
+
+def test_more_sequences_than_are_tested_are_told() -> None:
+    tokens = {"tokens": torch.randn(9, 4, 3)}
+    found = lipscope.check(Mixing(lambda x: x), inputs=tokens, causal=True, batch=False)
+    assert [v.remark for v in found.verdicts] == ["in the first 8 of the 9 sequences given"]
+
+
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_batch_mate_farther_away_is_seen(step: int) -> None:
     tokens = {"tokens": torch.randn(1, 9, 3)}

@@ -73,7 +73,8 @@ def check(
     name, module = _opened(model)
     tally = Tally(torch.Generator().manual_seed(seed))
     subjects = Subject.all_of(module, sum(documents or (32,)) if n is None else n, inputs, tally)
-    tests = [_Tests(alone.like(use_cache=use_cache), padding, inputs is not None) for alone in subjects[:_GIVEN]]
+    told = {} if use_cache is None else {"use_cache": use_cache}
+    tests = [_Tests(alone.like(**told), padding, inputs is not None) for alone in subjects[:_GIVEN]]
     said = f"in the first {_GIVEN} of the {len(subjects)} sequences given" if subjects[_GIVEN:] else ""
     try:
         refuse_unsteady(tests[0].alone, tests[0].many)
@@ -174,8 +175,7 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
     return boundaries or len(cuts), leak or other, "; ".join(filter(None, (inner, remark, noted)))
 
 
-_ALL = 8  # so many passes with other tokens are all made, else six
-_SUBSTITUTIONS = 6
+_ALL, _SUBSTITUTIONS = 8, 6  # so many passes with other tokens are all made, of more six
 _EVERY = 128  # so many boundaries are all tested
 _GIVEN = 8  # so many sequences of those given are tested: their passes are kept
 _PADDED = ("input_ids", "inputs_embeds")
