@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from architectures import tiny_model
 from report_card import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -34,7 +35,8 @@ class Mutant:
 
     def build(self) -> tuple[nn.Module, str]:
         """The model with the leak, and the module that has it."""
-        model: Any = (FAMILIES | _HALVES)[self.family]()
+        builder = (FAMILIES | _MADE).get(self.family)
+        model: Any = tiny_model(self.family, implementation="eager", dtype=torch.float32) if builder is None else builder()
         model.float()
         return model, self.inject(model)
 
@@ -53,7 +55,20 @@ def _whisper() -> nn.Module:
     return tf.WhisperModel(tf.WhisperConfig(vocab_size=50, num_mel_bins=8, max_source_positions=12, **sizes, **heads)).eval()
 
 
-_HALVES = {"bart": _bart, "whisper": _whisper}
+def _t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    return enlarge(tf.T5Model(tf.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)))
+
+
+def _lfm2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "pad_token_id": 0}
+    return enlarge(tf.Lfm2Model(tf.Lfm2Config(vocab_size=50, **sizes, **kinds)))
+
+
+_MADE = {"bart": _bart, "whisper": _whisper, "t5": _t5, "lfm2": _lfm2}
 
 
 def blocks(model: Any) -> nn.ModuleList:
@@ -483,6 +498,182 @@ def encoder_attention(model: Any) -> str:
     return name_of(model, module)
 
 
+# ── in families of other builds ──
+
+
+def inside(path: str, change: Callable[[Tensor], Tensor]) -> Callable[[Any], str]:
+    """Change the output of a module that is named."""
+
+    def inject(model: Any) -> str:
+        module = model.get_submodule(path)
+        forward = module.forward
+
+        def leaking(*args: Any, **kwargs: Any) -> Any:
+            found = forward(*args, **kwargs)
+            return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+
+        module.forward = leaking
+        return path
+
+    return inject
+
+
+def over_tokens(x: Tensor) -> Tensor:
+    """Divided by a norm over the tokens."""
+    return x / (x.norm(dim=1, keepdim=True) + 1e-3)
+
+
+def flattened(x: Tensor) -> Tensor:
+    """A running sum that goes on from sequence to sequence."""
+    return x + 0.05 * x.reshape(1, -1, x.shape[-1]).cumsum(1).reshape(x.shape)
+
+
+def by_the_largest(x: Tensor) -> Tensor:
+    """Divided by the largest number of the sequence, detached."""
+    return x / x.detach().abs().amax((1, 2), keepdim=True)
+
+
+def by_the_largest_of_all(x: Tensor) -> Tensor:
+    """Divided by the largest number of the batch, detached."""
+    return x / x.detach().abs().amax()
+
+
+def ranked(x: Tensor) -> Tensor:
+    """Scaled by the rank of a token among all."""
+    return x * (1 + 0.05 * x.detach().norm(dim=-1).argsort(1).argsort(1)[..., None])
+
+
+def fourier(x: Tensor) -> Tensor:
+    """Mixed by a Fourier transform over the tokens."""
+    return x + 0.01 * torch.fft.fft(x, dim=1).real
+
+
+def in_fours(x: Tensor) -> Tensor:
+    """Blocks of four tokens see themselves."""
+    n = x.shape[1]
+    y = nn.functional.pad(x, (0, 0, 0, -n % 4)).unflatten(1, (-1, 4))
+    return x + 0.05 * y.mean(2, keepdim=True).expand_as(y).flatten(1, 2)[:, :n]
+
+
+def even_places(x: Tensor) -> Tensor:
+    """Every other token sees the next one."""
+    half, y = x.shape[1] // 2, x.clone()
+    y[:, : 2 * half : 2] += 0.05 * x[:, 1 : 2 * half : 2]
+    return y
+
+
+def one_channel(x: Tensor) -> Tensor:
+    """1e-5 of the next token, in one channel."""
+    y = x.clone()
+    y[:, :-1, 3] += 1e-5 * x[:, 1:, 3]
+    return y
+
+
+def signs(x: Tensor) -> Tensor:
+    """Scaled by the signs of the next token, which have no derivative."""
+    return x * (1 + 0.05 * torch.sign(x.roll(-1, 1)).detach())
+
+
+def positive_share(x: Tensor) -> Tensor:
+    """Scaled by how many numbers of the sequence are positive."""
+    return x * (1 + 0.01 * (x > 0).float().mean((1, 2), keepdim=True))
+
+
+def neighbours_detached(output: int) -> Callable[[Tensor], Tensor]:
+    """One output sees its neighbour, without a derivative."""
+
+    def change(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, output] += 0.1 * x[:, output + 1].detach()
+        return y
+
+    return change
+
+
+def mates(step: int) -> Callable[[Tensor], Tensor]:
+    """Every sequence sees the one so many places before it in the batch, without a derivative."""
+    return lambda x: torch.cat([x[:step], x[step:] + 0.1 * x[:-step].detach()])
+
+
+def last_mate(x: Tensor) -> Tensor:
+    """All see the last sequence of the batch, without a derivative."""
+    return torch.cat([x[:-1] + 0.05 * x[-1:].detach(), x[-1:]])
+
+
+def number_of_pads(model: Any) -> str:
+    """Scaled by how many tokens are padding."""
+    forward, module, share = model.forward, model.encoder.layer[1].output, [torch.zeros(1, 1, 1)]
+    inner = module.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        share[0] = torch.zeros(1, 1, 1) if mask is None else (mask == 0).float().mean(1)[:, None, None]
+        return forward(*args, **kwargs)
+
+    leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+    model.forward = leaking
+    module.forward = lambda *args, **kwargs: inner(*args, **kwargs) * (1 + 0.1 * share[0])
+    return name_of(model, module)
+
+
+def hashed_ids(model: Any) -> str:
+    """A second lookup by a hash of a token and the next."""
+    table = model.get_input_embeddings()
+    forward, size = table.forward, len(table.weight)
+    table.forward = lambda ids: (
+        forward(ids) + 0.05 * nn.functional.embedding((31 * ids + ids.roll(-1, 1)) % size, table.weight)
+    )
+    return name_of(model, table)
+
+
+def largest_id(model: Any) -> str:
+    """Positions twice as far apart when the largest token id is odd."""
+    module, spread = model.rotary_emb, [torch.ones(1, 1)]
+    forward = module.forward
+
+    def entering(_: nn.Module, args: Any, kwargs: Any) -> None:
+        spread[0] = 1 + kwargs["input_ids"].amax(1, keepdim=True) % 2
+
+    model.register_forward_pre_hook(entering, with_kwargs=True)
+    module.forward = lambda x, position_ids, *args, **kwargs: forward(x, position_ids * spread[0], *args, **kwargs)
+    return name_of(model, module)
+
+
+def old_values(model: Any) -> str:
+    """One layer forgets the values of all but the last six tokens of the cache."""
+    module: Any = attention(blocks(model)[0])
+    forward = module.forward
+
+    def leaking(*args: Any, **kwargs: Any) -> Any:
+        past = kwargs.get("past_key_values")
+        if past is not None and past.get_seq_length(0) > 6:
+            past.layers[0].values[..., :-6, :] = 0
+        return forward(*args, **kwargs)
+
+    leaking.__wrapped__ = forward  # type: ignore[attr-defined]
+    module.forward = leaking
+    return name_of(model, module)
+
+
+def one_head(model: Any) -> str:
+    """The values of one head are mixed with those of the next token."""
+    return inside("layers.1.self_attn.v_proj", lambda v: torch.cat([ahead(0.02)(v[..., :8]), v[..., 8:]], -1))(model)
+
+
+def first_token_kept(model: Any) -> str:
+    """The first token is seen from everywhere, as a sink, beside a window."""
+
+    def with_the_first(seen: Tensor) -> Tensor:
+        return seen | (torch.arange(seen.shape[-1]) == 0)
+
+    return masked(with_the_first, 0)(model)
+
+
+def in_half_precision_alone(model: Any) -> str:
+    """A fifth of the next token, without a derivative, where numbers are bfloat16."""
+    return after(mlp, lambda x: x + 0.2 * x.detach().roll(-1, 1) if x.dtype == torch.bfloat16 else x)(model.bfloat16())
+
+
 _D = {"documents": DOCUMENTS, "use_cache": False}
 MUTANTS = [
     *(
@@ -556,4 +747,36 @@ MUTANTS = [
     ),
     Mutant("scaled by the number of sequences in the encoder", "whisper", "batch", in_the_encoder(larger_batch)),
     Mutant("encoder's padding seen in the encoder", "bart", "padding right", encoder_attention),
+    Mutant("queries divided by a norm over tokens", "stablelm", "causal", inside("layers.1.self_attn.q_proj", over_tokens)),
+    Mutant("running sum over the flattened batch", "granite", "batch", inside("layers.1.mlp", flattened)),
+    Mutant("divided by the largest of the sequence", "cohere", "causal", inside("layers.1.mlp", by_the_largest)),
+    Mutant("divided by the largest of the batch", "nemotron", "batch", inside("layers.1.mlp", by_the_largest_of_all)),
+    Mutant("rank among all tokens", "glm", "causal", inside("layers.1.mlp", ranked)),
+    Mutant("Fourier transform over tokens", "starcoder2", "causal", inside("layers.0.mlp", fourier)),
+    Mutant("Fourier transform over padding", "eurobert", "padding right", inside("layers.1.mlp", fourier)),
+    Mutant("blocks of four see themselves", "persimmon", "causal", inside("layers.1.mlp", in_fours)),
+    Mutant("every other token sees the next", "codegen", "causal", inside("h.1.mlp", even_places)),
+    Mutant("one channel, 1e-5", "seed_oss", "causal", inside("layers.1.mlp", one_channel)),
+    Mutant("signs of the next token", "smollm3", "causal", inside("layers.1.mlp", signs)),
+    Mutant("share of positive numbers", "ernie4_5", "causal", inside("layers.1.mlp", positive_share)),
+    Mutant("last sequence of the batch seen", "modernbert", "batch", inside("layers.1.mlp", last_mate)),
+    Mutant("sequence two before seen in the batch", "gpt_bigcode", "batch", inside("h.1.mlp", mates(2))),
+    Mutant("number of pads", "electra", "padding right", number_of_pads),
+    Mutant("hash of a token and the next", "deepseek_v3", "causal", hashed_ids),
+    Mutant("positions by the largest token id", "helium", "causal", largest_id),
+    Mutant("values of the cache forgotten", "granite", "cache", old_values, {"cache": True}),
+    Mutant("values of one head", "qwen3_moe", "causal", one_head),
+    Mutant(
+        "next token in a decoder of two halves", "t5", "causal", inside("decoder.block.1.layer.0.SelfAttention", ahead(0.05))
+    ),
+    Mutant("last sequence of the batch seen in the encoder", "t5", "batch", inside("encoder.block.1.layer.1", last_mate)),
+    Mutant("next token after the last norm", "apertus", "causal", inside("norm", ahead(0.05))),
+    Mutant("next token in a recurrence", "mamba", "causal", inside("layers.1.mixer", ahead(0.05))),
+    Mutant("convolution over packed documents", "lfm2", "documents", lambda model: "layers.0.conv", _D),
+    Mutant("first token kept beside a window", "starcoder2", "window 6", first_token_kept),
+    *(
+        Mutant("one output sees its neighbour, detached", "jais2", "causal", inside("layers.1.mlp", neighbours_detached(k)))
+        for k in (3, 8, 13)
+    ),
+    Mutant("leak in half precision alone", "gpt2", "causal", in_half_precision_alone),
 ]

@@ -70,12 +70,6 @@ def test_a_wrapped_model_has_the_claims_of_the_one_inside(wrapped: Callable[[Any
     assert {v.claim: v.held for v in found.verdicts} == held, str(found)
 
 
-def test_inputs_of_several_rows_say_which_was_tested() -> None:
-    ids = torch.arange(10, 34).reshape(2, 12)
-    found = lipscope.check(FAMILIES["llama"]().float(), inputs={"input_ids": ids})
-    assert {v.remark for v in found.verdicts} == {"on the first of the 2 sequences given"}
-
-
 class Lambda(nn.Module):
     """A function as a module."""
 

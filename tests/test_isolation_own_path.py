@@ -310,7 +310,7 @@ def test_outputs_that_do_not_belong_to_tokens_are_tested_on_what_they_are_made_o
     after(mlp, ahead(0.1))(model.transformer)
     verdict = verdict_on("causal", model, n=9)
     assert verdict.leak.module.split(" ")[0] == "transformer.h.1.mlp"
-    assert verdict.remark == "outputs of shape (2, 3): tested on what they are made of"
+    assert verdict.remark == "outputs of shape (4, 3): tested on what they are made of"
 
 
 def test_outputs_without_a_signal_are_refused() -> None:

@@ -15,21 +15,10 @@ from torch import Tensor, nn
 
 from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
-from lipscope.models.inputs import first_position, position_limit, probe_inputs, vocabulary
-from lipscope.models.leaks import (
-    WITHOUT_PADDING,
-    Again,
-    agreed,
-    by_derivative,
-    by_substitution,
-    compared,
-    described,
-    judged,
-    line,
-    refuse_unsteady,
-)
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output
-from lipscope.models.verdicts import Isolation, Leak, Verdict
+from lipscope.models.inputs import first_position
+from lipscope.models.leaks import Again, agreed, by_derivative, by_substitution, compared, described, judged, refuse_unsteady
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output, line
+from lipscope.models.verdicts import WITHOUT_PADDING, Isolation, Leak, Verdict
 
 
 def check(
@@ -79,21 +68,24 @@ def check(
         >>> found.verdicts[-1].held, found.verdicts[-1].leak.instrument
         (False, 'derivative and substitution')
     """
+    if padding not in (None, "left", "right", "none"):
+        raise CannotCheckError(f"padding must be left, right or none, got {padding!r}")
     name, module = _opened(model)
-    alone = _subject(module, n, documents, inputs, Tally(torch.Generator().manual_seed(seed)))
-    alone = alone if use_cache is None else alone.like(use_cache=use_cache)
-    tests = _Tests(alone, padding)
+    tally = Tally(torch.Generator().manual_seed(seed))
+    subjects = Subject.all_of(module, sum(documents or (32,)) if n is None else n, inputs, tally)
+    told = {} if use_cache is None else {"use_cache": use_cache}
+    tests = [_Tests(alone.like(**told), padding, inputs is not None) for alone in subjects[:_GIVEN]]
+    said = f"in the first {_GIVEN} of the {len(subjects)} sequences given" if subjects[_GIVEN:] else ""
     try:
-        refuse_unsteady(alone, tests.two)
+        refuse_unsteady(tests[0].alone, tests[0].many)
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else "the model does not run on these inputs: "
         raise CannotCheckError(kind + line(error)) from error
-    rows = 1 if inputs is None else len(inputs[alone.tokens])
-    said = f"on the first of the {rows} sequences given" if rows > 1 else ""
-    verdicts = tuple(_verdict(*claim, said) for claim in _claims(tests, causal, window, documents, batch, cache))
+    claims = zip(*(_claims(each, causal, window, documents, batch, cache) for each in tests), strict=True)
+    verdicts = tuple(_verdict(rows[0][0], rows[0][1], [found for _, _, found in rows], said) for rows in claims)
     if not verdicts:
         raise CannotCheckError("no claim is left to test: ask for one, such as causal")
-    return Isolation(name, alone.shape[1], verdicts, alone.tally.forwards, alone.tally.backwards)
+    return Isolation(name, subjects[0].shape[1], verdicts, tally.forwards, tally.backwards)
 
 
 Found = tuple[int, Leak | None, str]  # how many boundaries were tested, the largest leak, and a remark
@@ -101,62 +93,30 @@ Claim = tuple[str, str, Iterator[Found]]  # its name, who makes it, and its test
 ASKED = "asked for"
 
 
-def _verdict(claim: str, why: str, tests: Iterator[Found], said: str) -> Verdict:
-    """What the tests of one claim find, up to the first leak."""
-    boundaries, leak, remarks = 0, None, [said] if said else []
+def _verdict(claim: str, why: str, tests: Sequence[Iterator[Found]], said: str) -> Verdict:
+    """What the tests of one claim find in one sequence after the other, up to the first leak."""
+    boundaries, leak, remarks = 0, None, dict.fromkeys([said])
     try:
-        for more, leak, remark in tests:
+        for row, (more, leak, remark) in ((row, found) for row, each in enumerate(tests) for found in each):
             boundaries += more
-            remarks += [remark] if remark and remark not in remarks else []
+            remarks[remark] = None
             if leak is not None:
+                remarks |= {f"in sequence {row} of those given": None} if len(tests) > 1 else {}
                 break
     except Exception as error:  # whatever its code raises
         kind = "" if isinstance(error, CannotCheckError) else f"the model raised {type(error).__name__}: "
         return Verdict(claim, why, 0, None, skipped=kind + line(error))
-    return Verdict(claim, why, boundaries, leak, "; ".join(remarks))
+    return Verdict(claim, why, boundaries, leak, "; ".join(filter(None, remarks)))
 
 
 def _opened(model: Any) -> tuple[str, nn.Module]:
     from lipscope.models.load import load_named
     from lipscope.models.model import Model
 
-    if isinstance(model, Model):
-        return model.name, model.model
     if isinstance(model, nn.Module):
         return type(model).__name__, model
-    found = load_named(str(model))
+    found = model if isinstance(model, Model) else load_named(str(model))
     return found.name, found.model
-
-
-_TOKENS = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
-
-
-def _subject(
-    model: nn.Module, n: int | None, documents: Sequence[int] | None, inputs: dict[str, Any] | None, tally: Tally
-) -> Subject:
-    config: Any = getattr(model, "config", None)
-    if inputs is None:
-        n = n if n is not None else sum(documents) if documents is not None else 32
-        room = position_limit(model)
-        if room is not None and n > room:
-            raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
-        takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
-        try:
-            if config is None and any(getattr(part, "batch_first", True) is False for part in model.modules()):
-                raise ValueError("tokens (n, B, d) of sequence-first layers are not read")
-            inputs = probe_inputs(model, max(n, 1) if takes_ids else None)
-        except (AttributeError, ValueError) as error:
-            raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
-        if accepts(model, "decoder_input_ids"):
-            known = vocabulary(model) or 2
-            ids = torch.randint(0, known, (1, n), generator=tally.generator).to(next(model.parameters()).device)
-            # Of another length than the encoder's, so that the two are told apart where they share an embedding.
-            short = {"input_ids": inputs["input_ids"][:1, : max(n - 1, 1)]} if takes_ids else {}
-            inputs = inputs | short | {"decoder_input_ids": ids}
-    tokens = next((known for known in _TOKENS if known in inputs), None)
-    if tokens is None:
-        raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
-    return Subject.first_of(inputs, tokens, model, tally)
 
 
 def _claims(
@@ -194,7 +154,8 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
     found, n = subject.seen[0], subject.shape[1]
     if not subject.ends(cuts[0], subject.seen):
         raise CannotCheckError(f"outputs of shape {tuple(found.shape)} do not belong to the {n} tokens one by one")
-    few = {int(k) for k in torch.linspace(0, len(cuts) - 1, min(len(cuts), _SUBSTITUTIONS)).round()}
+    count = len(cuts) if len(cuts) <= _ALL else _SUBSTITUTIONS
+    few = {int(k) for k in torch.linspace(0, len(cuts) - 1, count).round()}
     try:
         leak, remark = by_derivative(subject, cuts)
     except (NoDerivativeError, RuntimeError) as error:  # kernels for inference alone have no derivative
@@ -202,7 +163,7 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
     if leak is not None:
         few = {k for k, cut in enumerate(cuts) if bool(cut.watched[leak.output]) and bool(cut.hidden[leak.token])}
     try:
-        other, noted = by_substitution(subject, [cuts[k] for k in sorted(few)[: _SUBSTITUTIONS if leak is None else 1]])
+        other, noted = by_substitution(subject, [cuts[k] for k in sorted(few)[: None if leak is None else 1]])
     except CannotCheckError as error:
         if leak is None:
             raise
@@ -214,21 +175,19 @@ def _tested(subject: Subject, cuts: Sequence[Cut], boundaries: int | None = None
     return boundaries or len(cuts), leak or other, "; ".join(filter(None, (inner, remark, noted)))
 
 
-_SUBSTITUTIONS = 6
+_ALL, _SUBSTITUTIONS = 8, 6  # so many passes with other tokens are all made, of more six
 _EVERY = 128  # so many boundaries are all tested
+_GIVEN = 8  # so many sequences of those given are tested: their passes are kept
 _PADDED = ("input_ids", "inputs_embeds")
 
 
 @dataclass
 class _Tests:
-    """The claims about a batch of two sequences: other ones, one of them padded."""
+    """The claims about a batch of a few sequences: the one that is tested, and others, some of them padded."""
 
     alone: Subject
     padding_side: str | None
-
-    def __post_init__(self) -> None:
-        if self.padding_side not in (None, "left", "right", "none"):
-            raise CannotCheckError(f"padding must be left, right or none, got {self.padding_side!r}")
+    given: bool  # whether its tokens were
 
     @property
     def side(self) -> str:
@@ -239,74 +198,80 @@ class _Tests:
     @property
     def source(self) -> str:
         """The tokens that padding stands beside: the encoder's where there are two halves."""
-        halves = self.alone.tokens == "decoder_input_ids"
-        return next((name for name in _TOKENS[2:] if name in self.alone.inputs), "") if halves else self.alone.tokens
+        first, *rest = self.alone.named
+        return rest[0] if first == "decoder_input_ids" and rest else first
 
     @cached_property
-    def two(self) -> Subject:
-        """The sequence and another one."""
-        subjects = [replace(self.alone, tokens=name) for name in _TOKENS if name in self.alone.inputs]
-        others = {s.tokens: s.substituted(torch.ones(s.shape, dtype=torch.bool, device=s.places.device)) for s in subjects}
-        pairs = {name: value for name, value in self.alone.inputs.items() if isinstance(value, Tensor) and value.ndim}
-        return self.alone.like(**{name: torch.cat([value, others.get(name, value)]) for name, value in pairs.items()})
+    def many(self) -> Subject:
+        """The sequence and others, a few hundred tokens in all."""
+        wide = self.repeated
+        others = torch.arange(wide.shape[0], device=wide.places.device)[:, None] > 0
+        return wide.like(**{name: replace(wide, tokens=name).substituted(others) for name in wide.named})
 
     @property
-    def everywhere(self) -> Tensor:
-        """All places (n,) of the sequence."""
-        return torch.ones_like(self.alone.places[0], dtype=torch.bool)
+    def repeated(self) -> Subject:
+        """The sequence so many times."""
+        count = min(max(512 // self.alone.shape[1], 2), 4)
+        rows = {name: value for name, value in self.alone.inputs.items() if isinstance(value, Tensor) and value.ndim}
+        return self.alone.like(**{name: torch.cat([value] * count) for name, value in rows.items()})
 
     @property
-    def given(self) -> Tensor | None:
+    def mask(self) -> Tensor | None:
         """The mask among the inputs, where it hides something."""
-        mask = self.two.inputs.get("attention_mask")
+        mask = self.many.inputs.get("attention_mask")
         return mask if isinstance(mask, Tensor) and not bool(mask.all()) else None
 
     @cached_property
     def real(self) -> Tensor:
-        """Where tokens are real, (2, n): everywhere in the first sequence, or where the mask that was given says."""
-        source = replace(self.two, tokens=self.source)
-        if self.given is not None:
-            if self.given.shape != source.shape:
+        """Where tokens are real, (B, n): everywhere in the first sequence, or where the mask that was given says."""
+        source = replace(self.many, tokens=self.source)
+        if self.mask is not None:
+            if self.mask.shape != source.shape:
                 raise CannotCheckError("the inputs hold an attention_mask that is not one of padding")
-            return self.given.bool()
+            return self.mask.bool()
         n, pads = source.shape[1], max(1, source.shape[1] // 4)
         inner = source.places >= pads if self.side == "left" else source.places < n - pads
-        return torch.cat([torch.ones_like(inner), inner])
+        return torch.cat([torch.ones_like(inner), *[inner] * (source.shape[0] - 1)])
 
     @cached_property
     def padded(self) -> Subject:
-        """Two sequences, the second one padded, in a plain call: positions are given only beside a mask that was given."""
-        positions = None if self.given is None else self.two.inputs.get("position_ids")
-        return replace(self.two, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
+        """The first sequence and padded ones in a plain call: positions are given only beside a mask that was given."""
+        positions = None if self.mask is None else self.many.inputs.get("position_ids")
+        return replace(self.many, tokens=self.source).like(attention_mask=self.real.long(), position_ids=positions)
 
     def batch(self) -> Iterator[Found]:
-        """Each of two sequences and the tokens of the other; the first one beside the second and alone."""
-        output = self.two.seen[0]
-        if output.shape[:1] != (2,):
+        """Half of the sequences and the tokens of the other half; the first one beside the others and alone.
+
+        Any two are in different halves at some bit of their numbers.
+        """
+        output, at = self.many.seen[0], self.many.places
+        rows = torch.arange(self.many.shape[0], device=at.device)[:, None]
+        if output.shape[:1] != rows.shape[:1]:
             raise CannotCheckError(f"outputs of shape {tuple(output.shape)} do not belong to the sequences one by one")
+        halves = [(rows >> bit) % 2 == side for bit in range((len(rows) - 1).bit_length()) for side in (0, 1)]
         for name in dict.fromkeys((self.alone.tokens, self.source)):
-            two = self.two if name == self.two.tokens else replace(self.two, tokens=name)
-            both, rows = output.shape[:2], torch.tensor([[True], [False]], device=two.places.device)
-            yield _tested(two, [Cut(~r.expand(two.shape), r.expand(both), whole=True) for r in (rows, ~rows)])
-        yield _compared(self.alone, self.two, self.everywhere, "comparison with the sequence alone", whole=True)
+            two = self.many if name == self.many.tokens else replace(self.many, tokens=name)
+            yield _tested(two, [Cut(~half.expand(two.shape), half.expand(output.shape[:2]), whole=True) for half in halves])
+        yield _compared(self.alone, self.many, at[0] >= 0, "comparison with the sequence alone", whole=True)
 
     def causal(self) -> Iterator[Found]:
         """Outputs before t, tokens from t on; with padding too, whose mask may take the place of the causal one.
 
         A prefix alone has the outputs that it has in the whole sequence: the number of later tokens does not count either.
         """
-        n, at = self.alone.shape[1], self.two.places
+        among = self.repeated if self.given else self.many
+        (rows, n), at = among.shape, among.places
         ends = [place for k in range(n.bit_length()) for place in (2**k, n - 2**k) if 0 < place < n]
         drawn = (torch.randperm(n - 1, generator=self.alone.tally.generator) + 1).tolist()
         places = sorted(list(dict.fromkeys([*ends, *drawn]))[:_EVERY])
-        # Two boundaries a pass, one in either sequence.
-        both = zip(places[::2], [*places[1::2], places[-1]], strict=False)
-        pairs = [torch.tensor(pair, device=at.device)[:, None] for pair in both]
-        yield _tested(self.two, [Cut(at >= t, at < t) for t in pairs], len(places))
+        # One boundary in every sequence of a pass.
+        passes = [[*places[k : k + rows], *[places[-1]] * rows][:rows] for k in range(0, len(places), rows)]
+        cuts = [torch.tensor(each, device=at.device)[:, None] for each in passes]
+        yield _tested(among, [Cut(at >= t, at < t) for t in cuts], len(places))
         half = self.alone.places[0] < n // 2
         yield _compared(self.alone.part(0, half), self.alone, half, "comparison with the prefix alone")
         plain = self.source in _PADDED and self.source == self.alone.tokens
-        plain = plain and (self.given is None or self.given.shape == self.two.shape)
+        plain = plain and (self.mask is None or self.mask.shape == self.many.shape)
         if plain and accepts(self.alone.model, "attention_mask"):
             yield _tested(self.padded, [Cut((at >= n // 2) & self.real, (at < n // 2) & self.real)])
 
@@ -315,7 +280,7 @@ class _Tests:
         if not accepts(self.alone.model, "attention_mask") or self.source not in _PADDED:
             raise CannotCheckError("the model takes no attention_mask beside its tokens")
         real, counted = self.real, (self.real.long().cumsum(-1) - 1).clamp_min(0) + first_position(self.alone.model)
-        watched = real if self.source == self.alone.tokens else self.everywhere.expand(2, -1)
+        watched = real if self.source == self.alone.tokens else (self.many.places >= 0).expand(len(real), -1)
 
         def tests(padded: Subject) -> Iterator[Found]:
             yield _tested(padded, [Cut(~real, watched, real)])
@@ -326,7 +291,7 @@ class _Tests:
                 yield _compared(alone, padded, real[row], WITHOUT_PADDING, row)
 
         # Some models count positions from the mask, some from the left end: where no call was given, either may be meant.
-        remark, excused = "held when position_ids are given", self.given is None
+        remark, excused = "held when position_ids are given", self.mask is None
         yield from _unless(tests, self.padded, remark, excused, position_ids=counted)
 
 

@@ -29,45 +29,45 @@ from torch.utils._pytree import tree_map_only
 from lipscope.models.anatomy import Event, first_tensor
 from lipscope.models.capture import Call, double_throughout
 from lipscope.models.seam import plain_experts
-from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Seen, Subject
-from lipscope.models.verdicts import Leak
+from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Seen, Subject, line
+from lipscope.models.verdicts import SUBSTITUTION, WITHOUT_PADDING, Leak
 
 # ── the instruments ──
 
-SUBSTITUTION = "substitution"
-WITHOUT_PADDING = "comparison without padding"
+_ROUNDING, _MAYBE = "by rounding: not in float64", "which may be rounding"
 
 
 def by_derivative(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
     """The largest derivative of a watched output in a hidden token, located, and a remark; None when all are exactly zero.
 
-    One below a unit in the last place of the others is rounding when float64 has none of its size.
+    What rounding may explain is rounding when float64 has none of its size.
     """
-    output, leaf, events = subject.traced()
+    output, leaves, events = subject.traced()
     worst, across, token = 0.0, cuts[0], None
     for cut in cuts:
-        gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
+        gains = _gains(subject, leaves, _watched(subject, cut, (output, events)))
         inside = torch.where(cut.hidden, gains, 0.0)
         size = float(inside.max() / gains.max().clamp_min(torch.finfo(gains.dtype).tiny))
         if size > worst:
             worst, across, token = size, cut, _place(inside)
     if token is None:
         return None, ""
-    if worst <= torch.finfo(leaf.dtype).eps and (leaf.dtype == torch.float64 or not _stays(subject, across, worst)):
-        rounding = "which may be rounding" if leaf.dtype == torch.float64 else "by rounding: not in float64"
-        return None, f"derivatives of {worst:.1e} of the scale {rounding}"
+    widest = leaves[0].dtype == torch.float64
+    little = worst <= (1e-14 if widest else tolerance(leaves[0].dtype))
+    if little and (widest or not _stays(subject, across, worst)):
+        return None, f"derivatives of {worst:.1e} of the scale {_MAYBE if widest else _ROUNDING}"
     ends = [end for end in subject.ends(across, (output, events)) if end.shape[:2] == across.watched.shape]
     places = across.watched.nonzero()
     while len(places) > 1 and ends:
         half = torch.zeros_like(across.watched)
         half[tuple(places[: len(places) // 2].T)] = True
-        inside_half = float(_gains(subject, leaf, [(end, half) for end in ends])[token]) > 0
+        inside_half = float(_gains(subject, leaves, [(end, half) for end in ends])[token]) > 0
         places = places[: len(places) // 2] if inside_half else places[len(places) // 2 :]
 
     @cache
     def depends(tensor: Tensor) -> bool:
         rows = across.rows(tensor) if tensor.requires_grad else None
-        return rows is not None and float(_gains(subject, leaf, [(tensor, rows)])[token]) > 0
+        return rows is not None and float(_gains(subject, leaves, [(tensor, rows)])[token]) > 0
 
     leak = Leak("derivative", worst, (int(places[0][0]), int(places[0][1])), token)
     return described(subject, leak, culprit(events, lambda tensor, _: depends(tensor)), events, across), ""
@@ -82,15 +82,15 @@ def _stays(subject: Subject, cut: Cut, size: float) -> bool:
     """Whether a derivative keeps its size in float64, where rounding is at least 10⁸ times smaller."""
     try:
         with _in_float64(subject.model):
-            output, leaf, events = subject.widened().traced()
-            gains = _gains(subject, leaf, _watched(subject, cut, (output, events)))
+            output, leaves, events = subject.widened().traced()
+            gains = _gains(subject, leaves, _watched(subject, cut, (output, events)))
             return float(torch.where(cut.hidden, gains, 0.0).max() / gains.max()) > size / 1024
     except Exception as error:  # whatever its code raises
-        told = f"derivatives of {size:.1e} of the scale, which may be rounding, and float64 cannot tell: {line(error)}"
+        told = f"derivatives of {size:.1e} of the scale, {_MAYBE}, and float64 cannot tell: {line(error)}"
         raise CannotCheckError(told) from error
 
 
-def _gains(subject: Subject, leaf: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _gains(subject: Subject, leaves: list[Tensor], ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Largest entry, per token (B, n), of the derivative of a random weighting of watched rows; refuses non-finite ones."""
     outputs, weights = list[Tensor](), list[Tensor]()
     for output, rows in ends:
@@ -101,11 +101,12 @@ def _gains(subject: Subject, leaf: Tensor, ends: Sequence[tuple[Tensor, Tensor]]
     if not outputs:
         raise NoDerivativeError("the outputs have no derivative")
     subject.tally.backwards += 1
-    (found,) = torch.autograd.grad(outputs, leaf, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
-    if not bool(torch.isfinite(found).all()):
+    found = torch.autograd.grad(outputs, leaves, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
+    gains = torch.stack([part.abs().reshape(*part.shape[:2], -1).amax(-1) for part in found]).amax(0)
+    if not bool(torch.isfinite(gains).all()):
         # Padded rows of some models are NaN, which no weight of zero takes out.
         raise NoDerivativeError("derivatives are not finite")
-    return found.abs().reshape(*found.shape[:2], -1).amax(-1)
+    return gains
 
 
 def by_substitution(subject: Subject, cuts: Sequence[Cut]) -> tuple[Leak | None, str]:
@@ -136,23 +137,26 @@ def judged(test: Callable[..., tuple[Leak | None, bool]], *subjects: Subject) ->
         with _in_float64(subjects[0].model):
             wide, _ = test(*(subject.widened() for subject in subjects))
     except Exception as error:  # whatever its code raises
-        told = f"{size}, which may be rounding, and float64 cannot tell: {line(error)}"
+        told = f"{size}, {_MAYBE}, and float64 cannot tell: {line(error)}"
         if leak.size <= tolerance(subjects[0].seen[0].dtype):
             return None, told
         raise CannotCheckError(told) from error
-    return wide, "" if wide is not None else f"{size} by rounding: not in float64"
+    return wide, "" if wide is not None else f"{size} {_ROUNDING}"
 
 
 @contextmanager
 def _in_float64(model: nn.Module) -> Iterator[None]:
     """Inside, the numbers of a model are float64; afterwards they are what they were, bit for bit."""
+    usual = torch.get_default_dtype()
     before = [(part, part.data) for part in (*model.parameters(), *model.buffers()) if part.is_floating_point()]
     try:
         for part, numbers in before:
             part.data = numbers.double()
+        torch.set_default_dtype(torch.float64)  # of numbers that code makes without saying of which type
         with double_throughout(torch.float64), plain_experts(model):
             yield
     finally:
+        torch.set_default_dtype(usual)
         for part, numbers in before:
             part.data = numbers
 
@@ -200,7 +204,9 @@ def compared(
     earlier = [(steps((call, None)), call) for call in before if call.exit < event.exit]
     equal = not any((size is None and call.inside(event)) or 0 < (size or 0) <= 1 for size, call in earlier)
     equal &= instrument != WITHOUT_PADDING  # rotations by position are others there, and outputs the same
-    return described(subject, leak, event, before, cut), equal and (steps((event, None)) or 0) > _SUDDEN
+    # Where shapes are the same, little is left to rounding.
+    sudden = (steps((event, None)) or 0) > (1 if instrument == SUBSTITUTION else _SUDDEN)
+    return described(subject, leak, event, before, cut), equal and sudden
 
 
 def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int, int]]:
@@ -216,15 +222,16 @@ def apart(one: Tensor, other: Tensor, watched: Tensor) -> tuple[float, tuple[int
     return float(gap.max()) / max(float(scale.max()), 1e-300), _place(gap)
 
 
-def refuse_unsteady(subject: Subject, two: Subject) -> None:
+def refuse_unsteady(subject: Subject, many: Subject) -> None:
     """Refuse a model that gives other outputs after a pass on other tokens, or the same ones whatever the tokens."""
     refuse_non_finite(subject.seen[0])
     rows = torch.ones(len(subject.seen[0]), 1, dtype=torch.bool, device=subject.seen[0].device)
     signal = True
-    with suppress(Exception):  # what does not run on two sequences says so where it is tested
-        output, both = two.seen[0], Cut(~rows, rows.expand(2, 1), whole=True)
-        subject.tally.mute = len(output) == 2 and torch.equal(output[0], output[1])
-        signal = not subject.tally.mute or any(not torch.equal(*end) for end in two.ends(both, two.seen))
+    with suppress(Exception):  # what does not run on several sequences says so where it is tested
+        output, count = many.seen[0], many.shape[0]
+        all_of_them = Cut(~rows, rows.expand(count, 1), whole=True)
+        subject.tally.mute = len(output) == count and bool((output == output[:1]).all())
+        signal = not subject.tally.mute or any(bool((end != end[:1]).any()) for end in many.ends(all_of_them, many.seen))
     if not signal:
         raise CannotCheckError("the outputs are the same for other tokens, so no leak would be seen in them")
     # Some kernels add in any order.
@@ -269,11 +276,6 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 _SUDDEN = 4  # times that: no rounding inside one module
-
-
-def line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def _place(values: Tensor) -> tuple[int, int]:
@@ -338,7 +340,7 @@ def _picture(subject: Subject, event: Event, leak: Leak, cut: Cut) -> str:
         for i in shown:
             only = torch.zeros_like(cut.hidden)
             only[batch, i] = True
-            seen.append(_gains(subject, leaf, [(output, only)])[batch] > 0)
+            seen.append(_gains(subject, [leaf], [(output, only)])[batch] > 0)
     except Exception:  # a module that cannot be called again, or has no derivative, has no picture
         return ""
     mask = _received(event, batch, n)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.models.anatomy import Event, watching
-from lipscope.models.inputs import runner, vocabulary
+from lipscope.models.inputs import position_limit, probe_inputs, runner, vocabulary
 
 
 class CannotCheckError(ValueError):
@@ -24,7 +24,7 @@ class NoDerivativeError(CannotCheckError):
 
 
 Seen = tuple[Tensor, list[Event]]  # the outputs of one pass, and its module calls
-Traced = tuple[Tensor, Tensor, list[Event]]  # its outputs, its embedded tokens as a leaf of the graph, its module calls
+Traced = tuple[Tensor, list[Tensor], list[Event]]  # its outputs, its embedded tokens as leaves, its module calls
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Tally:
     last: tuple[Subject, Traced] | None = None  # the last pass with derivatives
 
 
+_TOKENS = ("decoder_input_ids", "tokens", "input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
+
+
 @dataclass
 class Subject:
     """A model on one kind of input: runs it, with its tokens as a leaf, as often as needed."""
@@ -71,8 +74,28 @@ class Subject:
     tally: Tally
 
     @classmethod
-    def first_of(cls, inputs: dict[str, Any], tokens: str, model: nn.Module, tally: Tally) -> Subject:
-        """The first sequence of some inputs; refuses tensors without a row for every sequence, and single tokens."""
+    def all_of(cls, model: nn.Module, n: int, inputs: dict[str, Any] | None, tally: Tally) -> list[Subject]:
+        """One sequence of n tokens that is made up, or each of those given, where every tensor has a row for each."""
+        config: Any = getattr(model, "config", None)
+        if inputs is None:
+            room = position_limit(model)
+            if room is not None and n > room:
+                raise CannotCheckError(f"n = {n} tokens are more than the {room} positions of the model")
+            takes_ids = config is not None and getattr(model, "main_input_name", "input_ids") == "input_ids"
+            try:
+                if config is None and any(getattr(part, "batch_first", True) is False for part in model.modules()):
+                    raise ValueError("tokens (n, B, d) of sequence-first layers are not read")
+                inputs = {name: rows[:1] for name, rows in probe_inputs(model, max(n, 1) if takes_ids else None).items()}
+            except (AttributeError, ValueError) as error:
+                raise CannotCheckError(f"no inputs can be made up for {type(model).__name__}: {line(error)}") from error
+            if accepts(model, "decoder_input_ids"):
+                ids = torch.randint(0, vocabulary(model) or 2, (1, n), generator=tally.generator)
+                # Of another length than the encoder's, so that the two are told apart where they share an embedding.
+                short = {"input_ids": inputs["input_ids"][:, : max(n - 1, 1)]} if takes_ids else {}
+                inputs = inputs | short | {"decoder_input_ids": ids.to(next(model.parameters()).device)}
+        tokens = next((known for known in _TOKENS if known in inputs), None)
+        if tokens is None:
+            raise CannotCheckError(f"none of the inputs holds tokens: {', '.join(inputs)}")
         if _sequence_first(model):
             raise CannotCheckError("tokens (n, B, d) of sequence-first layers are not read: wrap them to take (B, n, d)")
         given = inputs[tokens]
@@ -84,13 +107,16 @@ class Subject:
         for name, value in inputs.items():
             strange = name.startswith("cu_seq") or (name == "position_ids" and isinstance(value, Tensor) and value.ndim > 2)
             if isinstance(value, Tensor) and value.ndim and (strange or len(value) not in (1, len(given))):
-                raise CannotCheckError(
-                    f"{name} {tuple(value.shape)} has no row per sequence, and cannot be cut: leave it out"
-                )
+                raise CannotCheckError(f"{name} {tuple(value.shape)} has no row per sequence: leave it out")
         if given.shape[1] < 2:
             raise CannotCheckError("a sequence needs at least two tokens, or there is nothing that must not be seen")
-        one = {key: value[:1] if isinstance(value, Tensor) and value.ndim else value for key, value in inputs.items()}
-        return cls(model, one, tokens, tally)
+        every = torch.ones(given.shape[1], dtype=torch.bool, device=given.device)
+        return [cls(model, inputs, tokens, tally).part(row, every) for row in range(len(given))]
+
+    @property
+    def named(self) -> list[str]:
+        """The arguments that hold tokens, the decoder's first."""
+        return [name for name in _TOKENS if name in self.inputs]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -161,9 +187,9 @@ class Subject:
 
         def embedded(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             asked = args[0] if args else None
-            if isinstance(asked, Tensor) and asked.shape == given.shape and torch.equal(asked, given) and not leaves:
+            if isinstance(asked, Tensor) and given.shape == asked.shape == output.shape[:2] and torch.equal(asked, given):
                 leaves.append(output.detach().clone().requires_grad_())
-                return leaves[0].clone()  # some models change it in place
+                return leaves[-1].clone()  # some models change it in place
             return None
 
         with torch.enable_grad(), ExitStack() as hooks:
@@ -176,7 +202,7 @@ class Subject:
             output = subject.run()
         if not leaves:
             raise NoDerivativeError("the tokens go through no nn.Embedding")
-        return output, leaves[0], events
+        return output, leaves, events
 
     def substituted(self, hidden: Tensor) -> Tensor:
         """The tokens with others in the hidden places."""
@@ -187,6 +213,11 @@ class Subject:
             ids = max(2, vocabulary(self.model) or int(given.max()) + 1)
             other = (given + torch.randint(1, ids, given.shape, generator=self.tally.generator).to(given.device)) % ids
         return torch.where(hidden.reshape(*hidden.shape, *(1 for _ in given.shape[2:])), other, given)
+
+
+def line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())[:200]
 
 
 def chosen_output(output: Any) -> Tensor:

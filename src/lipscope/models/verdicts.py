@@ -7,6 +7,8 @@ from typing import Any
 
 from lipscope.rounding import Shown
 
+SUBSTITUTION, WITHOUT_PADDING = "substitution", "comparison without padding"
+
 
 @dataclass(frozen=True)
 class Leak:
