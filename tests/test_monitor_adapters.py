@@ -14,15 +14,16 @@ from torch import nn
 import lipscope
 from lipscope.training import Monitor
 from model_families import enlarge
-from test_monitor import batches, llama
+from test_monitor import assert_same_weights, batches, llama, train
 
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOLVER = lipscope.GolubKahan(rtol=1e-8)
 
 
 class LoraLinear(nn.Module):
     """W x + s B A x."""
 
-    def __init__(self, base: nn.Linear, seed: int) -> None:
+    def __init__(self, base: nn.Linear, seed: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.base_layer = base
         generator = torch.Generator().manual_seed(seed)
@@ -30,6 +31,7 @@ class LoraLinear(nn.Module):
         for part in (down, up):
             nn.init.normal_(part.weight, std=0.5, generator=generator)
         self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout) if dropout else nn.Identity()})
         self.scaling = {"default": 2.0}
 
     @property
@@ -41,7 +43,8 @@ class LoraLinear(nn.Module):
         return self.base_layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+        low = self.lora_A["default"](self.lora_dropout["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](low)
 
     def merged(self) -> nn.Linear:
         found = copy.deepcopy(self.base_layer)
@@ -58,7 +61,7 @@ def put(model: nn.Module, layers: list[int], names: tuple[str, ...], make) -> nn
     return model
 
 
-@pytest.mark.parametrize("names", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")])
+@pytest.mark.parametrize("names", [("q_proj", "v_proj"), NAMES])
 def test_adapted_layers_only_beside_the_base_model(names):
     base = enlarge(llama()).float()
     adapted = put(copy.deepcopy(base), [1], names, lambda inner: LoraLinear(inner, seed=3))
@@ -77,6 +80,35 @@ def test_adapted_layers_only_beside_the_base_model(names):
     assert abs(of_merged / of_base - 1) > 0.01
     assert adapted.model.layers[1].self_attn.q_proj.scaling == {"default": 2.0}
     assert f"σ ≈ {of_base:.3g} without adapters" in str(monitor.measure())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_adapters_is_left_alone_to_the_last_bit(dropout):
+    plain, watched = (
+        put(enlarge(llama()).float(), [0, 1], NAMES, lambda inner: LoraLinear(inner, seed=3, dropout=dropout))
+        for _ in range(2)
+    )
+    for _ in range(8):
+        # Wide enough that the order of sums shows.
+        monitor = Monitor(watched, every=2)
+        train(plain, None), train(watched, monitor)
+        assert monitor.reason is None
+        assert_same_weights(plain, watched)
+    # With dropout inside an adapter there is no backward bound, and a note says so.
+    assert bool(monitor.notes) == bool(dropout)
+
+
+def test_the_backward_bound_of_adapted_layers_is_that_of_merged_ones():
+    adapted = put(enlarge(llama()).float(), [0, 1], NAMES, lambda inner: LoraLinear(inner, seed=3))
+    merged = put(copy.deepcopy(adapted), [0, 1], NAMES, lambda inner: inner.merged())
+    ids, gains = batches(1)[0], []
+    for model in (adapted, merged):
+        monitor = Monitor(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gains.append(monitor.backward_gains())
+    assert gains[0].keys() == gains[1].keys() == {0, 1}
+    for layer, gain in gains[0].items():
+        assert gain == pytest.approx(gains[1][layer], rel=1e-4)
 
 
 def test_all_layers_where_no_attention_is_adapted_or_where_they_are_asked_for():
