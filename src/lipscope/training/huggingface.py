@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lipscope.training.callbacks import Clipping, Watching
+from lipscope.training.readings import ALARM
 
 
 class LipschitzCallback(Watching, TrainerCallback):
@@ -35,7 +36,7 @@ class LipschitzCallback(Watching, TrainerCallback):
         super().__init__(every, options)
         self._training = False
         self._watched: nn.Module | None = None
-        lines = ", ".join(line.describe() for line in options.get("thresholds", ()))
+        lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
         self._key = f"lipscope monitor ({lines})"
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -43,7 +43,7 @@ from lipscope.training.attach import (
     without_adapters,
 )
 from lipscope.training.backward_bound import LayerGain, paused, watched_layers
-from lipscope.training.readings import COLUMNS, Alarm, Guard, Reading, Record, Threshold
+from lipscope.training.readings import ALARM, COLUMNS, Alarm, Guard, Reading, Record, Threshold
 
 # Seeds between two measurements: one solve may use as many as it has steps.
 _STRIDE = 100_003
@@ -120,7 +120,8 @@ class Monitor:
         inputs: inputs of the probe batch to keep.
         tokens: tokens of each to keep.
         backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
-        thresholds: lines that must not be crossed, each with an action.
+        thresholds: lines that must not be crossed, each with an action; by default those of ``readings.ALARM``, a warning
+            when the largest logit is above 50 or grows by more than 1.6 a step. ``()`` for none.
         on_alarm: called with every ``Alarm``; what it raises is said, and training goes on.
         csv: a file that every measurement is appended to.
         writer: a ``SummaryWriter`` that every measurement is written to.
@@ -158,7 +159,7 @@ class Monitor:
         inputs: int = 2,
         tokens: int = 64,
         backward: bool = True,
-        thresholds: Sequence[Threshold] = (),
+        thresholds: Sequence[Threshold] = ALARM,
         on_alarm: Callable[[Alarm], object] | Sequence[Callable[[Alarm], object]] = (),
         csv: str | os.PathLike[str] | None = None,
         writer: ScalarWriter | None = None,
@@ -348,12 +349,10 @@ class Monitor:
 
     def _beside_earlier(self, reading: Reading) -> Reading:
         """The reading with what has changed since the one before, and beside the base model."""
-        now = [float(self.steps), reading.estimate, reading.max_logit]
-        before, self._earlier[reading.name] = self._earlier.get(reading.name), now
-        changes: list[float | None] = [None, None]
-        if before is not None and self.steps > before[0]:
-            pairs = zip(now[1:], before[1:], strict=True)
-            changes = [None if a is None or b is None else (a - b) / (self.steps - before[0]) for a, b in pairs]
+        now: list[Any] = [self.steps, reading.estimate, reading.max_logit]
+        before, self._earlier[reading.name] = self._earlier.get(reading.name, [self.steps, None, None]), now
+        known = [self.steps > before[0] and a is not None and b is not None for a, b in zip(now, before, strict=True)]
+        changes = [(now[i] - before[i]) / (self.steps - before[0]) if known[i] else None for i in (1, 2)]
         base = (self._base or {}).get(reading.name)
         return replace(reading, sigma_change=changes[0], logit_change=changes[1], sigma_base=base)
 

@@ -165,6 +165,10 @@ class Threshold:
         return [entry for entry in found if self.layers is None or entry[0] in self.layers]
 
 
+# What a monitor is told by default: the two signals that warn best in benchmarks/blowups, σ not being one of them.
+ALARM = (Threshold("max_logit", above=50.0), Threshold("logit_change", above=1.6))
+
+
 @dataclass(frozen=True)
 class Alarm:
     """A threshold that was crossed."""
@@ -202,19 +206,23 @@ class Alarm:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """What to do about it, as far as benchmarks/blowups supports it."""
         line = self.threshold
+        remedy = _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
         if line.quantity == "max_logit" and line.above is not None and 0 < line.above < self.value:
             which = "its scores" if self.head is not None else "the scores of its worst head"
-            return f"multiply {which} by {line.above / self.value:.3g} (QKClip does), or use QK-norm or a soft-cap"
-        return _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
+            remedy += f" (here: {which} times {line.above / self.value:.3g})"
+        return remedy
 
 
+_LOGITS = "lower the learning rate, or use QK-norm; QKClip lessens it"
 _REMEDIES = {
-    ("sigma", True): "lower the learning rate, or add a penalty on σ (ModelPenalty)",
-    ("entropy", False): "attention collapses onto few tokens: clip queries and keys (QKClip), or use QK-norm",
-    ("backward", True): "one batch: skip it or clip its gradient; step after step: lower the learning rate",
-    ("sink_mass", True): "the first token takes the attention: harmless unless the loss rises with it",
+    ("sigma", True): "lower the learning rate",
+    ("max_logit", True): _LOGITS,
+    ("logit_change", True): _LOGITS,
+    ("entropy", False): f"attention collapses onto few tokens: {_LOGITS}",
+    ("backward", True): "one batch: skip it; step after step: lower the learning rate",
+    ("sink_mass", True): "the first token takes the attention: look at whether the loss rises with it",
 }
 
 
@@ -270,11 +278,7 @@ class JointDecision:
         self._save = self._stop = False
 
     def take(self, record: Any, *, joint: bool, due: bool) -> tuple[Any, bool, bool]:
-        """The record with the backward bounds of all processes, and whether to save and whether to stop now.
-
-        ``record`` is what this process has seen, None where it sees nothing; ``joint`` says whether there are several,
-        ``due`` whether all of them take part at this step.
-        """
+        """The record with the bounds of all processes (``joint``: several), and whether to save and stop now (``due``)."""
         if record is not None:
             self._save, self._stop = self._save or record.save, self._stop or record.stop
         if joint and not due:
