@@ -5,13 +5,14 @@
 Two copies of a small GPT-2 (the shape of gpt2-mini) train in turns on the same random tokens, one of them watched. Their
 steps are compared pair by pair, as CPU time on one thread, so that the ratio does not depend on what else the machine does.
 The overhead at k = 100 is what the hooks add to every step plus a hundredth of a measurement, over the plain step. Target:
-less than 3 %.
+at most 2 %, in a measurement whose quartiles exclude 3 %; where they lie on both sides of it the goal is undecided.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 from pathlib import Path
@@ -22,10 +23,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lipscope.training import Monitor
 from sections import Goal, write_goals, write_section
 
-EVERY, MEASUREMENTS, TARGET = 100, 4, 0.03
+EVERY, MEASUREMENTS, TARGET, EXCLUDED = 100, 4, 0.02, 0.03
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 512, "vocab_size": 4096}
 # Rows, tokens, and pairs of steps that are timed.
-BATCHES = ((8, 128, 20), (16, 128, 6))
+BATCHES = ((8, 128, 60), (16, 128, 24))
 
 
 def cpu_seconds(function) -> float:
@@ -95,7 +96,9 @@ def main() -> None:
         "GPT-2 with 4 layers, d = 256, 8 heads; a watched and an unwatched copy train in turns. *Hooks*: what reading the "
         "backward bound at every step adds, median and quartiles over pairs of steps. *Measurement*: σ of every layer, "
         "logits, entropy and sink mass on 2 inputs of 64 tokens, in plain steps. *Set-up*: once, when the monitor is made. "
-        f"*Overhead*: hooks plus a measurement every {EVERY} steps; the target is less than {TARGET:.0%}.",
+        f"*Overhead*: hooks plus a measurement every {EVERY} steps; the target is at most {TARGET:.0%}, by quartiles "
+        f"that exclude {EXCLUDED:.0%}. Load of the machine when it began: "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
         "| batch × tokens | plain step, s | hooks | measurement, steps | set-up, steps | overhead |",
         "|---|---|---|---|---|---|",
@@ -108,9 +111,9 @@ def main() -> None:
         why = f"hooks add {hooks}, a measurement takes {found['measurement'] / found['step']:.2f} steps"
         overhead = found["overhead"]
         share = overhead - found["hooks"]
-        decided = (found["low"] + share < TARGET) == (found["high"] + share < TARGET)
+        decided = (found["low"] + share < EXCLUDED) == (found["high"] + share < EXCLUDED)
         measured = f"{overhead:.2%} (quartiles {found['low'] + share:+.1%} … {found['high'] + share:+.1%})"
-        goals.append(Goal(case, f"< {TARGET:.0%} of step time", measured, overhead < TARGET, why, decided=decided))
+        goals.append(Goal(case, f"≤ {TARGET:.0%} of step time", measured, overhead <= TARGET, why, decided=decided))
         lines.append(
             f"| {rows} × {n} | {found['step']:.3f} | {hooks} | {found['measurement'] / found['step']:.2f} | "
             f"{found['set_up'] / found['step']:.2f} | {found['overhead']:.2%} |"

@@ -407,8 +407,8 @@ def test_an_alarm_says_where_what_since_when_and_what_to_do_and_not_too_often():
     assert (alarm.since, alarm.fine, alarm.head) == (10, 1, 1)
     (line,) = guard.warnings((alarm,), 10)
     assert line == (
-        "layer 3, head 1: max_logit is 80, above 50 since step 10, not at step 1: multiply its scores by 0.625 "
-        "(QKClip does), or use QK-norm or a soft-cap [warn]"
+        "layer 3, head 1: max_logit is 80, above 50 since step 10, not at step 1: lower the learning rate, or use QK-norm; "
+        "QKClip lessens it (here: its scores times 0.625) [warn]"
     )
     # To and fro around the line: every crossing is an alarm, and a warning only after the pause.
     said = []

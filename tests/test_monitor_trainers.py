@@ -253,7 +253,7 @@ def test_lightning_saves_stops_and_validates(tmp_path):
 def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
     """The first measurement is at step 1, where the other processes do not wait for a decision."""
     asked = []
-    monkeypatch.setattr("lipscope.training.readings.agreed", lambda *wish: asked.append(wish) or wish)
+    monkeypatch.setattr("lipscope.training.readings.together", lambda *wish: asked.append(wish[:2]) or wish)
     thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
     callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
     state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
@@ -274,7 +274,7 @@ def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypa
 
 @pytest.mark.filterwarnings("ignore:lipscope.training, step 1")
 def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr("lipscope.training.readings.agreed", lambda *wish: wish)
+    monkeypatch.setattr("lipscope.training.readings.together", lambda *wish: wish)
     saved = []
     run = SimpleNamespace(
         world_size=2, is_global_zero=True, global_step=0, default_root_dir=tmp_path, loggers=[], should_stop=False,
@@ -295,8 +295,35 @@ def test_lightning_of_several_processes_keeps_a_wish_until_all_can_follow(tmp_pa
     assert saved == ["lipscope-step=3.ckpt"]
 
 
-def test_two_processes_take_the_decision_of_the_first_together(tmp_path):
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What two processes of a training wrote, one after the other."""
+    directory = tmp_path_factory.mktemp("together")
     program = Path(__file__).with_name("joint_decision.py")
-    subprocess.run([sys.executable, program, tmp_path], check=True, timeout=120)
-    expected = [[False, False], [True, False], [False, False], [False, False]]
-    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected, expected]
+    subprocess.run([sys.executable, program, directory], check=True, timeout=240)
+    return [json.loads((directory / str(rank)).read_text()) for rank in range(2)]
+
+
+def test_two_processes_follow_a_wish_of_any_of_them_at_the_same_step(two_processes):
+    """The second process crosses its line at step 1, and both stop at step 2; after that nobody asks for anything."""
+    assert [found["decisions"] for found in two_processes] == [[[False, False], [False, True], [False, False]]] * 2
+    assert [found["own alarms"] for found in two_processes] == [0, 1]
+
+
+def test_two_processes_reduce_once_per_reading_to_the_largest_bound(two_processes):
+    first, second = two_processes
+    assert first["reductions"] == second["reductions"] == 1
+    # Data-parallel training itself reduces gradients, in buckets of its own; nothing else is sent.
+    assert first["other messages"] == second["other messages"] == 0
+    assert first["measured"] == 2
+    assert second["measured"] == 0
+    for layer, gain in first["reduced"].items():
+        assert gain == max(first["own"][layer], second["own"][layer])
+    assert any(second["own"][layer] > first["own"][layer] for layer in first["own"])
+
+
+def test_sharded_weights_are_refused_with_the_reason_and_training_goes_on(two_processes):
+    for found in two_processes:
+        assert "is sharded over processes" in found["sharded monitor"]
+        assert "is sharded over processes" in found["sharded clip"]
+        assert found["sharded loss after"] < found["sharded loss before"]

@@ -34,11 +34,12 @@ _NOT_INPUTS = (
     "num_items_in_batch",
     "logits_to_keep",
 )
+_SHARDS = ("DTensor", "FlatParameter", "ShardedTensor")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
-    """The model inside compiled, data-parallel and other wrappers, and whether it is compiled."""
+    """The model inside compiled, data-parallel and other wrappers, and whether it is compiled; refuses sharded weights."""
     compiled = False
     while True:
         if isinstance(getattr(model, "_orig_mod", None), nn.Module):
@@ -49,6 +50,11 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
             model = inner
         else:
             break
+    if sharded := next((name for name, p in model.named_parameters() if type(p).__name__ in _SHARDS), None):
+        raise ValueError(
+            f"{sharded} is sharded over processes (FSDP, tensor parallel), and layers are measured with whole weights: "
+            "train with DistributedDataParallel, or measure its checkpoints (lipscope scan)"
+        )
     return model, compiled or any(module._compiled_call_impl is not None for module in model.modules())
 
 
@@ -143,6 +149,21 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
         )
     # Copies in ordinary mode: tensors made for inference cannot take part in a derivative.
     return {name: value.detach().clone().to(handle.device) for name, value in given.items()}
+
+
+def adapters(model: nn.Module) -> list[Any]:
+    """The low-rank adapters inside a model, by the structure that PEFT gives them: W x + s·B A x with s in ``scaling``."""
+    return [m for m in model.modules() if hasattr(m, "lora_A") and isinstance(getattr(m, "scaling", None), dict)]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base model."""
+    with ExitStack() as stack:
+        for adapter in adapters(model):
+            stack.callback(setattr, adapter, "scaling", adapter.scaling)
+            adapter.scaling = dict.fromkeys(adapter.scaling, 0.0)
+        yield
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from lipscope.models.anatomy import Cut, Layer, first_tensor, is_linear, tokens_
 from lipscope.models.capture import Recording, model_dtype, replay_until, replaying
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
-from lipscope.training.attach import OwnHook, outermost
+from lipscope.training.attach import OwnHook
 
 
 @dataclass(eq=False)
@@ -186,8 +186,13 @@ def entry_modules(model: nn.Module, layer: Layer, recording: Recording) -> list[
     with replaying(model, recording.documents), watching(layer.host.modules()) as events, torch.no_grad():
         replay_until(call, x, Cut(layer.out, "output"))
     calls = ((event.module, event.tokens) for event in events if event.tokens is not None and is_linear(event.module))
-    # The parts of a composite linear map (a low-rank adapter, say) are not entries of their own.
-    return outermost(part for part, t in calls if t.data_ptr() == x.data_ptr() and t.numel() == x.numel())
+    parts = dict.fromkeys(part for part, t in calls if t.data_ptr() == x.data_ptr() and t.numel() == x.numel())
+    # Of a composite linear map (a low-rank adapter, say) its parts: one view for all of them would add up their gradients
+    # before those of others, and training would not stay the same to the last bit. Dropout would come between x and a part.
+    composite = [part for part in parts if sum(inner in parts for inner in part.modules()) > 1]
+    if any(isinstance(inner, nn.Dropout) and inner.p > 0 for part in composite for inner in part.modules()):
+        return []
+    return [part for part in parts if part not in composite]
 
 
 def separable(

@@ -28,7 +28,9 @@ class Following:
             return None, False, False
         self._last = step
         record = None if self._at_work is None else self._at_work.step(batch, step=step)
-        return self._kept(record), *self._decision.take(record, joint=joint, due=step % self._options.get("every", 1) == 0)
+        due = step % self._options.get("every", 1) == 0
+        record, save, stop = self._decision.take(record, joint=joint, due=due)
+        return self._kept(record), save, stop
 
     def _kept(self, record: Any) -> Any:
         """The record where something was found."""
@@ -58,6 +60,11 @@ class Watching(Following):
         """The ``Monitor`` at work, once there is a model."""
         found: Monitor | None = self._at_work
         return found
+
+    def _attach(self, model: Any, *, first: bool) -> Monitor:
+        """A monitor of the model; only the first process measures and writes, all read the backward bound."""
+        options = self._options if first else self._options | {"csv": None, "writer": None}
+        return Monitor(model, **options, measures=first)
 
     def _outside_training(self, step: int) -> Any:
         return None if self.monitor is None else self._kept(self.monitor.measure(step=step))

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lipscope.training.callbacks import Clipping, Watching
-from lipscope.training.monitor import Monitor
+from lipscope.training.readings import ALARM
 
 
 class LipschitzCallback(Watching, TrainerCallback):
@@ -29,14 +29,14 @@ class LipschitzCallback(Watching, TrainerCallback):
         records: what was measured so far.
 
     A threshold with action ``save`` asks the Trainer for a checkpoint, one with ``stop`` for the end of training. In a
-    distributed run the first process measures and decides for all, at multiples of ``every``.
+    distributed run the first process measures, and all act at multiples of ``every`` on what any of them asks for.
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
         super().__init__(every, options)
         self._training = False
         self._watched: nn.Module | None = None
-        lines = ", ".join(line.describe() for line in options.get("thresholds", ()))
+        lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
         self._key = f"lipscope monitor ({lines})"
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -70,13 +70,13 @@ class LipschitzCallback(Watching, TrainerCallback):
         self._finish()
 
     def _watch(self, state: TrainerState, model: nn.Module | None) -> None:
-        if model is None or not state.is_world_process_zero:
+        if model is None:
             return
         # A second call of train() begins with new hooks; one that switched itself off stays off.
         again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
         if self._watched is not model or again:
             self._finish()
-            self._watched, self._at_work = model, Monitor(model, **self._options)
+            self._watched, self._at_work = model, self._attach(model, first=state.is_world_process_zero)
 
 
 class QKClipCallback(Clipping, TrainerCallback):

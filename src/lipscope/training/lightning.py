@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.training.callbacks import Clipping, Following, Watching
-from lipscope.training.monitor import Monitor
 
 try:
     from lightning.pytorch import Callback
@@ -59,7 +58,8 @@ class LipschitzCallback(Watching, _Following):
         records: what was measured so far.
 
     A threshold with action ``save`` writes ``lipscope-step=N.ckpt`` below the Trainer's ``default_root_dir``, one with
-    ``stop`` ends training. In a distributed run the first process measures and decides for all, at multiples of ``every``.
+    ``stop`` ends training. In a distributed run the first process measures, and all act at multiples of ``every`` on what
+    any of them asks for.
     """
 
     def __init__(self, every: int = 100, *, model: nn.Module | None = None, **options: Any) -> None:
@@ -69,10 +69,9 @@ class LipschitzCallback(Watching, _Following):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
-        if trainer.is_global_zero:
-            self._at_work = Monitor(pl_module if self._model is None else self._model, **self._options)
-            if self._resumed:
-                self._at_work.load_state_dict(self._resumed)
+        self._at_work = self._attach(pl_module if self._model is None else self._model, first=trainer.is_global_zero)
+        if self._resumed:
+            self._at_work.load_state_dict(self._resumed)
 
     def state_dict(self) -> dict[str, Any]:
         """The probe and where thresholds stand, for a checkpoint."""

@@ -26,16 +26,24 @@ from torch import Tensor, nn
 from lipscope.doors import at_least
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models.model import Model
-from lipscope.models.recorded import RecordedLayer
+from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.models.refusals import backbone
 from lipscope.runs.writing import csv_lines, open_log, refuse_special
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SolverOutput, SpectralNorm
 from lipscope.spectral.solvers import Solver
-from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
+from lipscope.training.attach import (
+    OwnHook,
+    adapters,
+    named_arguments,
+    probe_batch,
+    undisturbed,
+    unwrapped,
+    without_adapters,
+)
 from lipscope.training.backward_bound import LayerGain, paused, watched_layers
-from lipscope.training.readings import COLUMNS, Alarm, Guard, Reading, Record, Threshold
+from lipscope.training.readings import ALARM, COLUMNS, Alarm, Guard, Reading, Record, Threshold
 
 # Seeds between two measurements: one solve may use as many as it has steps.
 _STRIDE = 100_003
@@ -107,17 +115,19 @@ class Monitor:
             beginning of the first batch that the model sees.
         every: measure at the first step and whenever the number of the step is a multiple of this.
         heads: also measure every head.
-        layers: which layers, all by default.
+        layers: which layers; by default all, or those with low-rank adapters where there are any.
         scope: attention, norm+attention, attention+residual or block.
         inputs: inputs of the probe batch to keep.
         tokens: tokens of each to keep.
         backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
-        thresholds: lines that must not be crossed, each with an action.
+        thresholds: lines that must not be crossed, each with an action; by default those of ``readings.ALARM``, a warning
+            when the largest logit is above 50 or grows by more than 1.6 a step. ``()`` for none.
         on_alarm: called with every ``Alarm``; what it raises is said, and training goes on.
         csv: a file that every measurement is appended to.
         writer: a ``SummaryWriter`` that every measurement is written to.
         part: ``"encoder"`` of an encoder–decoder model.
         solver: accuracy of σ; by default 1 % with an interval of at most 25 %.
+        measures: whether σ is measured; in all processes of a training but the first only the backward bound is read.
 
     Attributes:
         reason: why the monitor has switched itself off, or None.
@@ -149,17 +159,19 @@ class Monitor:
         inputs: int = 2,
         tokens: int = 64,
         backward: bool = True,
-        thresholds: Sequence[Threshold] = (),
+        thresholds: Sequence[Threshold] = ALARM,
         on_alarm: Callable[[Alarm], object] | Sequence[Callable[[Alarm], object]] = (),
         csv: str | os.PathLike[str] | None = None,
         writer: ScalarWriter | None = None,
         part: str | None = None,
         solver: GolubKahan | None = None,
+        measures: bool = True,
     ) -> None:
         check_options(every=every, inputs=inputs, tokens=tokens, scope=scope, thresholds=thresholds)
         self._on_alarm = [on_alarm] if callable(on_alarm) else list(on_alarm)
         self.every, self.heads, self.layers, self.scope = every, heads, layers, scope
         self.inputs, self.tokens, self.part, self.writer, self.backward = inputs, tokens, part, writer, backward
+        self.measures = measures
         self.csv = None if csv is None else _checked_csv(Path(csv))
         self.reason: str | None = None
         self.notes: list[str] = []
@@ -173,11 +185,13 @@ class Monitor:
         self._gains: list[LayerGain] = []
         self._peak: dict[int, float] = {}
         self._measured = False
+        self._base: dict[str, float] | None = None
+        self._earlier: dict[str, list[Any]] = {}
         self._capture: Any = None
         try:
             self.model, self._compiled = unwrapped(model)
             self._prepare()
-            if probe is None:
+            if probe is None and measures:
                 # The inputs of the model's first call become the probe batch.
                 hook = OwnHook(self.model, self._keep_batch)
                 self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -190,6 +204,9 @@ class Monitor:
         with undisturbed(self.model), paused():
             self._handle = handle = Model(self.model, part=self.part)
             self._chosen = handle.check_layers(self.layers, self.scope)
+            if self.layers is None and (adapted := set(adapters(handle.model))):
+                # The others keep their weights.
+                self._chosen = [i for i in self._chosen if adapted & {*handle.layer(i).host.modules()}] or self._chosen
             if not self.backward:
                 return
             if self._compiled:
@@ -231,11 +248,11 @@ class Monitor:
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training needs to go on alike, as JSON values: the probe (its ids), and where thresholds stand."""
+        """What a resumed training needs to go on alike, as JSON values: the probe's ids, thresholds, last readings."""
         probe = self._probe or {}
         ids = {name: value.tolist() for name, value in probe.items() if not value.is_floating_point()}
         whole = len(ids) == len(probe)
-        return {"probe": ids if whole else {}, "thresholds": self._guard.state}
+        return {"probe": ids if whole else {}, "thresholds": self._guard.state, "earlier": self._earlier}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; what cannot be read is said, and left out."""
@@ -245,6 +262,10 @@ class Monitor:
                 self._uncapture()
             for name, known in self._guard.state.items():
                 known |= {str(key): int(step) for key, step in state["thresholds"][name].items()}
+            self._earlier = {
+                str(name): [None if value is None else float(value) for value in before]
+                for name, before in state.get("earlier", {}).items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             say(f"lipscope.training: the monitor's state in the checkpoint cannot be read, it starts anew: {error!r}")
 
@@ -281,7 +302,7 @@ class Monitor:
             backward = self.backward_gains()
             for layer, gain in backward.items():
                 self._peak[layer] = max(gain, self._peak.get(layer, 0.0))
-            readings = self._readings(batch) if measured else ()
+            readings = self._readings(batch) if measured and self.measures else ()
             record = Record(self.steps, readings, backward, dict(self._peak), scope=self.scope)
             if measured:
                 self._measured, self._peak = True, {}
@@ -312,8 +333,28 @@ class Monitor:
             self._follow_weights(handle)
             self._solver.begin()
             recorded = handle.record(self._probe, fresh=True)
-            layers = (read_layer(recorded[index], self.scope, self.heads, self._solver) for index in self._chosen)
-            return tuple(reading for layer in layers for reading in layer)
+            readings = self._read(recorded, self._solver)
+            if self._base is None:
+                # Once: the base model does not change.
+                self._base = {}
+                if adapters(handle.model):
+                    with without_adapters(handle.model):
+                        found = self._read(handle.record(self._probe, fresh=True), self._solver.config)
+                    self._base = {reading.name: reading.estimate for reading in found}
+            return tuple(map(self._beside_earlier, readings))
+
+    def _read(self, recorded: Recorded, solver: Solver) -> list[Reading]:
+        layers = (read_layer(recorded[index], self.scope, self.heads, solver) for index in self._chosen)
+        return [reading for layer in layers for reading in layer]
+
+    def _beside_earlier(self, reading: Reading) -> Reading:
+        """The reading with what has changed since the one before, and beside the base model."""
+        now: list[Any] = [self.steps, reading.estimate, reading.max_logit]
+        before, self._earlier[reading.name] = self._earlier.get(reading.name, [self.steps, None, None]), now
+        known = [self.steps > before[0] and a is not None and b is not None for a, b in zip(now, before, strict=True)]
+        changes = [(now[i] - before[i]) / (self.steps - before[0]) if known[i] else None for i in (1, 2)]
+        base = (self._base or {}).get(reading.name)
+        return replace(reading, sigma_change=changes[0], logit_change=changes[1], sigma_base=base)
 
     def _follow_weights(self, handle: Model) -> None:
         """Half-precision weights are measured in a float32 copy, which follows them."""

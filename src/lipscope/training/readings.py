@@ -1,8 +1,8 @@
 """What the monitor reports: readings on the probe batch, the record of a step, and thresholds that must not be crossed.
 
 When one is crossed there is a warning, a checkpoint, or a stop. σ is an interval: it counts as above a threshold when its
-lower end is, and as below when its upper end is. Where several processes train together, the first one decides on
-checkpoints and stops, and all of them act at the same step.
+lower end is, and as below when its upper end is. Where several processes train together, the first one measures, each reads
+the backward bound of its own batches, and all of them act at the same step on what any of them asks for.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class Reading:
     entropy: float | None  # entropy of an attention row in nats, mean over rows (and heads)
     sink_mass: float | None  # attention on the first token and on sinks, mean over rows (and heads)
     iterations: int  # operator pairs (J, Jᵀ) spent, the most over the inputs
+    sigma_change: float | None = None  # change of the estimate per step since the reading before, None at the first
+    logit_change: float | None = None  # the same of the largest logit
+    sigma_base: float | None = None  # estimate of σ without low-rank adapters, in the base model on the same probe
 
     @property
     def name(self) -> str:
@@ -71,7 +74,7 @@ class Record:
         for reading in self.readings:
             values = {
                 "sigma": reading.estimate, "sigma_lower": reading.lower, "sigma_upper": reading.upper,
-                "max_logit": reading.max_logit, "entropy": reading.entropy, "sink_mass": reading.sink_mass,
+                **{name: getattr(reading, name) for name in _SCALARS},
             }  # fmt: skip
             numbers |= {f"{prefix}/{reading.name}/{name}": value for name, value in values.items() if value is not None}
         layers = [reading.estimate for reading in self.readings if reading.head is None]
@@ -93,17 +96,20 @@ class Record:
             about = [f"σ ∈ {interval(reading.lower, reading.upper)}"]
             for name, value in (("max logit", reading.max_logit), ("entropy", reading.entropy), ("sink", reading.sink_mass)):
                 about += [] if value is None else [f"{name} {value:.3g}"]
+            if reading.sigma_base is not None:
+                about.append(f"σ ≈ {reading.sigma_base:.3g} without adapters")
             if reading.head is None and reading.layer in self.backward_peak:
                 about.append(f"in training ≥ {round_down(self.backward_peak[reading.layer], 3)}")
             lines.append(f"  {reading.name.replace('_', ' ').replace('/', ' ')}: {', '.join(about)}")
         return "\n".join(lines + [f"  {alarm.message}" for alarm in self.alarms])
 
 
+_SCALARS = ("max_logit", "entropy", "sink_mass", "sigma_change", "logit_change", "sigma_base")
 COLUMNS = ("step", "scope", *Reading.__dataclass_fields__, "backward")
 
 
 Action = Literal["warn", "save", "stop"]
-_QUANTITIES = ("sigma", "max_logit", "entropy", "sink_mass", "backward")
+_QUANTITIES = ("sigma", "max_logit", "logit_change", "entropy", "sink_mass", "backward")
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ class Threshold:
     """A line that a quantity must not cross.
 
     Attributes:
-        quantity: ``sigma``, ``max_logit``, ``entropy``, ``sink_mass`` or ``backward`` (the free lower bound).
+        quantity: ``sigma``, ``max_logit``, ``logit_change`` (per step), ``entropy``, ``sink_mass`` or ``backward`` (the
+            free lower bound).
         above: alarm when the quantity is larger than this.
         below: alarm when it is smaller than this.
         action: ``warn``, ``save`` (a checkpoint, and a warning) or ``stop`` (training, and a warning).
@@ -158,6 +165,10 @@ class Threshold:
         return [entry for entry in found if self.layers is None or entry[0] in self.layers]
 
 
+# What a monitor is told by default: the two signals that warn best in benchmarks/blowups, σ not being one of them.
+ALARM = (Threshold("max_logit", above=50.0), Threshold("logit_change", above=1.6))
+
+
 @dataclass(frozen=True)
 class Alarm:
     """A threshold that was crossed."""
@@ -195,19 +206,23 @@ class Alarm:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """What to do about it, as far as benchmarks/blowups supports it."""
         line = self.threshold
+        remedy = _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
         if line.quantity == "max_logit" and line.above is not None and 0 < line.above < self.value:
             which = "its scores" if self.head is not None else "the scores of its worst head"
-            return f"multiply {which} by {line.above / self.value:.3g} (QKClip does), or use QK-norm or a soft-cap"
-        return _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
+            remedy += f" (here: {which} times {line.above / self.value:.3g})"
+        return remedy
 
 
+_LOGITS = "lower the learning rate, or use QK-norm; QKClip lessens it"
 _REMEDIES = {
-    ("sigma", True): "lower the learning rate, or add a penalty on σ (ModelPenalty)",
-    ("entropy", False): "attention collapses onto few tokens: clip queries and keys (QKClip), or use QK-norm",
-    ("backward", True): "one batch: skip it or clip its gradient; step after step: lower the learning rate",
-    ("sink_mass", True): "the first token takes the attention: harmless unless the loss rises with it",
+    ("sigma", True): "lower the learning rate",
+    ("max_logit", True): _LOGITS,
+    ("logit_change", True): _LOGITS,
+    ("entropy", False): f"attention collapses onto few tokens: {_LOGITS}",
+    ("backward", True): "one batch: skip it; step after step: lower the learning rate",
+    ("sink_mass", True): "the first token takes the attention: look at whether the loss rises with it",
 }
 
 
@@ -262,25 +277,34 @@ class JointDecision:
     def __init__(self) -> None:
         self._save = self._stop = False
 
-    def take(self, record: Record | None, *, joint: bool, due: bool) -> tuple[bool, bool]:
-        """Whether to save and whether to stop now.
-
-        ``record`` is None where another process measures; ``joint`` says whether there are several, ``due`` whether all of
-        them take part at this step.
-        """
+    def take(self, record: Any, *, joint: bool, due: bool) -> tuple[Any, bool, bool]:
+        """The record with the bounds of all processes (``joint``: several), and whether to save and stop now (``due``)."""
         if record is not None:
             self._save, self._stop = self._save or record.save, self._stop or record.stop
         if joint and not due:
-            return False, False
-        decision = self._save, self._stop
+            return record, False, False
+        save, stop = self._save, self._stop
         self._save = self._stop = False
-        return agreed(*decision) if joint else decision
+        if joint:
+            save, stop, peaks = together(save, stop, getattr(record, "backward_peak", {}))
+            record = replace(record, backward_peak=peaks) if isinstance(record, Record) else record
+        return record, save, stop
 
 
-def agreed(save: bool, stop: bool) -> tuple[bool, bool]:
-    """What the first process decided, in all of them."""
+def together(save: bool, stop: bool, peaks: Mapping[int, float]) -> tuple[bool, bool, Mapping[int, float]]:
+    """One reduction for all processes: what any of them asks for, and the largest backward bound of every layer."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return save, stop
-    decision = [(save, stop)]
-    torch.distributed.broadcast_object_list(decision, src=0)
-    return decision[0]
+        return save, stop, peaks
+    # Of one size everywhere, also where a monitor has switched itself off and knows of no layers.
+    values = torch.zeros(2 + _MOST_LAYERS, dtype=torch.float64)
+    values[:2] = torch.tensor([save, stop])
+    for layer, gain in peaks.items():
+        values[2 + layer :][:1] = gain
+    # NCCL takes no tensors of the CPU.
+    values = values.cuda() if torch.distributed.get_backend() == "nccl" else values
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    found = values.tolist()
+    return bool(found[0]), bool(found[1]), {layer: gain for layer, gain in enumerate(found[2:]) if gain > 0}
+
+
+_MOST_LAYERS = 1022
