@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sections import GOALS, Goal, failures, machine, write_section
 
-ORDER = ("local_lipschitz", "scan", "long_context", "model_scan", "cost_model", "monitor")
+ORDER = ("local_lipschitz", "scan", "long_context", "model_scan", "typical_gain", "cost_model", "monitor")
 
 
 def main() -> None:

@@ -65,7 +65,8 @@ def concept(name: str, *writes: str, script: str | None = None, follows: tuple[s
     return Page(name, script or f"docs/concepts/make_{name}.py", files, follows=("docs/concepts/drawing.py", *follows))
 
 
-BENCHMARKS = ("local_lipschitz", "scan", "long_context", "model_scan", "cost_model", "experiments", "monitor", "goals")
+BENCHMARKS = ("local_lipschitz", "scan", "long_context", "model_scan", "typical_gain", "cost_model", "experiments",
+              "monitor", "goals")  # fmt: skip
 PAPER_FIGURES = ("exponents", "published", "border", "masks", "layernorm", "growth-random", "growth-pretrained",
                  "long-range", "radius", "adversarial", "differences")  # fmt: skip
 PAGES = (
