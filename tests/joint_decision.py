@@ -50,7 +50,7 @@ def data_parallel(rank: int, ids: torch.Tensor) -> dict[str, Any]:
     model = DistributedDataParallel(gpt2())
     line = Threshold("backward", above=0.0 if rank else 1e9, action="stop", layers=[0])
     callback = Watching(every=2, options={"thresholds": [line]})
-    callback._at_work = callback._attach(model, first=rank == 0)
+    callback.attach(model, first=rank == 0)
     alone, messages, own = Monitor(model, measures=False), {"all_reduce": 0, "broadcast": 0, "all_gather": 0}, {}
 
     def counted(name: str, function: Any) -> Any:
@@ -66,16 +66,17 @@ def data_parallel(rank: int, ids: torch.Tensor) -> dict[str, Any]:
     for number in range(1, 4):
         step(model, ids)
         own[number] = alone.backward_gains()
-        record, *decision = callback._after(number, joint=True)
+        record, *decision = callback.after_step(number, joint=True)
         decisions.append(decision)
         records += [record] if record is not None else []
     found = callback.monitor
     assert found is not None
     assert found.reason is None, found.reason
     reduced = records[-1].backward_peak if records else {}
+    alarms = found.state_dict()["thresholds"]["beyond"]
     return {
         "decisions": decisions, "reductions": messages.pop("all_reduce"), "other messages": sum(messages.values()),
-        "measured": len(records), "reduced": reduced, "own": own[2], "own alarms": len(found._guard.state["beyond"]),
+        "measured": len(records), "reduced": reduced, "own": own[2], "own alarms": len(alarms),
     }  # fmt: skip
 
 

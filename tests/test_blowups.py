@@ -73,7 +73,7 @@ def test_a_threshold_is_tried_on_the_seed_it_does_not_know(blowups, monkeypatch)
 @pytest.mark.parametrize("case", ["learning rate", "QK growth", "bf16 logits", "LoRA layer", "initialisation", "hard data"])
 def test_a_training_is_its_twin_but_for_one_mistake(blowups, monkeypatch, case):
     trainings = blowups["trainings"]
-    monkeypatch.setattr(trainings, "_trained", lambda kind, seed: trainings.fresh(kind, seed).state_dict())
+    monkeypatch.setattr(trainings, "trained_weights", lambda kind, seed: trainings.fresh(kind, seed).state_dict())
     bad, twin = (trainings.CASES[case](0, wrong) for wrong in (True, False))
     seen = [[(rate, ids) for _, rate, ids in training.batches(0, 60)] for training in (bad, twin)]
     rates = [a[0] == b[0] for a, b in zip(*seen, strict=True)]

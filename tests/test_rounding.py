@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -404,7 +405,9 @@ def test_what_picks_an_entry_or_rounds_to_an_integer_loses_no_digits(function):
 def test_digits_are_lost_in_no_weight_and_in_nothing_that_a_module_keeps():
     class Named(torch.nn.Linear):
         def forward(self, x):
-            return x @ torch.real(input=self.weight) @ self.weight.view(-1)._base + torch.nn.Parameter(self.kept)
+            return x @ torch.real(input=self.weight) @ attrgetter("_base")(self.weight.view(-1)) + torch.nn.Parameter(
+                self.kept
+            )
 
     class Updating(torch.nn.Linear):
         def forward(self, x):

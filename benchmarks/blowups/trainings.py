@@ -92,7 +92,7 @@ def fresh(kind: str, seed: int) -> nn.Module:
 
 
 @functools.cache
-def _trained(kind: str, seed: int) -> dict[str, Tensor]:
+def trained_weights(kind: str, seed: int) -> dict[str, Tensor]:
     training = _on("alice", fresh(kind, seed), _warm_up(RATE, 20))
     optimizer = training.optimizer()
     for _, rate, ids in training.batches(seed + 1000, BASE_STEPS):
@@ -102,7 +102,7 @@ def _trained(kind: str, seed: int) -> dict[str, Tensor]:
 
 def trained(kind: str, seed: int) -> nn.Module:
     """A model after one healthy training on `alice`."""
-    weights, model = _trained(kind, seed), fresh(kind, seed)
+    weights, model = trained_weights(kind, seed), fresh(kind, seed)
     model.load_state_dict(weights)
     return model
 

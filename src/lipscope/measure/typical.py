@@ -26,7 +26,7 @@ from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 
 DIRECTIONS, FAILS = 8, 0.05
-_SEED = 1729
+SEED = 1729
 
 
 def with_typical(result: SpectralNorm, operator: Operator, inputs: int, power: int = 0) -> SpectralNorm:
@@ -41,7 +41,7 @@ def with_typical(result: SpectralNorm, operator: Operator, inputs: int, power: i
     if "probabilistic" not in result.upper_kind:
         size = (operator.to_dense().double() / unit[:, None, None]).flatten(1).norm(dim=1)
         return replace(result, typical=gain * size, stable_rank=size.square())
-    generator, squares = torch.Generator().manual_seed(_SEED), torch.zeros_like(unit)
+    generator, squares = torch.Generator().manual_seed(SEED), torch.zeros_like(unit)
     for _ in range(DIRECTIONS):
         g = torch.randn(operator.batch, operator.shape[0], generator=generator, dtype=operator.dtype)
         image = operator.rmatvec(g.to(operator.device)).double()

@@ -22,7 +22,7 @@ class Following:
         self._decision = JointDecision()
         self._last: int | None = None
 
-    def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
+    def after_step(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
         """What was found after a step, and whether to save and to stop. A callback that was attached twice acts once."""
         if step == self._last:
             return None, False, False
@@ -61,10 +61,10 @@ class Watching(Following):
         found: Monitor | None = self._at_work
         return found
 
-    def _attach(self, model: Any, *, first: bool) -> Monitor:
-        """A monitor of the model; only the first process measures and writes, all read the backward bound."""
+    def attach(self, model: Any, *, first: bool) -> None:
+        """Put a monitor on the model; only the first process measures and writes, all read the backward bound."""
         options = self._options if first else self._options | {"csv": None, "writer": None}
-        return Monitor(model, **options, measures=first)
+        self._at_work = Monitor(model, **options, measures=first)
 
     def _outside_training(self, step: int) -> Any:
         return None if self.monitor is None else self._kept(self.monitor.measure(step=step))
@@ -86,5 +86,6 @@ class Clipping(Following):
         self._finish()
         self._at_work, self._last = QKClip(model, **self._options), None
 
-    def _after(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
-        return super()._after(step, joint=joint)
+    def after_step(self, step: int, *, joint: bool, batch: Any = None) -> tuple[Any, bool, bool]:
+        """As of every callback; the batch is not looked at."""
+        return super().after_step(step, joint=joint)

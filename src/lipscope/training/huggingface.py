@@ -52,7 +52,7 @@ class LipschitzCallback(Watching, TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
-        record, save, stop = self._after(state.global_step, joint=args.world_size > 1)
+        record, save, stop = self.after_step(state.global_step, joint=args.world_size > 1)
         if record is not None and self.monitor is not None:
             _log(record.scalars(), control)
             _kept(state)[self._key] = self.monitor.state_dict()
@@ -76,7 +76,8 @@ class LipschitzCallback(Watching, TrainerCallback):
         again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
         if self._watched is not model or again:
             self._finish()
-            self._watched, self._at_work = model, self._attach(model, first=state.is_world_process_zero)
+            self._watched = model
+            self.attach(model, first=state.is_world_process_zero)
 
 
 class QKClipCallback(Clipping, TrainerCallback):
@@ -99,7 +100,7 @@ class QKClipCallback(Clipping, TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step."""
-        record, *_ = self._after(state.global_step, joint=False)
+        record, *_ = self.after_step(state.global_step, joint=False)
         if record is not None:
             _log(record.scalars(), control)
 

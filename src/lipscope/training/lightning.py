@@ -33,7 +33,7 @@ class _Following(Following, Callback):
     ) -> None:
         """After every batch; nothing happens before the optimiser has stepped."""
         step = trainer.global_step
-        record, save, stop = self._after(step, joint=trainer.world_size > 1, batch=batch)
+        record, save, stop = self.after_step(step, joint=trainer.world_size > 1, batch=batch)
         if record is not None:
             _log(trainer, pl_module, record.scalars(), step)
         if save:
@@ -69,7 +69,7 @@ class LipschitzCallback(Watching, _Following):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
-        self._at_work = self._attach(pl_module if self._model is None else self._model, first=trainer.is_global_zero)
+        self.attach(pl_module if self._model is None else self._model, first=trainer.is_global_zero)
         if self._resumed:
             self._at_work.load_state_dict(self._resumed)
 
