@@ -21,7 +21,7 @@ from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, TiledLinearisation, Tiling, using_tiling
 from lipscope.measure import sigma as certifying
 from lipscope.measure.memory import TYPICAL_PAIRS, TYPICAL_VECTORS, plan_memory
-from lipscope.models.memory import plan_layers, recorded_bytes
+from lipscope.models.memory import HEAP, plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
 
@@ -155,8 +155,8 @@ def test_one_plan_holds_for_layers_of_several_kinds(alternating, layers):
         with using_tiling(plan.tiling):
             each = [plan_layers(alternating, n, [layer]) for layer in (0, 1)]
         for layer in layers:
-            one = each[layer]
-            assert one.matrices + one.tokens + min(one.bases, plan.room) <= limit, (limit >> 20, layer)
+            one = each[layer]  # with what the heap keeps where there is no limit
+            assert one.matrices + one.tokens - HEAP + min(one.bases, plan.room) <= limit, (limit >> 20, layer)
         assert all(one.matrices <= limit for one in each)
     assert len(tilings) >= 3
 
@@ -248,6 +248,8 @@ def test_measured_peaks_stay_within_the_plan_and_near_it():
     wide = {"layer": full | {"heads": 2}, "width": 256, "tokens": 320, "share": 0.7}
     # Scans: products in closed form, head by head, and by autograd, which keeps the activations of a block.
     scans = [{"scope": scope, "inputs": 2} for scope in ("head", "block")]
+    # Short ones, whose peaks differ most from run to run.
+    scans += 4 * [{"scope": "attention", "inputs": 2, "tokens": 256}]
     cases = [{"tokens": 512} | problem for problem in (*problems, *limited, wide, *scans)]
     strange = [
         (peak >> 10, planned >> 10, case)

@@ -40,8 +40,8 @@ _STEP = 6
 # Vectors of the Krylov bases that a typical solve needs.
 TYPICAL_VECTORS = 24
 # The C library's heap keeps holes between large blocks (n×n matrices, activations) that are freed and taken again: measured
-# peaks were up to 1.37 times what the blocks hold. Singular vectors taken one by one between them make more holes.
-HOLES, _HOLES_OF_SEVERAL = 1.4, 1.6
+# peaks were up to 1.5 times what the blocks hold, and differ by a third from run to run.
+HOLES = 1.6
 # What the solver takes for its bases when nobody limits it.
 SOLVER_ROOM = 1 << 30
 # Numbers of two settings of the GNU C library, and blocks from which on it never keeps what is freed.
@@ -166,8 +166,7 @@ def solve_plan(shape: Shape, n: int, strategy: Strategy, scope: str = "attention
         tiled = shape.tileable and prefers_tiles(rule, heads, n, n, torch.empty(0, dtype=shape.dtype))
     groups = shape.heads // shape.kv_heads
     several = items > 1 and not shape.activations
-    holes = _HOLES_OF_SEVERAL if triplets > inputs else HOLES
-    matrices = shape.layers * matrix_bytes(tiling, tiled, rule, heads, n, groups, size, several=several, holes=holes)
+    matrices = shape.layers * matrix_bytes(tiling, tiled, rule, heads, n, groups, size, several=several)
     if rule.additive is not None and (shape.additive is None or not _same_storage(rule.additive, shape.additive)):
         # Read off an additive mask, with what it hides beside it.
         matrices += rule.additive.numel() * (size + 1)
@@ -270,7 +269,6 @@ def matrix_bytes(
     element_size: int,
     *,
     several: bool = False,
-    holes: float = HOLES,
 ) -> int:
     """Bytes of the n×n matrices of so many ``heads`` (over all inputs), or of tiles and what is kept of them.
 
@@ -280,7 +278,7 @@ def matrix_bytes(
     if not tiled:
         # Raw scores, probabilities and two on their way; with a soft-cap also its values, slope and weights.
         counted = (1 + 3 * exponentials(rule.softcap)) * heads * n * n * element_size
-        return int(holes * counted)
+        return int(HOLES * counted)
     kept = exponentials(rule.softcap) * heads * visited_entries(rule, n, n) * element_size
     if kept > tiling.keep:
         kept = 0
