@@ -178,6 +178,13 @@ def test_tokens_as_json_and_in_a_file(tmp_path: Path) -> None:
         (["bounds", "/no/model"], "no directory '/no/model'"),
         (["smooth", "gpt2-mini", "--target", "-1"], "--target must be positive"),
         (["sweep", "--model", "~/nowhere", "--text", "alice"], "no directory '~/nowhere'"),
+        (["scan", "gpt2-mini", "--scope", "mlp"], "unknown scope 'mlp'"),
+        (["scan", "gpt2-mini", "--out", __file__], "cannot be used: it is not a directory"),
+        (["compare-attention", "gpt2-mini", "--layer", "9"], "layer must lie between 0 and 3, got 9"),
+        (["meanfield", "gpt2-mini", "--text", "nothing.txt"], "'nothing.txt' is neither a corpus"),
+        (["sensitivity", "gpt2-mini", "--text", "nothing.txt"], "'nothing.txt' is neither a corpus"),
+        (["check", "./nowhere"], "no directory './nowhere'"),
+        (["plan", "./nowhere"], "no directory './nowhere'"),
     ],
 )
 def test_a_mistake_is_answered_before_torch_is_imported(arguments: list[str], message: str) -> None:
@@ -189,6 +196,32 @@ def test_a_mistake_is_answered_before_torch_is_imported(arguments: list[str], me
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("command", ["report", "view"])
+def test_a_run_that_is_not_there_is_answered_before_numbers_are_imported(command: str) -> None:
+    code = (
+        "import sys\nfrom lipscope.cli.main import main\nsys.argv = ['lipscope', *sys.argv[1:]]\n"
+        "try:\n    main()\nfinally:\n    print('scipy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command, "nowhere"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert "there is no run 'nowhere'" in done.stderr
+
+
+def test_a_growth_that_cannot_be_told_has_no_exponent() -> None:
+    def said(lengths: str) -> str:
+        return runner.invoke(app, ["scan", "tiny", "--layers", "0", "--lengths", lengths, "--inputs", "1"]).stdout
+
+    assert "too few" in said("8,9,10")
+    assert " … " not in said("8,9,10")
+    assert " … " in said("8,12,16,24,32")
+
+
+def test_a_mistake_leaves_no_directory(tmp_path: Path) -> None:
+    said = runner.invoke(app, ["scan", "gpt2-mini", "--layers", "9", "--out", str(tmp_path / "rows")])
+    assert said.exit_code == 2
+    assert not (tmp_path / "rows").exists()
 
 
 def test_short_help() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 
 import pytest
+from typer.testing import CliRunner
 
+import make_reference
+from lipscope.cli.main import app
 from lipscope.cli.terminal import filtered_logs, print_table
 
 NAMES = ["layer", "head", "n", "median σ", "lower", "upper", "|x|", "entropy", "on first", "α (σ ~ n^α)"]
@@ -57,3 +61,11 @@ def test_log_messages_of_libraries_hold_nothing_that_a_terminal_obeys() -> None:
     assert "\x1b" not in written.getvalue()
     assert r"no file \x1b]0;owned\x07name" in written.getvalue()
     assert r"ValueError: \x1b[2J" in written.getvalue()
+
+
+def test_help_names_every_option_in_full_on_eighty_columns() -> None:
+    for name, command in make_reference.registered().items():
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output
+        for parameter in make_reference.parameters(command):
+            for spelled in parameter.names if parameter.option else ():
+                assert re.search(rf"{spelled}(?![\w…-])", shown), f"{name} {spelled}"

@@ -54,8 +54,8 @@ def test_what_is_asked_for_in_words() -> None:
     [
         (lambda: lipscope.bounds.table(3), "layer must be an Attention or a Variant, got 3"),
         (lambda: lipscope.scan("gpt2-mini", "alice", inputs="many"), "inputs must be an integer, got 'many'"),
-        (lambda: lipscope.scan("gpt2-mini", "alice", lengths=["a"]), "lengths must be a list, each of it an integer or"),
-        (lambda: lipscope.scan("gpt2-mini"), "scan: missing a required argument: 'text'"),
+        (lambda: lipscope.scan("gpt2-mini", "alice", lengths=["a"]), "lengths must be a list, each of it an integer, a"),
+        (lambda: lipscope.scan("gpt2-mini"), "give exactly one of text, audio, image and features"),
         (lambda: lipscope.load(3), "model must be a string, a path, a Module or a Model, got 3"),
         (lambda: lipscope.Attention(W, W, W).head(None), "index must be an integer, got None"),
         (lambda: lipscope.runs.Plan.from_toml(b""), "text must be a string, got bytes"),

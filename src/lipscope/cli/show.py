@@ -12,6 +12,7 @@ from lipscope.cli.options import Loading, option
 from lipscope.cli.source import load_model, look_first
 from lipscope.cli.terminal import echo, notice, print_table, waiting
 from lipscope.rounding import counted, duration
+from lipscope.runs.run import no_run
 
 RunPath = Annotated[
     Path, typer.Argument(help="A store of `lipscope sweep`, or what `lipscope scan --out` wrote.", show_default=False)
@@ -26,6 +27,7 @@ def report(
     all_plans: opt.AllPlans = False,
 ) -> None:
     """Write one HTML file that shows how smooth a model is, where it is not, and why; or compares two runs."""
+    _look_first(run, other)
     from lipscope.report.html import write_report
 
     page = write_report(run, out, compare=other, all_plans=all_plans)
@@ -46,6 +48,7 @@ def view(
     open_browser: Annotated[bool, option("Open it in the browser.", "--open")] = False,
 ) -> None:
     """Serve the report on this machine, with new rows as a sweep finds them, until Ctrl-C."""
+    _look_first(run)
     from lipscope.report.server import ReportServer
 
     with ReportServer(run, host=host, port=port) as server:
@@ -61,6 +64,12 @@ def view(
             notice("stopped")
 
 
+def _look_first(*runs: Path | None) -> None:
+    for run in runs:
+        if run is not None and not run.exists():
+            raise FileNotFoundError(no_run(run))
+
+
 def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
     """Say what a model is to lipscope: its layers and masks, what can be measured of it, and what that takes."""
     look_first(model)
@@ -68,6 +77,7 @@ def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
 
     from lipscope.measure.scopes import SCOPES
     from lipscope.models.inputs import position_limit, probe_inputs
+    from lipscope.models.media import how_to_ask, reads_text
     from lipscope.models.memory import plan_layers
     from lipscope.runs.tasks import task_work
 
@@ -82,6 +92,11 @@ def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
             echo(f"  {scope}: yes")
         except (ValueError, NotImplementedError) as error:
             echo(f"  {scope}: no, {error}")
+    if not reads_text(handle):
+        n = handle.probe_recording[handle.layers[0].index].tokens().shape[1]
+        [shape] = [tuple(tensor.shape[1:]) for tensor in handle.probe_inputs.values()]
+        echo(f"{how_to_ask(handle)}. An input of shape {shape} is n = {n}.")
+        return
     if getattr(handle.model, "main_input_name", "") != "input_ids":
         return
     layers, limit = [layer.index for layer in handle.layers], position_limit(handle.model)

@@ -82,7 +82,7 @@ def find(source: str, target: Target, *, seed: int = 0, any_mask: bool = False, 
         return Found(Path(source).name, load_layer(Path(source), **target.settings(Weights)))
     of_file = replace(target, mask=None) if any_mask else target
     refuse(of_file.given(Weights), "a weights file", f"{source} is a model")
-    look_first(source, model.get("text"), None if target.layer is None else [target.layer])
+    look_at_source(source, model.get("text"), target)
     handle = load_model(source, target)
     index = handle.layer(target.layer or 0).index
     return Found(f"{handle.name}, layer {index}", model=handle, layer=index, text=model.get("text") or DEFAULT_TEXT)
@@ -105,7 +105,7 @@ def refuse(given: list[str], owner: str, reason: str) -> None:
         raise ValueError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to {owner}, but {reason}")
 
 
-def look_first(model: str, text: str | None = None, layers: Sequence[int] | None = None) -> None:
+def look_first(model: str, text: str | None = None, layers: Sequence[int] | None = None, *, out: Path | None = None) -> None:
     """Refuse at once what can be refused before torch is imported, which takes seconds."""
     import lipscope.models
     from lipscope.models.corpora import CORPORA, read_text
@@ -122,6 +122,14 @@ def look_first(model: str, text: str | None = None, layers: Sequence[int] | None
     for index in layers or ():
         if isinstance(count, int) and not -count <= index < count:
             raise ValueError(f"layer must lie between 0 and {count - 1}, got {index}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # says what is wrong where that cannot be a directory
+
+
+def look_at_source(source: str, text: str | None, target: Target) -> None:
+    """``look_first``, where the source is a model."""
+    if source != "random" and not source.endswith(".safetensors") and not Path(source).is_file():
+        look_first(source, text, None if target.layer is None else [target.layer])
 
 
 def load_model(name: str, loading: Loading, **more: Any) -> Model:

@@ -13,7 +13,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Target, option
-from lipscope.cli.source import find, keep
+from lipscope.cli.source import find, keep, look_at_source, look_first
 from lipscope.cli.sweep import gentle_end, task_bar
 from lipscope.cli.terminal import echo, notice, print_table, progress_bar, show
 from lipscope.rounding import duration, interval, round_down, round_up
@@ -54,6 +54,7 @@ def compare_attention(
 
     All have the same weights and see the same tokens. For a model, --mask replaces its own.
     """
+    look_at_source(source, text, target)
     from lipscope.attention.variants import VARIANTS
     from lipscope.models.text import parse_lengths
     from lipscope.studies.variants import compare
@@ -113,6 +114,7 @@ def meanfield(
     as_json: opt.AsJson = False,
 ) -> None:
     """Study the mean-field limit of one layer: σ and W_2 ratios as n grows, tokens drawn from a fixed law."""
+    look_at_source(source, text, target)
     from lipscope.models.text import parse_lengths
     from lipscope.spectral.solvers import Auto
     from lipscope.studies.mean_field.attention import MeanFieldAttention
@@ -169,6 +171,7 @@ def sensitivity(
     as_json: opt.AsJson = False,
 ) -> None:
     """Predict what rounding or noise in each layer does to the outputs, beside σ, and verify it."""
+    look_first(model, text)
     from lipscope.studies.rows import write_study
     from lipscope.studies.sensitivity import sensitivity as run
 

@@ -40,6 +40,7 @@ class Loaded:
     tokenizer: Any  # its tokenizer, or None
     name: str  # how rows call it
     notes: tuple[str, ...] = ()  # remarks every row carries
+    processor: Any = None  # makes inputs of clips or images, where no file says how
 
 
 class NotReachableError(FileNotFoundError):
@@ -318,7 +319,7 @@ def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
     The file is a pickle, opened with ``weights_only=True``: it may hold tensors and plain values only, no code.
     """
     import torch
-    from transformers import WhisperConfig
+    from transformers import WhisperConfig, WhisperFeatureExtractor
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     checkpoint = torch.load(files[0], map_location="cpu", weights_only=True)
@@ -334,7 +335,8 @@ def whisper_encoder(name: str, files: Sequence[Path]) -> Loaded:
         weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
     # Strict: a tensor too many or too few is an error, not a random weight.
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
-    return Loaded(model.eval(), None, name, ("weights stored in 16 bits",))
+    hears = WhisperFeatureExtractor(feature_size=dims["n_mels"])  # type: ignore[no-untyped-call]
+    return Loaded(model.eval(), None, name, ("weights stored in 16 bits",), hears)
 
 
 # What the first authors call a tensor of the encoder, and what transformers calls it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lipscope.models.capture import model_device, model_dtype
+from lipscope.models.media import how_to_ask, reads_text, samples_for, signals
 from lipscope.models.refusals import check_ids
 
 if TYPE_CHECKING:
@@ -56,10 +58,7 @@ def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
         case "input_features":
             return {"input_features": gaussian(1, config.num_mel_bins, 2 * config.max_source_positions)}
         case "input_values":
-            samples = _PROBE_TOKENS
-            for stride, kernel in zip(reversed(config.conv_stride), reversed(config.conv_kernel), strict=True):
-                samples = (samples - 1) * stride + kernel
-            return {"input_values": gaussian(1, samples)}
+            return {"input_values": gaussian(1, samples_for(config, _PROBE_TOKENS))}
         case other:
             raise ValueError(f"{type(model).__name__} takes {other}, an input that lipscope does not know how to probe")
 
@@ -95,16 +94,20 @@ _SHIFTED_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 
 class TokenArguments(TypedDict, total=False):
-    """What to measure on: exactly one of ``input_ids``, ``inputs_embeds``, ``text`` and ``inputs``."""
+    """What to measure on: exactly one of them, but for ``attention_mask``."""
 
     input_ids: Tensor  # token ids (n,) or (B, n)
     inputs_embeds: Tensor  # embedded tokens (n, d) or (B, n, d)
     text: str | Sequence[str]  # one or more texts, tokenised as the model expects
-    inputs: dict[str, Any]  # the model's keyword arguments as they are (images, audio, …)
+    inputs: dict[str, Any]  # the model's keyword arguments as they are
+    audio: str | os.PathLike[str] | Tensor  # a WAV file, or samples (T,) at the rate of the model's processor
+    image: str | os.PathLike[str] | Tensor  # an image file, or pixels (height, width, 3) as uint8
+    features: str | os.PathLike[str] | Tensor  # what the processor would make, or a safetensors file with that
     attention_mask: Tensor  # 1 at real tokens, 0 at padding, (B, n); beside ``input_ids`` or ``inputs_embeds``
 
 
-_KINDS = ("input_ids", "inputs_embeds", "text", "inputs")
+_MEDIA = ("audio", "image", "features")
+_KINDS = ("input_ids", "inputs_embeds", "text", "inputs", *_MEDIA)
 
 
 def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str, Any]:
@@ -122,6 +125,9 @@ def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str
     name, tokens = given[0], cast(Tensor, arguments.get(given[0]))
     if name == "inputs":
         return arguments["inputs"]
+    if name in _MEDIA:
+        pieces = [piece.inputs for piece in signals(handle, **{name: arguments.get(name)})]  # type: ignore[arg-type]
+        return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
     if name == "text":
         name, (tokens, attention_mask) = "input_ids", tokenise(handle, arguments["text"])
     dimensions = 2 if name == "input_ids" else 3
@@ -202,11 +208,10 @@ def refuse_unknown(tokenizer: Any, ids: list[int]) -> list[int]:
 
 def require_tokenizer(handle: Model) -> Any:
     """The tokenizer, or the reason why this model cannot read text."""
+    if not reads_text(handle):  # also where the directory of the whole model has a tokenizer
+        raise ValueError(how_to_ask(handle))
     if handle.tokenizer is not None:
         return handle.tokenizer
-    takes = getattr(handle.model, "main_input_name", "input_ids")
-    if takes != "input_ids":
-        raise ValueError(f"{handle.name} takes {takes}, not text: give them with .measure(inputs={{{takes!r}: …}})")
     raise ValueError(
         f"{handle.name} has no tokenizer, so it cannot read text: name one with --tokenizer NAME_OR_DIR (tokenizer=… in "
         "Python), or use .measure(input_ids=…)"

@@ -301,6 +301,7 @@ def load(
     attn_implementation: str | None = None,
     device: str | torch.device | None = None,
     stream: bool | None = False,
+    processor: Any = None,
     check: bool = True,
 ) -> Model:
     """Load a model to measure.
@@ -320,6 +321,7 @@ def load(
             default where the weights are.
         stream: read the weights layer by layer while measuring, see ``lipscope.models.streaming``; None: when they do not
             fit into memory.
+        processor: makes inputs of clips or images; by default that of the model's directory.
         check: run the self-tests (see ``lipscope.models.selftest``).
 
     Returns:
@@ -349,7 +351,7 @@ def load(
         tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
     place = None if device is None else as_device(device, dtype)
     if isinstance(model, nn.Module):
-        return Model(model, tokenizer, part=part, dtype=dtype, device=place, check=check)
+        return Model(model, tokenizer, part=part, dtype=dtype, device=place, check=check, processor=processor)
     name, options = os.fspath(model), {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if "/" in (attn_implementation or ""):
         raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")
@@ -367,4 +369,5 @@ def load(
         return Model(made, words, name=called, part=part, stream=through, check=check)
     found = load_named(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, revision=revision, **options)
     words = tokenizer or found.tokenizer
-    return Model(found.model, words, name=found.name, notes=found.notes, part=part, dtype=dtype, device=place, check=check)
+    how: dict[str, Any] = {"part": part, "dtype": dtype, "device": place, "check": check}
+    return Model(found.model, words, name=found.name, notes=found.notes, processor=processor or found.processor, **how)

@@ -46,6 +46,7 @@ class Model(Shown):
         device: where to compute; where the model is by default.
         check: run the self-tests.
         stream: brings in the weights of a ``model`` that has none in memory.
+        processor: makes inputs of clips or images; by default that of the model's directory.
 
     Attributes:
         layers: the attention layers, in order; of a model without attention, those of ``every``.
@@ -69,6 +70,7 @@ class Model(Shown):
         device: torch.device | None = None,
         check: bool = True,
         stream: Stream | None = None,
+        processor: Any = None,
     ) -> None:
         if isinstance(tokenizer, type):
             raise TypeError(f"tokenizer must be a tokenizer, got the class {tokenizer.__name__}")
@@ -81,11 +83,12 @@ class Model(Shown):
             self.notes += packed
             refuse_unmeasurable(model)
         self.tokenizer: Any = tokenizer
+        self.processor: Any = processor
         self.model = in_dtype(model, dtype, device) if stream is None else model
         self._projections: dict[int, AffineParts | None] = {}
         self._known: dict[int, Attention] = {}
         self._norms: dict[nn.Module, Normalisation | None] = {}
-        inputs = probe_inputs(self.model)
+        self.probe_inputs = inputs = probe_inputs(self.model)
         run = runner(self.model, inputs)
         if stream is None:  # else what is missing is refused when the stream is made
             refuse_random_weights(self.model, drawn, run)
@@ -147,8 +150,9 @@ class Model(Shown):
             inputs: the model's keyword arguments as they are; for packed documents see ``packed_inputs``.
             documents: lengths of the documents packed into each input; attention then never crosses a boundary.
             fresh: the weights may have changed since the model was loaded (training, rescaling).
-            **tokens: instead of ``inputs``, one of ``input_ids`` (B, n), ``inputs_embeds`` (B, n, d) and ``text`` (one or
-                more texts), and ``attention_mask`` for padding; see ``TokenArguments``.
+            **tokens: instead of ``inputs``, one of ``input_ids`` (B, n), ``inputs_embeds`` (B, n, d), ``text`` (one or
+                more texts), ``audio``, ``image`` and ``features``, and ``attention_mask`` for padding; see
+                ``TokenArguments``.
         """
         if isinstance(inputs, str):
             raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
@@ -222,8 +226,8 @@ class Model(Shown):
 
     def check_lengths(self, lengths: Sequence[int]) -> None:
         """Refuse text of lengths that the model has no positions for, and all text when it has no tokenizer."""
-        check_length(self, max(lengths))
         require_tokenizer(self)
+        check_length(self, max(lengths))
 
     def check_layers(self, layers: Sequence[int] | None, scope: str) -> list[int]:
         """The listed layers, each once, all by default; one for scope ``model``."""

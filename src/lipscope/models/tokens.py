@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lipscope.measure.influence import influence
 from lipscope.models.inputs import TokenArguments
+from lipscope.models.media import Signal
 from lipscope.models.model import Model
 from lipscope.models.scopes import HeadsOperator
 from lipscope.spectral.operator import Operator
@@ -22,6 +23,8 @@ from lipscope.spectral.solvers import Auto
 _COPIES = 32
 _POWER_STEPS = 60
 _SINGULAR_VALUES = 8
+# Of more tokens than this of a clip or image, their number squared would take hours.
+_MOST_INFLUENCE = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class TokenView:
 
     tokens: list[str]  # the tokens as the tokenizer writes them
     energy: Tensor  # share of each token in the worst input direction, summing to one
-    influence: Tensor  # ‖∂out_i/∂x_j‖₂, rows are outputs
+    influence: Tensor  # ‖∂out_i/∂x_j‖₂, rows are outputs; empty for a clip or image of very many tokens
     result: SpectralNorm  # σ of the layer or head
     layer: int = 0
     head: int | None = None  # index of the head for scope ``head``, else None
@@ -38,6 +41,8 @@ class TokenView:
 
     def strongest_pairs(self, count: int = 10) -> list[tuple[int, int, float]]:
         """The pairs (output i, input j) of two tokens with the largest influence."""
+        if not self.influence.numel():
+            return []
         values = self.influence.clone().fill_diagonal_(0)
         top = values.flatten().topk(min(count, values.numel()))
         n = values.shape[1]
@@ -55,7 +60,7 @@ class TokenView:
 
 
 def token_view(
-    handle: Model, text: str | Sequence[int], layer: int, *, scope: str = "attention", head: int | None = None
+    handle: Model, text: str | Sequence[int] | Signal, layer: int, *, scope: str = "attention", head: int | None = None
 ) -> TokenView:
     """Look at one layer, or one head, of a model on one text; refuses texts that are empty or too long."""
     if head is not None:
@@ -64,21 +69,31 @@ def token_view(
         raise ValueError(
             "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
         )
-    given: TokenArguments = {"text": text} if isinstance(text, str) else {"input_ids": torch.tensor([list(text)])}
-    inputs = handle.token_inputs(**given)
+    if isinstance(text, Signal):
+        inputs = text.inputs
+    else:
+        given: TokenArguments = {"text": text} if isinstance(text, str) else {"input_ids": torch.tensor([list(text)])}
+        inputs = handle.token_inputs(**given)
     at = handle.record(inputs)[layer]
     heads = None if head is None else [head]
     result = at.sigma(scope, heads=heads, solver=Auto(k=_SINGULAR_VALUES))[0 if heads is None else (0, 0)]
     assert result.token_energy is not None
     plain = at.attention if scope in ("attention", "head") else None
-    if plain is not None:
+    if isinstance(text, Signal) and text.n > _MOST_INFLUENCE:
+        matrix = result.token_energy.new_zeros(0, 0)
+    elif plain is not None:
         matrix = influence(plain if head is None else plain.head(head), at.tokens(scope)[0])
     else:
         # The same input many times over: as many columns of the Jacobian per product.
         copies = handle.record({name: value.repeat_interleave(_COPIES, dim=0) for name, value in inputs.items()})
         operator = copies[layer].operator(scope, analytic=False)
         matrix = _influence_by_columns(operator if head is None else HeadsOperator.of(operator, [head], at.heads))
-    readable = readable_tokens(handle.tokenizer, inputs["input_ids"][0].tolist())
+    if isinstance(text, Signal):
+        readable = (
+            text.labels if len(text.labels) == len(result.token_energy) else list(map(str, range(len(result.token_energy))))
+        )
+    else:
+        readable = readable_tokens(handle.tokenizer, inputs["input_ids"][0].tolist())
     return TokenView(readable, result.token_energy, matrix, result, at.index, head)
 
 

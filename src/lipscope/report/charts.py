@@ -152,6 +152,7 @@ class HeatMap:
     words: str
     x: str
     y: str = "layer"
+    label: str = "σ"  # what the colours show
 
 
 @dataclass(frozen=True, repr=False)

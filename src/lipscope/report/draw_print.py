@@ -250,7 +250,7 @@ def _draw_heat_map(figure: Any, place: Any, heat: HeatMap, title: str) -> None:
     cells = [(x, y, cell) for y, line in enumerate(heat.cells) for x, cell in enumerate(line) if cell is not None]
     for x, y, cell in cells if len(cells) <= _MOST_NUMBERS else ():
         ax.text(x, y, cell.shown, ha="center", va="center", color=cell.ink, fontsize=6.5)
-    bar = figure.colorbar(image, ax=ax, label="σ")
+    bar = figure.colorbar(image, ax=ax, label=heat.label)
     if heat.low > 0:
         _plain_numbers(bar.ax.yaxis, (heat.low, heat.high))
     ax.grid(visible=False)

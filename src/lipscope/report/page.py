@@ -12,7 +12,7 @@ from lipscope.report.charts import Chart
 from lipscope.report.compare import Comparison, comparison_chart, comparison_sentences, comparisons
 from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
-from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart
+from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart, where_chart
 from lipscope.report.settings import ABOUT, BOUNDS, Cell, ReportData, Setting
 from lipscope.report.summary import answer, cards, exponent, exponents, sentences, tells
 from lipscope.rounding import above, below, counted, enclosure, number
@@ -88,7 +88,7 @@ class Page:
         return self._add(name, scopes_chart(self._data.beside(setting)), caption)
 
     def _view(self, name: str, view: Row) -> dict[str, Any]:
-        words, self.charts[name] = page_view(view)
+        words, self.charts[name] = page_view(view, self._looks)
         return words | {"chart": name}
 
     def _cell(self, setting: Setting, cell: Cell, view: int | None, views: Sequence[Row]) -> dict[str, Any]:
@@ -167,6 +167,9 @@ def tokens_command(setting: Setting, cell: Cell) -> str | None:
     place = ["--layer", str(cell.layer)]
     place += ["--head", str(cell.head)] if cell.head is not None else ["--scope", str(setting.scope)]
     n = max((p.n for p in cell.points if p.n <= LONGEST_VIEW), default=cell.points[0].n)
+    kind, _, file = (setting.text or "").partition(" ")
+    if kind in ("audio", "image", "features"):
+        return shlex.join(["lipscope", "tokens", setting.model, *place, f"--{kind}", file or "FILE"])
     text = ["--text", setting.text] if setting.text not in (None, LIVE_DOCUMENTS) else []
     return shlex.join(["lipscope", "tokens", setting.model, *place, *text, "--n", str(n)])
 
@@ -180,12 +183,16 @@ def _views_command(run: Run) -> str:
 
 def scopes_command(setting: Setting) -> str:
     """What measures other scopes: those that every model with blocks has."""
+    kind, _, file = (setting.text or "").partition(" ")
+    if kind in ("audio", "image", "features"):
+        place = [f"--{kind}", file or "FILE", "--scope", "block", "--out", "DIR"]
+        return shlex.join(["lipscope", "scan", setting.model or "MODEL", *place])
     words = ["lipscope", "sweep", "--model", setting.model or "MODEL", "--text", setting.text or "TEXT"]
     words += ["--lengths", ",".join(map(str, setting.lengths))]
     return shlex.join([*words, "--scope", "attention", "--scope", "attention+residual", "--scope", "block"])
 
 
-def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
+def page_view(view: Row, looks: Looks | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stored view (``TokenView.to_dict``) as words for the template and as a chart for the script."""
     tokens, energy = list(view["tokens"]), [float(share) for share in view["energy"]]
     entries = [(v, i, j) for i, line in enumerate(view["influence"]) for j, v in enumerate(line) if i != j and v > 0]
@@ -194,7 +201,7 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     words: dict[str, Any] = {
         "title": title,
         "sigma": f"{number(view['estimate'])} in {enclosure(view['lower'], view['upper'])}",
-        "input": view.get("input"), "most": max(energy, default=0.0) or 1.0,
+        "input": view.get("input"), "count": len(tokens), "most": max(energy, default=0.0) or 1.0,
         "tokens": list(zip(tokens, energy, strict=True)),
         "pairs": [
             {"i": i, "j": j, "moving": tokens[j], "moved": tokens[i], "value": number(value)}
@@ -203,12 +210,20 @@ def page_view(view: Row) -> tuple[dict[str, Any], dict[str, Any]]:
         "singular": [value for value in view["singular_values"] if value > 0],
     }  # fmt: skip
     names = [_short(token) for token in tokens]
+    looks = [] if looks is None else looks
+    if (where := where_chart(view)) is not None:
+        words["tokens"] = []  # their places are drawn
+    if not entries:
+        assert where is not None
+        return words, page_chart(where, looks)
     chart = {
         "title": "Influence of every token on every other", "columns": 1,
         "caption": "‖∂out_i/∂x_j‖₂: no entry is σ itself, which lies between the largest entry and the norm of the matrix.",
         "words": f"Influence matrix of {title}; strongest: "
         + "; ".join(f"token {pair['j']} on {pair['i']}: {pair['value']}" for pair in words["pairs"][:4]),
-        "panels": [matrix(view["influence"], names, names, "moving this token (x_j) …", "… moves the output here (out_i)")],
+        "panels": [*(page_chart(where, looks)["panels"] if where is not None else ()),
+                   matrix(view["influence"], names, names, "moving this token (x_j) …", "… moves the output here (out_i)",
+                          "Influence" if where else "")],
     }  # fmt: skip
     return words, chart
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from lipscope.report.palette import CYCLE, DEPTHS
 from lipscope.report.settings import BOUNDS, Cell, ReportData, Setting, report_data
 from lipscope.report.summary import exponent, places
 from lipscope.rounding import counted, enclosure, number
-from lipscope.runs.run import Point, Source, load_run
+from lipscope.runs.run import Point, Row, Source, load_run
 
 # A legend of more layers lists the first and the last, whose colours span the others.
 _MOST_NAMES = 12
@@ -156,6 +157,40 @@ def heat_map(setting: Setting) -> HeatMap:
         [[found.get((layer, column)) for column in columns] for layer in layers], low, high, title,
         f"{title}. From {number(low)} to {number(high)}.", "head" if by_head else "tokens n",
     )  # fmt: skip
+
+
+def where_chart(view: Row) -> Chart | None:
+    """The share of every patch in the worst direction over the image, or of every frame over time; None for words."""
+    tokens, energy = view["tokens"], [float(share) for share in view["energy"]]
+    name, title = "where", "Where the worst direction lies"
+    times = [_TIME.fullmatch(token) for token in tokens]
+    if tokens and all(times):
+        x = [float(found[1]) for found in times if found]
+        hover = [f"{token}: {share:.2%}" for token, share in zip(tokens, energy, strict=True)]
+        line = Series("share of a frame", x, energy, hover=hover, group="fit")
+        words = f"Share of every frame in the worst direction; most of it at {tokens[energy.index(max(energy))]}."
+        return Chart(name, title, [Panel([line], "time, s", "share of the worst direction", title)], words)
+    places = {(int(found[1]), int(found[2])): k for k, token in enumerate(tokens) if (found := _PATCH.fullmatch(token))}
+    if not places:
+        return None
+    rows, columns = (max(place[axis] for place in places) + 1 for axis in (0, 1))
+    most = max(energy)
+    cells = [
+        [
+            HeatCell(share, f"{share:.0%}", f"row {i}, column {j}: {share:.2%}", share / most if most else 0.0)
+            for j in range(columns)
+            for share in [energy[places[i, j]]]
+        ]
+        for i in range(rows)
+    ]
+    rest = sum(share for k, share in enumerate(energy) if k not in places.values())
+    words = f"Share of every patch in the worst direction; {rest:.1%} lie on tokens that are no patches."
+    sides = (list(map(str, range(columns))), list(map(str, range(rows))))
+    heat = HeatMap(*sides, cells, 0.0, most, title, words, "column of the image", "row of the image", "share")
+    return Chart(name, title, [heat], words, note=words)
+
+
+_TIME, _PATCH = re.compile(r"([\d.]+) s"), re.compile(r"row (\d+), col (\d+)")
 
 
 def scatter_charts(setting: Setting) -> list[Chart]:

@@ -6,6 +6,7 @@ All that the driver asks of a model's layers stands here: recording a pass, and 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -53,6 +54,35 @@ class Text:
         for row in rows:
             row["input_digest"] = digest(payload["ids"][row["input"] - payload["first"]])[:SHORT_DIGEST]
         return add_quantities(Measured(handle, recorded, task, rows))
+
+
+class Signals(Text):
+    """σ on clips, images or features, one pass each; for a run in this process, which holds them."""
+
+    def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
+        """One pass per input; with limited memory one per input and scope."""
+        if block.live is None or block.live.signals is None:
+            raise ValueError(
+                "kind 'signals' is for lipscope.scan(…, audio=…, image=… or features=…), not for plans of names"
+            )
+        name, pieces = block.live.signals
+        whole = digest([piece.digest for piece in pieces])
+        for settings in _groups(block, handle):
+            seen: Counter[int] = Counter()
+            for piece in pieces:
+                first, ids = seen[piece.n], [piece.digest]
+                seen[piece.n] += 1
+                identity = {"text": whole, "n": piece.n, "first": first, "batch": digest(ids)}
+                payload: dict[str, Any] = {"ids": ids, "first": first, "signal": piece}
+                if limit := _limit(block, handle, settings, piece.n, 1):
+                    beside = max(1, limit["limit"] - recorded_bytes(handle, piece.n))
+                    identity["memory"] = payload["memory"] = limit | {"certificate": beside}
+                yield Pass(identity, payload, piece.n, 1, name, settings)
+
+    def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
+        """One forward pass."""
+        with _tiling(payload):
+            return handle.record(payload["signal"].inputs)
 
 
 class Packed:
@@ -103,7 +133,7 @@ class Tokens:
     def measure(self, handle: Model, recorded: None, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
         """The view, as a row of its own."""
         head = None if task["heads"] is None else task["heads"][0]
-        view = token_view(handle, payload["ids"], task["layer"], scope=task["scope"], head=head)
+        view = token_view(handle, payload.get("signal", payload["ids"]), task["layer"], scope=task["scope"], head=head)
         return [view.to_dict() | {"input": payload["first"]}]
 
 

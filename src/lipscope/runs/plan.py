@@ -57,6 +57,7 @@ class Live:
     documents: Sequence[str] | None = None
     solver: Any = None
     kept: bool = False
+    signals: tuple[str, Sequence[Any]] | None = None  # a name and ``models.media.Signal``s, in place of documents
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Block:
         if not isinstance(self.dtype, str | None) or self.dtype not in (None, "float32", "float64"):
             raise ValueError(f"dtype must be float32 or float64, got {self.dtype!r}")
         check_certificate(self.certificate)
-        if self.views and self.kind != "text":
+        if self.views and self.kind not in ("text", "signals"):
             raise ValueError(f"views exist for kind 'text', not for {self.kind!r}")
         kind_path(self.kind)
         for quantity in self.quantities:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-KINDS = {"text": "lipscope.runs.kinds:Text", "packed": "lipscope.runs.kinds:Packed"}
+KINDS = {
+    "text": "lipscope.runs.kinds:Text",
+    "packed": "lipscope.runs.kinds:Packed",
+    "signals": "lipscope.runs.kinds:Signals",
+}
 QUANTITIES: dict[str, str] = {}
 LOADERS = {"causal-bert": "lipscope.studies.paper.cast:causal_bert"}
 _GROUPS = {"kind": KINDS, "quantity": QUANTITIES, "loader": LOADERS}

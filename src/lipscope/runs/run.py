@@ -99,6 +99,11 @@ class Provenance:
         return cls(run.get("command"), created=run.get("created"), environments=where, **known)
 
 
+def no_run(source: str | os.PathLike[str]) -> str:
+    """What is said of a run that is not there."""
+    return f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan"
+
+
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
     """Rows of a scan or a sweep: plain dictionaries with the same keys, one per layer, head and input.
@@ -153,7 +158,7 @@ class Run(Shown):
                 f"{path} holds neither rows.json nor rows.csv: name a directory that `lipscope scan --out` wrote"
             )
         if not path.is_file():
-            raise FileNotFoundError(f"there is no run {str(source)!r}: name the store of a sweep or the directory of a scan")
+            raise FileNotFoundError(no_run(source))
         if is_store(path):
             return _from_store(path, all_plans)
         return _from_files(path, path.parent.name if path.stem == "rows" and path.parent.name else path.stem)

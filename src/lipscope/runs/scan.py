@@ -13,6 +13,7 @@ from torch import nn
 from lipscope.measure.columns import COLUMNS
 from lipscope.measure.scopes import Certificate
 from lipscope.models import load as model_loading
+from lipscope.models.media import Medium, signals
 from lipscope.models.model import Model
 from lipscope.runs.engines import InProcess
 from lipscope.runs.plan import Block, Live, Plan
@@ -25,11 +26,14 @@ from lipscope.spectral.solvers import Auto, Solver
 
 def scan(
     model: str | os.PathLike[str] | nn.Module | Model,
-    text: str | os.PathLike[str] | Sequence[str],
+    text: str | os.PathLike[str] | Sequence[str] | None = None,
     *,
     layers: Sequence[int] | None = None,
     heads: bool | Sequence[int] = False,
-    lengths: Sequence[int] | str = (16, 32, 64, 128),
+    audio: Medium | None = None,
+    image: Medium | None = None,
+    features: Medium | None = None,
+    lengths: Sequence[int] | str | None = None,
     inputs: int = 4,
     scope: str | None = None,
     solver: Solver | None = None,
@@ -49,9 +53,13 @@ def scan(
     Args:
         model: anything ``load`` takes, or a loaded model.
         text: a corpus name, a file or directory, or a list of documents.
+        audio: in place of a text, for a model that hears: a WAV file, or samples; a clip longer than the model's window is
+            cut into windows, of which ``inputs`` are measured.
+        image: for a model that sees: an image file, or pixels (height, width, 3) as uint8.
+        features: what the model's processor would make, a tensor or a safetensors file.
         layers: layer indices, all by default; one that is named twice is measured once.
         heads: True for every head on its own, or the head indices.
-        lengths: numbers of tokens n, or a string such as ``"8:512:log"``.
+        lengths: numbers of tokens n, or a string such as ``"8:512:log"``; 16, 32, 64 and 128 of a text, all of a clip.
         inputs: inputs per length, disjoint in the text.
         scope: ``"attention"`` by default, ``"head"`` when heads are asked for.
         solver: ``Auto()`` by default.
@@ -84,26 +92,43 @@ def scan(
         [8]
     """
     handle = model_loading.load(model, **load_options)
-    named, documents = (os.fspath(text), None) if isinstance(text, (str, os.PathLike)) else (None, list(text))
+    media: dict[str, Any] = {"audio": audio, "image": image, "features": features}
+    media = {name: value for name, value in media.items() if value is not None}
+    if (text is not None) + len(media) != 1:
+        raise ValueError("give exactly one of text, audio, image and features")
+    if media and pack:
+        raise ValueError("pack is for texts: it fills inputs with documents")
+    named, documents, held = None, None, None
+    if media:
+        kind, value = next(iter(media.items()))
+        named = kind if isinstance(value, torch.Tensor) else f"{kind} {os.fspath(value)}"
+        cut = None if lengths is None else Block(models=(handle.name,), lengths=lengths).sizes  # type: ignore[arg-type]
+        held = (named, signals(handle, **media, lengths=cut, count=inputs))
+        lengths = sorted({piece.n for piece in held[1]})
+    elif isinstance(text, (str, os.PathLike)):
+        named = os.fspath(text)
+    else:
+        documents = list(text or ())
+    lengths = (16, 32, 64, 128) if lengths is None else lengths
     solver = solver or Auto()
     scope = scope or ("head" if heads else "attention")
     if heads and scope != "head":
         raise ValueError(f"heads are measured at scope 'head', but scope {scope!r} was asked for")
     block = Block(
         models=(handle.name,),  # type: ignore[arg-type]
-        texts=() if named is None else (named,),
+        texts=() if named is None or held is not None else (named,),
         layers="all" if layers is None else tuple(map(int, layers)),
         heads="all" if isinstance(heads, bool) else tuple(map(int, heads)),
         scopes=(scope,),
         lengths=lengths if isinstance(lengths, (str, range)) else tuple(map(int, lengths)),  # type: ignore[arg-type]
         inputs=inputs,
-        kind="packed" if pack else "text",
+        kind="packed" if pack else "text" if held is None else "signals",
         seed=seed,
         batch_tokens=batch_tokens,
         certificate=certificate,
         memory=memory,  # type: ignore[arg-type]
         views=0 if pack else views,
-        live=Live(handle, documents, solver, kept=store is not None),
+        live=Live(handle, documents, solver, kept=store is not None, signals=held),
     )
     expansion = expand(Plan((block,), threads=torch.get_num_threads()))
     keys = {task.key for task in expansion.tasks}

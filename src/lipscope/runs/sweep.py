@@ -184,7 +184,8 @@ def view_jobs(expansion: Expansion, ledger: Store) -> list[Job]:
             }
             work = Work(_LOOK * task.work.flops / task.work.inputs, 1, 1)
             view = Task(digest(identity), identity, task.labels | {"kind": VIEWS}, work)
-            payload = {"ids": ids, "first": row["input"]}
+            payload = {name: value for name, value in job.payload.items() if name == "signal"}
+            payload |= {"ids": ids, "first": row["input"]}
             jobs.append(replace(job, kind=VIEWS_KIND, payload=payload, tasks=(view,), views=0))
     return jobs
 
