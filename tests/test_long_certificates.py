@@ -243,3 +243,17 @@ def test_the_norms_of_weights_are_computed_once_for_the_same_tensors():
     assert layer_weights(layer("causal")) is not first
     subject.v.mul_(2.0)
     assert layer_weights(subject).plain[0].value == pytest.approx(2 * first.plain[0].value)
+
+
+def test_set_bounds_compute_one_norm_of_all_heads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lipscope.bounds import weights
+    from lipscope.bounds.registry import least
+
+    computed: list[torch.Tensor] = []
+    root_norm = weights._root_norm
+    monkeypatch.setattr(weights, "_root_norm", lambda M: (computed.append(M), root_norm(M))[1])
+    subject = layer("causal")
+    assert least("refined", subject, 1.0, 6) is not None
+    assert [M is subject.out for M in computed] == [True]
+    known, queries = weights.layer_weights(subject), torch.linalg.matrix_norm(subject.q.double(), 2)
+    assert known.queries == pytest.approx(abs(subject.tau) * float(queries), rel=1e-5)

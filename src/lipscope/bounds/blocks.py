@@ -51,6 +51,8 @@ from lipscope.bounds.weights import layer_weights
 
 # Entries of the arrays of one strip.
 ENTRIES = 1 << 24
+# Entries of arrays that a processor keeps close.
+CACHED = 1 << 19
 # Entries of the scores up to which the norms of blocks are looked at head by head.
 SMALL = 1 << 22
 
@@ -101,7 +103,9 @@ class Blocks:
         # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.
         far = 2 * value + (0.0 if layer.sinks is None else 2.0) * shift
         self.factors = torch.stack([*(out * size for size in reversed(sizes)), query, key, far, out])
-        row = self.n if self.rotation is None else self.n * layer.head_width
+        # Arrays with a vector for every pair of tokens are made of parts of a strip, but for single heads.
+        turning = layer.head_width if H == 1 else min(layer.head_width, max(H, layer.head_width // 8))
+        row = self.n * (1 if self.rotation is None else turning)
         self.height = height or self.rows_of(H * max(row, self.v.shape[2] * layer.head_width, RANK**2 * H))
 
     @cached_property
@@ -166,7 +170,11 @@ class Strip:
     @cached_property
     def a(self) -> Tensor:
         """q_ij, (H, r, c, dk), or (H, r, 1, dk) without rotations."""
-        q = self.q[:, :, None]
+        return self.turned_back(slice(None))
+
+    def turned_back(self, rows: slice) -> Tensor:
+        """q_ij of some rows of the strip."""
+        q = self.q[:, rows, None]
         if self.at.rotation is None:
             return q
         return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
@@ -255,14 +263,17 @@ class Strip:
     @cached_property
     def slopes(self) -> Tensor:
         """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all g and h, (H, H, r, c), or (H, H, r, 1) without rotations."""
-        a, group = self.a, self.at.layer.heads // self.at.layer.kv_heads
-        found = a.new_empty(len(a), *a.shape[:3])
-        for g in range(len(a)):
-            # Keys that several heads share are multiplied once; what is before g is known.
-            first = g // group * group
-            images = a[g].flatten(0, 1) @ self.at.grams.keys[g, first::group]
-            inner = images.reshape(-1, 1, *a.shape[1:]) * a[first:].unflatten(0, (-1, group))
-            found[g, g:] = found[g:, g] = inner.sum(-1).flatten(0, 1)[g - first :]
+        (H, r, dk), c = self.q.shape, 1 if self.at.rotation is None else self.k.shape[1]
+        found, group = self.q.new_empty(H, H, r, c), H // self.at.layer.kv_heads
+        step = max(1, CACHED // (H * c * dk))
+        for rows in (slice(start, start + step) for start in range(0, r, step)):
+            a = self.turned_back(rows)
+            for g in range(H):
+                # Keys that several heads share are multiplied once; what is before g is known.
+                first = g // group * group
+                images = a[g].flatten(0, 1) @ self.at.grams.keys[g, first::group]
+                inner = images.reshape(-1, 1, *a.shape[1:]) * a[first:].unflatten(0, (-1, group))
+                found[g, g:, rows] = found[g:, g, rows] = inner.sum(-1).flatten(0, 1)[g - first :]
         return found
 
     @cached_property
@@ -293,19 +304,19 @@ class Strip:
         grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
         total = torch.zeros_like(o[0, :, 0])
         keys = W @ k
-        # (dv, dv) @ (dv, r·dk) for every head.
-        beside = self.covariances.transpose(1, 2).flatten(2) if not self.at.short else W
+        # Heads first, then coordinates of values, tokens and coordinates of keys.
+        C = None if self.at.short else self.covariances.transpose(1, 2).contiguous()
         for g in range(len(W)):
-            if not self.at.short:
-                image = (self.covariances[g].flatten(0, 1) @ grams.queries[g, g:]).reshape(self.covariances[g:].shape)
-                through = (grams.out[g, g:] @ beside[g:]).reshape(len(W) - g, *self.o.shape[:0:-1], -1).transpose(1, 2)
-                terms = (image * through).sum((2, 3))
-                total += 2 * terms.sum(0) - terms[0]
+            # Pairs of heads count twice, but for g itself.
+            out = grams.out[g, g:] * (2 - torch.eye(1, len(W) - g, dtype=o.dtype, device=o.device)[0, :, None, None])
+            if C is not None:
+                mixed = (C[g:].flatten(1, 2) @ grams.queries[g:, g]).reshape(-1, C[g, 0].numel())
+                total += (C[g] * (out.transpose(0, 1).flatten(1) @ mixed).reshape(C[g].shape)).sum((0, 2))
                 continue
-            oG, kG = o[g] @ grams.out[g], k[g] @ grams.queries[g] @ k.mT
-            total += ((W[g] @ (kG * ((v[g] @ grams.out[g]) @ v.mT))) * W).sum((0, 2))
-            total -= 2 * ((W[g] @ kG) * (oG @ v.mT) * W).sum((0, 2))
-            total += ((oG * o).sum(-1) * ((keys[g] @ grams.queries[g]) * keys).sum(-1)).sum(0)
+            kG, oG, key = k[g] @ grams.queries[g, g:] @ k[g:].mT, o[g] @ grams.out[g], keys[g] @ grams.queries[g]
+            total += ((W[g] @ (kG * ((v[g] @ out) @ v[g:].mT))) * W[g:]).sum((0, 2))
+            total -= 2 * ((key @ k.mT) * (oG @ v.mT) * W).sum((0, 2))
+            total += ((oG * o).sum(-1) * (key * keys).sum(-1)).sum(0)
         return total
 
     def own_query(self) -> Tensor:
@@ -313,17 +324,19 @@ class Strip:
         grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
         rotation = None if self.at.rotation is None else self.at.rotated(self.rows)
         a = self.q if rotation is None else rotation.transpose(self.q)
-        P_own, W_own, total = self.own(self.P), self.own(W), torch.zeros_like(o[0, :, 0])
+        P_own, W_own, total, keys = self.own(self.P), self.own(W), torch.zeros_like(o[0, :, 0]), W @ k
+        N = grams.out.transpose(0, 1) @ grams.value_query
+        if not self.at.short:
+            for h, C in enumerate(self.covariances):
+                z, y = (W_own[..., None] * self.delta) @ grams.out[:, h], a @ grams.key_query[:, h]
+                sides = z.permute(1, 2, 0) @ y.transpose(0, 1) + (P_own.mT @ N[:, h].flatten(1)).reshape(C.shape)
+                total += 2 * (sides * C).sum((1, 2))
+            return total
         for g in range(len(W)):
-            N, z, y = grams.out[:, g] @ grams.value_query[g], self.delta[g] @ grams.out[g], a[g] @ grams.key_query[g]
-            if self.at.short:
-                inner = z @ v.mT - (z * o).sum(-1, keepdim=True)
-                key = (W * inner * (y @ k.mT)).sum((0, 2))
-                mean = (W @ ((v @ N) * k).sum(-1)[..., None])[..., 0] - ((o @ N) * (W @ k)).sum(-1)
-            else:
-                key = ((z[:, :, None] @ self.covariances)[:, :, 0] * y).sum((0, 2))
-                mean = (N[:, None] * self.covariances).sum((2, 3))
-            total += 2 * (P_own[g] * mean.sum(0) + W_own[g] * key)
+            z, y = self.delta[g] @ grams.out[g], a[g] @ grams.key_query[g]
+            inner = z @ v.mT - (z * o).sum(-1, keepdim=True)
+            mean = (W @ ((v @ N[g]) * k).sum(-1)[..., None])[..., 0] - ((o @ N[g]) * keys).sum(-1)
+            total += 2 * (P_own[g] * mean.sum(0) + W_own[g] * (W * inner * (y @ k.mT)).sum((0, 2)))
         return total
 
     def along(self, y: Tensor, weight: Tensor) -> Tensor:
@@ -333,7 +346,7 @@ class Strip:
         dq, dk, dv = (t[0] for t in layer.split_heads((y @ layer.qkv.mT)[None]))
         dk, dv = (t.repeat_interleave(group, dim=0)[:, self.columns] for t in (dk, dv))
         dq = dq[:, self.rows] if self.at.rotation is None else self.at.rotated(self.rows).apply(dq[:, self.rows])
-        S = self.W * (self.q @ dk.mT if self.at.rotation is None else (self.a * dk[:, None]).sum(-1))
+        S = self.W * (self.q @ (dk if self.at.rotation is None else self.at.rotated(self.columns).apply(dk)).mT)
         total = torch.zeros_like(P[0])
         for g in range(len(P)):
             moved = dv[g] @ grams.out[g]

@@ -226,8 +226,8 @@ def _candidates(at: Blocks, gain: Tensor, rung: str) -> dict[str, float]:
             own = torch.minimum(own, queries)
             parts = min(parts, keys + float((own * gain).max()))
         best = _mean_part(at, gain) + parts
-        # The norms of blocks of single heads are dear, and take a tenth or two from the norm of all blocks.
-        if not gram and 0.75 * whole < best:
+        # The norms of blocks of single heads are dear, and take a twentieth from the norm of all blocks of real layers.
+        if not gram and 0.9 * whole < best:
             whole = _block_sizes(at, gain, own, True)[0][1]
         whole = min(whole, best)
     found = {"parts": whole}
@@ -294,14 +294,12 @@ def _mean_part(at: Blocks, gain: Tensor) -> float:
         outside += away.clamp_min(0) * image.square().sum(-1)
 
     def without(strip: Strip) -> Tensor:
-        P = strip.P * gain[strip.columns]
-        found = torch.cat([P, P])
-        found[:H] -= images[:, strip.rows, None] * t[strip.columns]
-        found[H:] -= P.mean(0)
-        return found.abs_()
+        return (strip.P * gain[strip.columns] - images[:, strip.rows, None] * t[strip.columns]).abs_()
 
-    rest, deviations = _norms(at, 2 * H, without)[0].split(H)
-    rest = rest + outside.sqrt()
+    def deviations(strip: Strip) -> Tensor:
+        P = strip.P * gain[strip.columns]
+        return (P - P.mean(0)).abs_()
+
     # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
     side = H * at.layer.value_width
     product = (at.grams.out * (images @ images.mT)[:, :, None, None]).transpose(1, 2).reshape(side, side)
@@ -309,21 +307,15 @@ def _mean_part(at: Blocks, gain: Tensor) -> float:
     V = V.flatten(0, 1)
     sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
     rounded = math.sqrt(at.unit) * float(sizes @ images.norm(dim=-1))
-    average, best = mean * at.weights.total, by_blocks
-
-    def along(most: float) -> float:
-        if ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS) > most**2:
-            return math.inf
-        return math.hypot(math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded)
-
-    def apart(most: float) -> float:
-        away = _overlap(at, rest, sizes, most)
-        return math.hypot(away, along(math.sqrt(max(0.0, most**2 - away**2))))
-
-    # Each is infinite where an estimate from below shows that it is not the least.
-    best = min(best, _overlap(at, heads, sizes, best))
-    best = min(best, apart(best))
-    best = min(best, average + _overlap(at, deviations, sizes, best - average))
+    average, best = mean * at.weights.total, min(by_blocks, _overlap(at, heads, sizes, by_blocks))
+    # The others are not looked at any further where an estimate from below shows that they are not the least.
+    least = ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS)
+    if least < best**2:
+        beside = _overlap(at, _norms(at, H, without)[0] + outside.sqrt(), sizes, best)
+        if least + beside**2 < best**2:
+            best = min(best, math.hypot(beside, math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded))
+    if average < best:
+        best = min(best, average + _overlap(at, _norms(at, H, deviations)[0], sizes, best - average))
     # What cancels between heads is off by what each of them is off by.
     return best + 2 * at.margin * float(sizes @ heads)
 
@@ -392,7 +384,7 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
 
 def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:
     """Σ_j ω_ij (M_ij + K_ij)(M_ij + K_ij)ᵀ before W_O, (rows, H, dv, H, dv); of several heads with ω_i Q_iQ_iᵀ."""
-    grams, (H, _, dv), v = strip.at.grams, strip.o.shape, strip.v
+    grams, root, (H, _, dv), v = strip.at.grams, strip.at.products.root, strip.o.shape, strip.v
     P, W, o, C = strip.P[:, part], strip.W[:, part], strip.o[:, part], strip.covariances[:, part]
     Z = weights.new_empty(len(weights), H, dv, H, dv)
 
@@ -401,8 +393,9 @@ def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tenso
         each, N = weights * P[g] * W[h], grams.value_key[g, h].mT
         if strip.at.rotation is None:
             return (strip.q[h, part] @ N)[..., None] * (each @ v[h] - each.sum(-1, keepdim=True) * o[h])[:, None]
-        image = (strip.a[h, part] @ N) * each[..., None]
-        return image.mT @ v[h] - image.sum(1)[..., None] * o[h, :, None]
+        image = strip.image.gradients[0, part] if H == 1 and root is None else strip.a[h, part] @ N
+        moved = (image * each[..., None]).mT @ torch.nn.functional.pad(v[h], (0, 1), value=1.0)
+        return moved[..., :-1] - moved[..., -1:] * o[h, :, None]
 
     for g in range(H):
         for h in range(g, H):
@@ -411,7 +404,9 @@ def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tenso
             block = (each @ (v[g, :, :, None] * v[h, :, None]).flatten(1)).reshape(-1, dv, dv)
             block -= (each @ v[g])[..., None] * o[h, :, None]
             block += o[g, ..., None] * (each.sum(-1, keepdim=True) * o[h] - each @ v[h])[:, None]
-            block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.values[g, h] + cross(g, h) + cross(h, g).mT
+            mixed = cross(g, h)
+            mixed = mixed + (mixed if g == h else cross(h, g)).mT
+            block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.values[g, h] + mixed
             if H > 1:
                 block += own[:, None, None] * (C[g] @ grams.queries[g, h] @ C[h].mT)
             Z[:, g, :, h], Z[:, h, :, g] = block, block.mT

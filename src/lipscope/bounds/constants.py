@@ -62,7 +62,7 @@ _CACHE: WeakKeyDictionary[Attention, dict[int | None, tuple[RotatedNorms, ...]]]
 
 def _rotated_head(layer: Attention, head: int, n: int | None) -> RotatedNorms:
     assert layer.rotary is not None
-    w, single = layer_weights(layer).plain[head], layer.to(torch.float64).head(head)
+    w, single = layer_weights(layer).plain[head], layer.head(head).to(torch.float64)
     causal = isinstance(layer.mask, Causal)
     cos, sin = layer.rotary.cos.detach().double(), layer.rotary.sin.detach().double()
     inputs = [(cos, sin)] if cos.ndim == 2 else list(zip(cos, sin, strict=True))

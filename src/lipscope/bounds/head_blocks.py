@@ -55,13 +55,18 @@ class HeadBlocks:
         return norms
 
     @cached_property
+    def gradients(self) -> Tensor:
+        """W_O W_V a_ij, (H, r, c, ·), or (H, r, 1, ·) without rotations."""
+        return self.strip.a @ self.stacked("VK")[:, None].mT
+
+    @cached_property
     def norms(self) -> tuple[Tensor, Tensor]:
         """‖W_O(v_j − o_i)‖ and P_ij‖W_O W_V + s_ij W_O(v_j − o_i)a_ijᵀ‖ for all pairs, s the slope of the soft-cap."""
         v, o, margin, strip = self.v, self.o, self.margin, self.strip
         size = v.square().sum(-1)[:, None] + o.square().sum(-1)[..., None]
         delta2 = torch.baddbmm(size, o, v.mT, alpha=-2).clamp_min_(0) + margin * size
-        G = strip.a @ self.stacked("VK")[:, None].mT
-        g2 = G.square().sum(-1)
+        G = self.gradients
+        g2 = torch.linalg.vector_norm(G, dim=-1).square()
         if self.at.rotation is None:
             inner = G[:, :, 0] @ v.mT - (G[:, :, 0] * o).sum(-1, keepdim=True)
         else:

@@ -9,9 +9,11 @@ W_O = Q R_O, W_Kᵀ = Q R_K, τW_Qᵀ = Q R_Q, all norms are those of d_head × 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -55,15 +57,33 @@ class LayerWeights:
     image: tuple[HeadWeights, ...]
     plain: tuple[HeadWeights, ...]  # heads alone
     out: float  # ‖W_O‖, 1 without W_O
-    queries: float  # |τ|‖W_Q‖ of the heads stacked
-    keys: float  # ‖W_K‖ likewise; keys and values that several heads share count once per head
-    values: float  # ‖W_V‖ likewise
-    total: float  # ‖Σ_h W_O^h W_V^h‖
+    # The norms below by name: of a wide layer each takes as long as σ, and set bounds do not ask for them.
+    norm: Callable[[str], float]
+
+    @cached_property
+    def queries(self) -> float:
+        """|τ|‖W_Q‖ of the heads stacked."""
+        return self.norm("q")
+
+    @cached_property
+    def keys(self) -> float:
+        """‖W_K‖ likewise; keys and values that several heads share count once per head."""
+        return self.norm("k")
+
+    @cached_property
+    def values(self) -> float:
+        """‖W_V‖ likewise."""
+        return self.norm("v")
+
+    @cached_property
+    def total(self) -> float:
+        """‖Σ_h W_O^h W_V^h‖."""
+        return self.norm("ov")
 
     def head(self, h: int) -> LayerWeights:
         """Those of one head alone."""
         w = self.plain[h]
-        return LayerWeights((w,), (w,), 1.0, w.query, w.sizes[1], w.value, w.value)
+        return LayerWeights((w,), (w,), 1.0, {"q": w.query, "k": w.sizes[1], "v": w.value, "ov": w.value}.__getitem__)
 
 
 def spectral(M: Tensor) -> float:
@@ -96,7 +116,7 @@ def layer_weights(layer: Attention) -> LayerWeights:
     for others, before, weights in known:
         if state == before and all(a is b for a, b in zip(others, tensors, strict=True)):
             return weights
-    weights = _compute(layer.to(torch.float64))
+    weights = _compute(layer)
     # References are kept so that ``is`` stays meaningful (ids are reused); entries of earlier in-place versions are dropped.
     known[:] = [entry for entry in known if entry[1][:3] != state[:3]]
     known.append((tensors, state, weights))
@@ -115,16 +135,32 @@ _CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _compute(layer: Attention) -> LayerWeights:
     with torch.no_grad():
-        singles = [layer.head(h) for h in range(layer.heads)]
-        plain = tuple(map(_head, singles))
-        shared, queries = math.sqrt(layer.heads / layer.kv_heads), abs(layer.tau) * _root_norm(layer.q)
-        keys, values = (shared * _root_norm(t) for t in (layer.k, layer.v))
+        # One head at a time in float64: a copy of all of them would be the largest thing in memory.
+        plain = tuple(_head(layer.head(h).to(torch.float64)) for h in range(layer.heads))
+        # Without the queries: what is remembered for a tensor must not keep it alive.
+        shared, tau = layer.heads // layer.kv_heads, abs(layer.tau)
+        norm = partial(_joint_norm, ref(layer.q), layer.k, layer.v, layer.out, shared, tau, [w.query for w in plain])
         if layer.out is None:
-            return LayerWeights(plain, plain, 1.0, queries, keys, values, values)
-        image = tuple(map(_through, plain, singles, layer.out.split(layer.value_width, dim=1)))
-        W_V = torch.cat([single.v for single in singles])
-        total = _root_norm(layer.out @ W_V) + rounding_unit(layer.out, W_V) * _frobenius(layer.out) * _frobenius(W_V)
-        return LayerWeights(image, plain, _root_norm(layer.out), queries, keys, values, total)
+            return LayerWeights(plain, plain, 1.0, norm)
+        blocks = layer.out.split(layer.value_width, dim=1)
+        singles = (layer.head(h).to(torch.float64) for h in range(layer.heads))
+        image = tuple(_through(w, single, block.double()) for w, single, block in zip(plain, singles, blocks, strict=True))
+        return LayerWeights(image, plain, _root_norm(layer.out), norm)
+
+
+def _joint_norm(
+    q: ref[Tensor], k: Tensor, v: Tensor, out: Tensor | None, shared: int, tau: float, queries: list[float], name: str
+) -> float:
+    """The norms of ``LayerWeights`` by name; ``shared`` heads have the same keys and values."""
+    with torch.no_grad():
+        if name == "q":
+            # When the queries are gone, what their heads say.
+            return math.hypot(*queries) * (1 + 1e-12) if (W_Q := q()) is None else tau * _root_norm(W_Q)
+        if name == "k" or name == "v" or out is None:
+            return math.sqrt(shared) * _root_norm(k if name == "k" else v)
+        by_head = v.double().unflatten(0, (len(queries) // shared, -1))
+        W_O, W_V = out.double(), by_head.repeat_interleave(shared, 0).flatten(0, 1)
+        return _root_norm(W_O @ W_V) + rounding_unit(W_O, W_V) * _frobenius(W_O) * _frobenius(W_V)
 
 
 def rounding_unit(*matrices: Tensor) -> float:
@@ -141,6 +177,7 @@ def _frobenius(M: Tensor | None) -> float:
 
 def _root_norm(M: Tensor) -> float:
     # In a unit by a power of two, which rounds nothing: squares stay within the range of floats.
+    M = M.detach().double()
     power = power_above(M)
     M = times_power(M, -power)
     gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
