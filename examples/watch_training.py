@@ -9,59 +9,25 @@ replaces the output that a page shows below this command.
 
 from __future__ import annotations
 
-import argparse
-import re
-import tempfile
-import warnings
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-from lipscope.models.checkpoints import auto_tokenizer
-from lipscope.models.corpora import read_text
-from lipscope.models.load import GPT2_MINI
 from lipscope.training import LipschitzCallback, Threshold
-
-LENGTH = 128
-
-
-def windows() -> list[dict[str, torch.Tensor]]:
-    """The text as disjoint windows of tokens."""
-    ids = torch.tensor(auto_tokenizer(GPT2_MINI)("\n\n".join(read_text("alice")), verbose=False)["input_ids"])
-    return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)]
+from watched_training import collected_warnings, gpt2_mini, parser, show, train, windows
 
 
 def main() -> None:
     """Train, and print what the monitor saw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--csv", help="also append the readings to this file")
-    parser.add_argument("--write", type=Path, help="page whose output below this command is replaced")
-    options = parser.parse_args()
-    printed = []
-    # Warnings are shown without the line of code that they come from.
-    warnings.showwarning = lambda message, *_: printed.append(f"warning: {message}")
+    arguments = parser(__doc__, steps=60, rate=3e-3)
+    arguments.add_argument("--csv", help="also append the readings to this file")
+    options = arguments.parse_args()
+    printed = collected_warnings()
     callback = LipschitzCallback(every=20, csv=options.csv, thresholds=[Threshold("max_logit", above=15.0)])
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            output_dir=directory, max_steps=options.steps, per_device_train_batch_size=8, learning_rate=options.rate,
-            lr_scheduler_type="constant", logging_steps=20, save_strategy="no", report_to=[], use_cpu=True, seed=0,
-            disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_pretrained(GPT2_MINI, dtype=torch.float32)
-        trainer = Trainer(model, arguments, train_dataset=windows(), callbacks=[callback])
-        trainer.remove_callback(trainer.callback_handler.callbacks[-1])  # its own rows are printed below
-        trainer.train()
+    trainer = train(
+        gpt2_mini(), windows(128), [callback], max_steps=options.steps, learning_rate=options.rate,
+        lr_scheduler_type="constant", logging_steps=20,
+    )  # fmt: skip
     losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
     for record in callback.records:
         printed.append(str(record) if record.step not in losses else f"{record}\n  loss {float(losses[record.step]):.3f}")
-    print("\n".join(printed))
-    if options.write:
-        shown = re.compile(r"(    python examples/watch_training\.py[^\n]*\n\n```\n).*?```\n", flags=re.DOTALL)
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(shown.sub(lambda m: m[1] + "\n".join([*printed, "```\n"]), page), encoding="utf-8")
+    show(printed, __file__, options.write)
 
 
 if __name__ == "__main__":

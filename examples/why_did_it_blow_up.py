@@ -9,74 +9,41 @@ learning rate. Everything is offline. ``--write`` replaces the output that a pag
 
 from __future__ import annotations
 
-import argparse
-import re
-import tempfile
-import warnings
-from pathlib import Path
-
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from lipscope.models.checkpoints import auto_tokenizer
-from lipscope.models.corpora import read_text
-from lipscope.models.load import GPT2_MINI
 from lipscope.training import LipschitzCallback, QKClipCallback
-
-LENGTH = 64
-
-
-def windows() -> torch.Tensor:
-    """The text as disjoint windows of tokens."""
-    ids = torch.tensor(auto_tokenizer(GPT2_MINI)("\n\n".join(read_text("alice")), verbose=False)["input_ids"])
-    return ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+from watched_training import collected_warnings, gpt2_mini, parser, show, train, windows
 
 
-def train(steps: int, rate: float, callbacks: list[TrainerCallback]) -> tuple[float, float]:
+def losses(steps: int, rate: float, callbacks: list[TrainerCallback]) -> tuple[float, float]:
     """Fine-tune; the held-out loss before and after."""
-    model = AutoModelForCausalLM.from_pretrained(GPT2_MINI, dtype=torch.float32)
-    *rows, held_out = windows().split(8)
-    data = [{"input_ids": row, "labels": row} for row in torch.cat(rows)]
+    model, (*rows, held_out) = gpt2_mini(), windows(64).split(8)
 
     def loss() -> float:
         with torch.no_grad():
             return float(model.eval()(input_ids=held_out, labels=held_out).loss)
 
     before = loss()
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            output_dir=directory, max_steps=steps, per_device_train_batch_size=8, learning_rate=rate, warmup_steps=steps,
-            lr_scheduler_type="constant_with_warmup", logging_strategy="no", save_strategy="no", report_to=[], use_cpu=True,
-            seed=0, disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
-        trainer.remove_callback(PrinterCallback)  # only what the alarm says is printed
-        trainer.train()
+    train(
+        model, torch.cat(rows), callbacks, max_steps=steps, learning_rate=rate, warmup_steps=steps,
+        lr_scheduler_type="constant_with_warmup", logging_strategy="no",
+    )  # fmt: skip
     return before, loss()
 
 
 def main() -> None:
     """Print the alarms of the first run, and the losses of all three."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rate", type=float, default=2e-2)
-    parser.add_argument("--write", type=Path, help="page whose output below this command is replaced")
-    options = parser.parse_args()
-    printed: list[str] = []
-    # Warnings are shown without the line of code that they come from.
-    warnings.showwarning = lambda message, *_: printed.append(f"warning: {message}")
+    options = parser(__doc__, steps=40, rate=2e-2).parse_args()
+    printed = collected_warnings()
     for name, rate, callbacks in (
         ("as it is", options.rate, [LipschitzCallback(every=5)]),
         ("with QKClip(tau=50)", options.rate, [QKClipCallback(tau=50.0, every=5)]),
         ("with a tenth of the learning rate", options.rate / 10, []),
     ):
-        before, after = train(options.steps, rate, callbacks)
+        before, after = losses(options.steps, rate, callbacks)
         printed.append(f"{name}: held-out loss {before:.2f} → {after:.2f}")
-    print("\n".join(printed))
-    if options.write:
-        shown = re.compile(r"(    python examples/why_did_it_blow_up\.py[^\n]*\n\n```\n).*?```\n", flags=re.DOTALL)
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(shown.sub(lambda m: m[1] + "\n".join([*printed, "```\n"]), page), encoding="utf-8")
+    show(printed, __file__, options.write)
 
 
 if __name__ == "__main__":

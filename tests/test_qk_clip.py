@@ -55,6 +55,23 @@ def test_rotary_grouped_fused_and_capped_scores(family):
     assert max(row["max_logit"] for row in lipscope.load(model).record(input_ids=IDS).rows()) <= tau * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("size", [1e3, 1e4, 1e5])
+def test_keys_with_a_huge_common_part(size, made):
+    """What a bfloat16 run drifts into: in (W z + b) − b such a bias leaves no digits of W."""
+    model = FAMILIES["qwen2"]().float()
+    biases = [block.self_attn.k_proj.bias for block in model.layers]
+    clip = QKClip(model, 10.0, every=1, inputs=len(IDS)) if made == "before" else None
+    with torch.no_grad():
+        for bias in biases:
+            bias.view(model.config.num_key_value_heads, -1)[:, -1] += size
+    kept = [bias.detach().clone() for bias in biases]
+    record = (clip or QKClip(model, 10.0, every=1, inputs=len(IDS))).step({"input_ids": IDS})
+    assert record.heads
+    assert max(float(values.max()) for values in eager_logits(model.eval(), IDS)) <= 10.0 * (1 + 1e-4)
+    assert all(bool((bias.abs() <= old.abs()).all()) for bias, old in zip(biases, kept, strict=True))
+
+
 class LoRA(nn.Linear):
     """W + BA, not merged."""
 

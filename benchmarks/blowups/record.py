@@ -60,7 +60,7 @@ class Clip(Remedy):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self.clip = QKClip(training.model, TAU, every=1, inputs=2, tokens=TOKENS)
+        self.clip = QKClip(training.model, TAU, every=1, inputs=2, tokens=TOKENS, base=True)
 
     def after(self, step: int) -> int:
         """The heads that were rescaled; −1 once it has switched itself off."""

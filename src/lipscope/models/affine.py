@@ -126,7 +126,7 @@ def plain_attention(
         del known[layer.index]
     if parts is None or not isinstance(getattr(layer.out, "weight", None), Tensor):
         return None
-    out, out_bias = _matrix(layer.out)
+    out, out_bias = matrix_of(layer.out)
     rule = at_tokens.rule
     attention = Attention(
         parts.q[0], parts.k[0], parts.v[0], out, heads=at_tokens.q.shape[1], kv_heads=at_tokens.k.shape[1],
@@ -331,12 +331,18 @@ def same_value(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+def matrix_of(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(W, b) of a linear map: as they are stored, or with its adapters by what it makes of unit vectors."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
     weight = weight.detach()
-    if type(module).__name__ == "Conv1D":
+    if type(module).__name__ == "Conv1D" or type(getattr(module, "base_layer", None)).__name__ == "Conv1D":
         weight = weight.mT
+    if hasattr(module, "base_layer"):
+        with torch.no_grad():
+            offset = module(weight.new_zeros(1, weight.shape[1]))
+            weight = (module(torch.eye(weight.shape[1]).to(weight)) - offset).mT
+        return weight, offset[0]
     return weight, bias.detach() if isinstance(bias, Tensor) else None
 
 

@@ -344,8 +344,10 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is an affine map of its input: ``nn.Linear``, GPT-2's ``Conv1D``, and their kin."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" or type(module).__name__.endswith("Linear")
+    """Whether the module is an affine map of its input: ``nn.Linear``, GPT-2's ``Conv1D``, their kin, and these adapted."""
+    name, base = type(module).__name__, getattr(module, "base_layer", None)
+    known = isinstance(module, nn.Linear) or name == "Conv1D" or name.endswith("Linear")
+    return known or (isinstance(base, nn.Module) and is_linear(base))
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

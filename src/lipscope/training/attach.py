@@ -153,7 +153,8 @@ def _as_arguments(handle: Model, batch: Any) -> dict[str, Tensor]:
 
 def adapters(model: nn.Module) -> list[Any]:
     """The low-rank adapters inside a model, by the structure that PEFT gives them: W x + s·B A x with s in ``scaling``."""
-    return [m for m in model.modules() if hasattr(m, "lora_A") and isinstance(getattr(m, "scaling", None), dict)]
+    found = (m for m in model.modules() if hasattr(m, "lora_A") and isinstance(getattr(m, "scaling", None), dict))
+    return [m for m in found if getattr(m, "merged", False) is not True]
 
 
 @contextmanager
@@ -161,8 +162,11 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is its base model."""
     with ExitStack() as stack:
         for adapter in adapters(model):
-            stack.callback(setattr, adapter, "scaling", adapter.scaling)
-            adapter.scaling = dict.fromkeys(adapter.scaling, 0.0)
+            # PEFT's own switch, where it is: without it the magnitudes of DoRA stay.
+            off = {"_disable_adapters": True} if hasattr(adapter, "_disable_adapters") else {}
+            for name, value in {"scaling": dict.fromkeys(adapter.scaling, 0.0), **off}.items():
+                stack.callback(setattr, adapter, name, getattr(adapter, name))
+                setattr(adapter, name, value)
         yield
 
 

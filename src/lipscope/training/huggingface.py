@@ -85,7 +85,7 @@ class QKClipCallback(Clipping, TrainerCallback):
 
     Args:
         tau: what no logit may exceed.
-        **options: those of ``QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``.
+        **options: those of ``QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``, ``base``.
 
     Attributes:
         records: what was rescaled so far.

@@ -97,7 +97,7 @@ class QKClipCallback(Clipping, _Following):
     Args:
         tau: what no logit may exceed.
         model: the module to hold; by default the one transformers model inside the ``LightningModule``.
-        **options: those of ``lipscope.training.QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``.
+        **options: those of ``lipscope.training.QKClip``: ``every``, ``layers``, ``inputs``, ``tokens``, ``part``, ``base``.
 
     Attributes:
         records: what was rescaled so far.

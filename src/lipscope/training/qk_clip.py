@@ -25,7 +25,7 @@ from lipscope.models.inputs import probe_inputs
 from lipscope.models.model import Model
 from lipscope.training.attach import OwnHook, named_arguments, probe_batch, undisturbed, unwrapped
 from lipscope.training.monitor import say
-from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
+from lipscope.training.rescale import Projections, Rescaler, largest_logits, refuse_unscalable
 from lipscope.training.smooth import language_loss, loss_kind
 
 
@@ -66,12 +66,14 @@ class QKClip:
         inputs: inputs of the batch that are looked at.
         tokens: tokens of each, without padding.
         part: ``"encoder"`` of an encoder–decoder model.
+        base: of layers with low-rank adapters rescale W + s·BA as a whole, hence frozen base weights too. Adapters that are
+            saved alone (PEFT, checkpoints of its Trainer) do not have that: save the merged model.
 
     Attributes:
         reason: why it has switched itself off, or None.
 
     Raises:
-        ValueError: when W_Q and W_K of a layer cannot be rescaled: QK-norm, shared weights, adapters that are not merged.
+        ValueError: when W_Q and W_K of a layer cannot be rescaled: QK-norm, shared weights, adapters without ``base``.
 
     Example:
         >>> import torch, transformers
@@ -96,6 +98,7 @@ class QKClip:
         inputs: int = 4,
         tokens: int = 256,
         part: str | None = None,
+        base: bool = False,
     ) -> None:
         check_clip(tau, every=every, inputs=inputs, tokens=tokens)
         self.tau, self.every, self.inputs, self.tokens = tau, every, inputs, tokens
@@ -111,11 +114,15 @@ class QKClip:
         with undisturbed(self.model):
             self._handle = Model(self.model, part=part)
             self.layers = sorted(self._handle.check_layers(layers, "attention"))
-            work = Rescaler(self._handle, probe_inputs(self._handle.model), "max-logit", tau)
+            self._known: dict[int, Projections] = {}
+            work = Rescaler(self._handle, probe_inputs(self._handle.model), "max-logit", tau, known=self._known)
             for index in self.layers:
-                # Refuse, before training, a layer whose scores W_Q and W_K do not scale, or whose rows are not found.
-                refuse_unscalable(self._handle, index)
-                work.projections(self._handle.probe_recording[index])
+                # Refuse, before training, a layer whose scores W_Q and W_K do not scale; halving them shows it.
+                refuse_unscalable(self._handle, index, base=base)
+                core = (layer := self._handle.probe_recording[index]).core()
+                q, k = (torch.full((x.shape[1],), 0.5, dtype=torch.float64) for x in (core.q, core.k))
+                with ExitStack() as trial:
+                    work.scaled(layer, core, q, k, trial)
         self._hook = self.model.register_forward_pre_hook(OwnHook(self.model, self._keep), with_kwargs=True)
 
     def step(self, batch: Any = None, *, step: int | None = None) -> ClipRecord:
@@ -147,7 +154,7 @@ class QKClip:
         self._batch = None
 
     def _clip(self, inputs: dict[str, Any]) -> ClipRecord:
-        work = Rescaler(self._handle, inputs, "max-logit", self.tau)
+        work = Rescaler(self._handle, inputs, "max-logit", self.tau, known=self._known)
         recorded, found, before = work.record(), list[Clipped](), None
         ids: Any = inputs.get("input_ids")
         kind = None if ids is None or ids.shape[1] < 2 else loss_kind(self.model, None)

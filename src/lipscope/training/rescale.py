@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from lipscope.attention.layer import Attention
 from lipscope.measure.sigma import sigma
+from lipscope.models.affine import matrix_of
 from lipscope.models.anatomy import Layer, is_linear
 from lipscope.models.model import Model
 from lipscope.models.recorded import Recorded, RecordedLayer
 from lipscope.models.seam import CoreCall
 from lipscope.spectral.solvers import Auto, Solver
+from lipscope.training.attach import adapters
 
 
 class Factors(NamedTuple):
@@ -131,21 +133,51 @@ def split_factors(gamma: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     return gamma / k.repeat_interleave(gamma.shape[0] // kv_heads), k
 
 
+class Matrix(NamedTuple):
+    """A linear map inside an attention module: the map itself, and what is multiplied when its outputs are."""
+
+    module: nn.Module
+    parts: list[tuple[nn.Parameter, int]]  # parameters, each with the dimension that counts outputs
+
+    def rows(self) -> Tensor:
+        """[W b], adapters included: a row of W may vanish and its bias not."""
+        return _with_bias(*matrix_of(self.module))
+
+
 class Projections:
     """The weight matrices inside an attention module that take its tokens, one below the other, and rows of them rescaled.
 
     ``q`` and ``k`` say for every row of W_Q and W_K which row it is, up to a positive factor; −1 for a row of zeros without
     a bias. Rows that look the same are told apart by trial: every candidate is multiplied by a factor of its own, the layer
-    is described ``again``, and what a row was multiplied by says where it is. The trial is taken back. A row that is nowhere
-    (adapters, parametrisations), or serves as a query and as a key, is refused.
+    is described ``again``, and what a row was multiplied by says where it is. Trials are taken back. A row that is nowhere
+    (parametrisations), or serves as a query and as a key, is refused.
     """
 
-    def __init__(self, layer: Layer, plain: Attention, again: Callable[[], Attention | None]) -> None:
-        label = f"layer {layer.index} ({layer.name})"
-        self.matrices = list(_matrices(layer, plain.width))
-        stored = torch.cat([torch.empty(0, plain.width + 1), *(_stored(*found) for found in self.matrices)]).double()
-        self.rows = len(stored)
-        wanted = _queries_and_keys(plain)
+    def __init__(self, found: RecordedLayer, again: Callable[[], Attention]) -> None:
+        label = f"layer {found.index} ({found.layer.name})"
+        self.matrices = list(_matrices(found.layer, width := found.tokens().shape[-1]))
+        self.sizes = [len(matrix.rows()) for matrix in self.matrices]
+        with ExitStack() as trial:
+            stored = self._stored(width)
+            weights, biases = float(stored[:, :-1].norm(dim=1).max()), float(stored[:, -1].abs().max())
+            if small := 0 < weights < _LARGE_BIAS * biases:
+                # W is probed as (W z + b) − b, in which a huge b leaves W no digits: for the search it is a small one.
+                for parameter, _ in (part for matrix in self.matrices for part in matrix.parts if part[0].ndim == 1):
+                    _multiply(parameter, torch.tensor(weights / biases), trial)
+            self.q, self.k = self._places(label, again() if small else found.weights(), again)
+        self.complete = bool((torch.cat([self.q, self.k]) >= 0).all())
+        both = torch.isin(self.q, self.k) & (self.q >= 0)
+        if bool(both.any()):
+            raise ValueError(
+                f"{label}: what holds row {int(both.nonzero()[0])} of its W_Q gives a query and a key, so they cannot be "
+                "rescaled apart"
+            )
+
+    def _stored(self, width: int) -> Tensor:
+        return torch.cat([torch.empty(0, width + 1).double(), *(matrix.rows() for matrix in self.matrices)])
+
+    def _places(self, label: str, plain: Attention, again: Callable[[], Attention]) -> list[Tensor]:
+        stored, wanted = self._stored(plain.width), _queries_and_keys(plain)
         same = [_directions(rows) @ _directions(stored).mT >= 1 - _SAME for rows in wanted]
         for what, rows, alike in zip(("W_Q", "W_K"), wanted, same, strict=True):
             # Rotations leave rounding noise in a row of zeros.
@@ -157,57 +189,53 @@ class Projections:
                     "cannot be rescaled: merge adapters and remove parametrisations first"
                 )
         doubtful = torch.cat([alike[alike.sum(1) > 1] for alike in same]).any(0)
-        factors, tried = torch.ones(self.rows, dtype=torch.float64), plain
+        factors, tried = torch.ones(len(stored), dtype=torch.float64), plain
         if count := int(doubtful.sum()):
             factors[doubtful] += torch.arange(count) / count
             with ExitStack() as trial:
                 self._multiply(factors, trial)
-                found = again()
-            if found is None:
-                raise ValueError(f"{label} is no plain attention when its rows are rescaled one by one")
-            tried = found
+                tried = again()
         places = []
         for rows, moved, alike in zip(wanted, _queries_and_keys(tried), same, strict=True):
             ratio = (moved * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
             misses = (factors - ratio).abs().masked_fill(~alike, torch.inf)
             places.append(misses.argmin(1).where(alike.any(1), -1))
-        self.q, self.k = places
-        both = torch.isin(self.q, self.k) & (self.q >= 0)
-        if bool(both.any()):
-            raise ValueError(
-                f"{label}: what holds row {int(both.nonzero()[0])} of its W_Q gives a query and a key, so they cannot be "
-                "rescaled apart"
-            )
+        return places
 
     def scale(self, q: Tensor, k: Tensor, undo: ExitStack) -> None:
         """Multiply the rows of W_Q and of W_K, and their biases, by a factor per head, until ``undo`` is closed."""
-        factors = torch.ones(self.rows, dtype=torch.float64)
+        factors = torch.ones(sum(self.sizes), dtype=torch.float64)
         for places, values in ((self.q, q), (self.k, k)):
             factors[places[places >= 0]] = values.repeat_interleave(len(places) // len(values))[places >= 0]
         self._multiply(factors, undo)
 
     def _multiply(self, factors: Tensor, undo: ExitStack) -> None:
-        columns = factors.split([len(_stored(*found)) for found in self.matrices])
-        for (weight, bias, transposed), column in zip(self.matrices, columns, strict=True):
-            for parameter, by in ((weight, column if transposed else column[:, None]), (bias, column)):
-                if parameter is not None and bool((column != 1).any()):
-                    content = parameter.detach()
-                    undo.callback(content.copy_, content.clone())
-                    content.copy_(content.double() * by.to(content.device))
+        for matrix, column in zip(self.matrices, factors.split(self.sizes), strict=True):
+            for parameter, dim in matrix.parts if bool((column != 1).any()) else ():
+                _multiply(parameter, column if dim == parameter.ndim - 1 else column[:, None], undo)
 
 
-def _matrices(layer: Layer, width: int) -> Iterator[tuple[nn.Parameter, nn.Parameter | None, bool]]:
-    """Weights inside the attention module that may hold projections: (weight, bias, stored transposed)."""
+def _multiply(parameter: nn.Parameter, by: Tensor, undo: ExitStack) -> None:
+    content = parameter.detach()
+    undo.callback(content.copy_, content.clone())
+    content.copy_(content.double() * by.to(content.device))
+
+
+def _matrices(layer: Layer, width: int) -> Iterator[Matrix]:
+    """Linear maps in the attention module that may be projections. Of W x + s·B A x the rows of W and of B are scaled."""
+    inside = {*layer.out.modules()}
     for module in layer.host.modules():
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if module is not layer.out and is_linear(module) and isinstance(weight, nn.Parameter):
-            transposed = type(module).__name__ == "Conv1D"
-            if weight.shape[0 if transposed else 1] == width:
-                yield weight, bias if isinstance(bias, nn.Parameter) else None, transposed
-
-
-def _stored(weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    return _with_bias(weight.mT if transposed else weight, bias)
+        weight = getattr(module, "weight", None)
+        if module in inside or not is_linear(module) or not isinstance(weight, nn.Parameter):
+            continue
+        inside |= {*module.modules()}
+        scaled = [getattr(module, "base_layer", module), *getattr(module, "lora_B", nn.ModuleDict()).values()]
+        parts = [
+            (parameter, int(type(part).__name__ == "Conv1D" and parameter.ndim == 2))
+            for part in scaled for parameter in (part.weight, part.bias) if isinstance(parameter, nn.Parameter)
+        ]  # fmt: skip
+        if weight.shape[1 - parts[0][1]] == width:
+            yield Matrix(module, parts)
 
 
 def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
@@ -215,7 +243,6 @@ def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
 
 
 def _with_bias(matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """[W b]: a row of W may vanish and its bias not."""
     column = matrix.new_zeros(matrix.shape[0]) if bias is None else bias.detach().to(matrix)
     return torch.cat([matrix.detach(), column[:, None]], dim=1).double().cpu()
 
@@ -224,27 +251,32 @@ def _directions(rows: Tensor) -> Tensor:
     return nn.functional.normalize(rows, dim=1, eps=torch.finfo(rows.dtype).tiny)
 
 
-def check_rescaled(before: Attention, after: Attention | None, q: Tensor, k: Tensor, where: str) -> None:
+def check_rescaled(before: CoreCall, after: CoreCall, q: Tensor, k: Tensor, where: str) -> None:
     """Refuse a rescaling that did not change queries and keys by their factors (per head), or changed the values."""
-    if after is None:
-        raise RuntimeError(f"{where} is no plain attention any more after the rescaling of W_Q and W_K")
-    one = torch.ones(1)
-    for name, factors in (("q", q), ("k", k), ("v", one), ("q_bias", q), ("k_bias", k), ("v_bias", one)):
-        old, found = getattr(before, name), getattr(after, name)
-        if old is None:
-            continue
-        each = factors.to(old).repeat_interleave(old.shape[0] // factors.shape[0])
-        expected = old * (each[:, None] if old.ndim == 2 else each)
-        if not torch.allclose(expected, found, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
-            raise RuntimeError(f"{where}: rescaling the rows of W_Q and W_K did not rescale its queries and keys")
+    for old, found, factors in ((before.q, after.q, q), (before.k, after.k, k), (before.v, after.v, torch.ones(1))):
+        expected = old * factors.to(old)[:, None, None]
+        sizes = expected.abs()
+        # Beside what a coordinate may miss of itself: rounding, where large coordinates of its head are turned into it.
+        rounding = _NOISE * torch.finfo(old.dtype).eps * sizes.amax((0, 2, 3), keepdim=True)
+        allowed = 1e-3 * sizes + 1e-4 * sizes.amax((0, 2), keepdim=True) + rounding
+        if not bool(((found - expected).abs() <= allowed).all()):
+            raise ValueError(
+                f"{where}: rescaling the rows of W_Q and W_K did not rescale its queries and keys (the magnitudes of DoRA, "
+                "say, take the factor back)"
+            )
 
 
-def refuse_unscalable(handle: Model, index: int) -> None:
-    """Refuse layers whose scores W_Q and W_K do not scale, each with its reason."""
+def refuse_unscalable(handle: Model, index: int, *, base: bool = False) -> None:
+    """Refuse layers whose scores W_Q and W_K do not scale, each with its reason; adapted ones unless ``base`` may change."""
     layer = handle.layer(index)
     label = f"layer {layer.index} ({layer.name})"
     if sum(other.host is layer.host for other in handle.layers) > 1:
         raise ValueError(f"{label} shares its weights with other layers, so they cannot be rescaled one by one")
+    if not base and adapters(layer.host):
+        raise ValueError(
+            f"{label} has low-rank adapters: rescaling W + s·BA changes the base weights too, and adapters that are saved "
+            "alone would not fit theirs any more. Merge them first, or take QKClip(…, base=True) and save the merged model"
+        )
     if not layer.through_seam:
         raise ValueError(f"{label} keeps its own attention and does not show its queries and keys: clip-qk needs them")
     if handle.probe_recording[layer.index].attention is not None:
@@ -262,6 +294,8 @@ def refuse_unscalable(handle: Model, index: int) -> None:
 _SAME = 1e-5
 # Rows this many times the precision of the largest one are zero.
 _NOISE = 64
+# Weights this much smaller than the largest bias lose digits that telling rows apart needs.
+_LARGE_BIAS = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +307,7 @@ class Rescaler:
     by: str
     target: float
     solver: Solver = field(default_factory=Auto)
+    known: dict[int, Projections] = field(default_factory=dict)  # by layer: where rows are stored does not change
 
     def record(self) -> Recorded:
         """A pass with the weights as they are now."""
@@ -280,16 +315,26 @@ class Rescaler:
 
     def projections(self, layer: RecordedLayer) -> Projections:
         """Where W_Q and W_K of a layer are stored."""
-        return Projections(layer.layer, layer.weights(), lambda: self.record()[layer.index].attention)
+        found = self.known.get(layer.index) or Projections(layer, lambda: self.record()[layer.index].weights())
+        if found.complete:
+            self.known[layer.index] = found
+        return found
+
+    def scaled(self, layer: RecordedLayer, core: CoreCall, q: Tensor, k: Tensor, undo: ExitStack) -> RecordedLayer:
+        """The layer with queries and keys multiplied by a factor per head, until ``undo`` is closed; ``core`` is before."""
+        self.projections(layer).scale(q, k, undo)
+        again = self.record()[layer.index]
+        check_rescaled(core, again.core(), q, k, f"layer {layer.index} ({layer.layer.name})")
+        return again
 
     def rescale(self, index: int, chosen: list[int], undo: ExitStack) -> Tensor:
         """Bring the chosen heads of one layer below the target; the factors of all its heads (H,)."""
         layer = self.record()[index]
-        plain = layer.weights()
+        core = layer.core()
         if self.by == "max-logit":
-            needed = factors_for_logits(layer.core(), self.target)
+            needed = factors_for_logits(core, self.target)
         else:
-            needed = factors_for_sigma(plain, layer.tokens("head").contiguous(), self.target, self.solver)
+            needed = factors_for_sigma(layer.weights(), layer.tokens("head").contiguous(), self.target, self.solver)
         gamma = torch.ones(layer.heads, dtype=torch.float64)
         for h in chosen:
             if not float(needed.gamma[h]) > 0:
@@ -300,15 +345,12 @@ class Rescaler:
             gamma[h] = float(needed.gamma[h])
         if bool((gamma == 1).all()):
             return gamma
-        projections = self.projections(layer)
         for attempt in range(_ATTEMPTS):
             # Rounding of the rescaled weights may ask for a little less, from the same weights.
             tried = torch.where(gamma < 1, gamma * (1 - _MARGIN) ** attempt, gamma)
-            q, k = split_factors(tried, plain.kv_heads)
+            q, k = split_factors(tried, core.k.shape[1])
             with ExitStack() as trial:
-                projections.scale(q, k, trial)
-                again = self.record()[index]
-                check_rescaled(plain, again.attention, q, k, f"layer {index} ({layer.layer.name})")
+                again = self.scaled(layer, core, q, k, trial)
                 if bool((self._reached(again)[chosen] <= self.target).all()):
                     undo.push(trial.pop_all())
                     return tried
