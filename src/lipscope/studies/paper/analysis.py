@@ -14,9 +14,10 @@ from scipy import stats
 from lipscope.rounding import span
 from lipscope.runs import run
 from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.studies.paper import plan
 from lipscope.studies.paper.cast import SUFFIX
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES, PUBLISHED_AT
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, LAYERNORM, LONG, NORM_SCOPES, SECOND
 
 Row = dict[str, Any]
 SIGMA, COMPANION = "σ", "companion"
@@ -47,7 +48,7 @@ class Curve:
     @property
     def is_published(self) -> bool:
         """Whether the public repository draws a curve for this layer."""
-        return (self.model, self.layer) == PUBLISHED_AT
+        return (self.model, self.layer) == plan.PUBLISHED_AT
 
     def values(self, column: str) -> tuple[list[int], list[float]]:
         """The lengths n and a column, where the column has a value."""
@@ -82,6 +83,11 @@ def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[Any, ...], list[Ro
 def text_curves(rows: Sequence[Row]) -> list[Curve]:
     """Real text, a curve per model and layer."""
     return _curves(of(rows, GROWTH), GROWTH, REAL_TEXT)
+
+
+def second_curves(rows: Sequence[Row]) -> list[Curve]:
+    """The same for the second text, where there is one."""
+    return _curves(of(rows, SECOND), SECOND, REAL_TEXT + ", {text}")
 
 
 def long_curves(rows: Sequence[Row]) -> list[Curve]:
@@ -137,7 +143,7 @@ class FitRow:
     @property
     def place(self) -> str:
         """Whose curve it is."""
-        more = "" if self.curve.condition == REAL_TEXT else f", {self.curve.condition.split(',')[0]}"
+        more = "" if self.curve.condition.startswith(REAL_TEXT) else f", {self.curve.condition.split(',')[0]}"
         return f"{self.curve.model} layer {self.curve.layer}{more}"
 
 
@@ -145,7 +151,7 @@ def fit_table(rows: Sequence[Row]) -> list[FitRow]:
     """Exponents of every curve, for both estimators."""
     return [
         FitRow(curve, estimator, fit)
-        for curve in (*text_curves(rows), *long_curves(rows), *adversarial_curves(rows))
+        for curve in (*text_curves(rows), *second_curves(rows), *long_curves(rows), *adversarial_curves(rows))
         for estimator in (SIGMA, COMPANION)
         if (fit := curve.fit(estimator)) is not None
     ]

@@ -11,7 +11,7 @@ from lipscope.report.palette import CYCLE
 from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
 from lipscope.studies.paper.cast import Cast, Member
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, NORM_SCOPES, PUBLISHED, published
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, GROWTH, NORM_SCOPES, PUBLISHED, SECOND, published
 
 _TOKENS = "number of tokens n"
 _POINTS: dict[str, Look] = {"proposition 3.4": "line", "groups": "dots", "ascent": "marks"}
@@ -22,9 +22,10 @@ def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
     text, long, fits = analysis.text_curves(rows), analysis.long_curves(rows), analysis.fit_table(rows)
     note = "blue: the true σ with its interval; orange: √‖Jᵀf(X)‖ of the public scripts, which is not σ"
     own = [curve for curve in text if curve.is_published]
+    second = ", and σ on a second text" if analysis.second_curves(rows) else ""
     made = [
         _chart("exponents", "Exponents α of σ ≈ c·n^α on real text", _exponents(fits),
-               "With 95 % intervals, a place per layer: σ, and √‖Jᵀf(X)‖ of the public scripts. Lines: 0, ¼, ½."),
+               f"With 95 % intervals, a place per layer: σ, √‖Jᵀf(X)‖ of the public scripts{second}. Lines: 0, ¼, ½."),
         _chart("published", "Random GPT-2, layer 6, on real text", _growth(own, cast.members),
                "Against n: σ with its interval, the scripts' √‖Jᵀf(X)‖, and the curve drawn in the public repository."),
         _chart("border", "Worst-case σ of one head where proved √n growth ends", _border(rows, cast),
@@ -54,14 +55,15 @@ def _chart(name: str, title: str, panels: Iterable[Panel], words: str = "") -> C
 
 
 def _exponents(fits: Sequence[FitRow]) -> Iterator[Panel]:
-    table = [row for row in fits if row.curve.condition == analysis.REAL_TEXT]
+    table = [row for row in fits if row.curve.experiment in (GROWTH, SECOND)]
     places = list(dict.fromkeys(row.place for row in table))
     series = []
-    for estimator, name, colour, shift in (
-        (SIGMA, "σ", "blue", -0.1),
-        (COMPANION, "√‖Jᵀf(X)‖ of the scripts", "orange", 0.1),
+    for experiment, estimator, name, colour, shift in (
+        (GROWTH, SIGMA, "σ", "blue", -0.1),
+        (SECOND, SIGMA, "σ, second text", "green", 0.0),
+        (GROWTH, COMPANION, "√‖Jᵀf(X)‖ of the scripts", "orange", 0.1),
     ):
-        if mine := [row for row in table if row.estimator == estimator]:
+        if mine := [row for row in table if (row.curve.experiment, row.estimator) == (experiment, estimator)]:
             x, alpha = [places.index(row.place) + shift for row in mine], [row.fit.alpha for row in mine]
             low, high = [row.fit.alpha_low for row in mine], [row.fit.alpha_high for row in mine]
             series.append(Series(name, x, alpha, "points", colour, low, high))

@@ -21,7 +21,7 @@ from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import COMPANION, SIGMA, UNDECIDED, WIDEST, FitRow, Row
 from lipscope.studies.paper.cast import SUFFIX, Cast
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, PUBLISHED, Settings, published
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH, PUBLISHED, SECOND, Settings, published
 
 # How near a curve has to lie to another one to be called it, and a number to another one to be called unchanged.
 _CLOSE, _CHANGED = 0.05, 0.1
@@ -43,8 +43,8 @@ def findings(rows: Sequence[Row], cast: Cast) -> dict[str, list[str]]:
     return {topic: texts for topic, texts in found.items() if texts}
 
 
-def _counts(table: Sequence[FitRow], what: str) -> str:
-    """How many exponents are which, with the extremes and the paper's own layer as examples."""
+def _counts(table: Sequence[FitRow], what: str, *, shown: bool = True) -> str:
+    """How many exponents are which; where ``shown``, with the extremes and the paper's own layer as examples."""
     found = Counter(row.verdict for row in table)
     parts = [f"{name} in {found[name]}" for name in sorted(found, key=lambda name: (name == UNDECIDED, -found[name]))]
     if found[UNDECIDED]:
@@ -55,15 +55,28 @@ def _counts(table: Sequence[FitRow], what: str) -> str:
         f"{row.place} {analysis.exponent(row.fit)}" for row in dict.fromkeys([*decided[:1], *decided[-1:], *own[:1]])
     ]
     text = f"{what} has, over {counted(len(table), 'curve')}, the exponent {'; '.join(parts)}"
-    return text + (f" (for example {', '.join(examples)})." if examples else ".")
+    return text + (f" (for example {', '.join(examples)})." if examples and shown else ".")
 
 
 def _on_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
     if table := _of_text(fits, SIGMA):
-        yield _counts(table, "σ")
-        yield f"n^¼ is excluded in {sum(row.verdict not in (UNDECIDED, '¼') for row in table)} of {len(table)}."
+        decided = [row for row in table if row.verdict != UNDECIDED]
+        if below := sum(row.fit.alpha_high < 0.5 for row in decided):
+            yield f"σ grows more slowly than √n on {below} of {counted(len(table), 'curve')}: the interval lies below ½."
+        yield _counts(table, "It" if below else "σ")
+        yield f"n^¼ is excluded in {sum(row.verdict != '¼' for row in decided)} of {len(table)}."
     if level := sum(row.fit.better == "saturating" and row.fit.alpha_low > 0 for row in table):
         yield f"A curve that levels off describes {level} of those that grow better (AIC)."
+
+
+def _on_second_text(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
+    if table := [row for row in fits if row.curve.experiment == SECOND and row.estimator == SIGMA]:
+        yield _counts(table, f"On the paper's second text, {table[0].curve.rows[0]['text']}, σ", shown=False)
+        first = {(row.curve.model, row.curve.layer): row.verdict for row in _of_text(fits, SIGMA)}
+        both = [(row.verdict, first.get((row.curve.model, row.curve.layer), UNDECIDED)) for row in table]
+        decided = [pair for pair in both if UNDECIDED not in pair]
+        same = sum(one == other for one, other in decided)
+        yield f"On {same} of {counted(len(decided), 'curve')} that both texts decide, they agree on the exponent."
 
 
 def _radius(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
@@ -116,11 +129,18 @@ def _differences(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
         )
 
 
+_POINTS = {
+    "groups": "At the best split of the tokens into two groups", "ascent": "After gradient ascent on the tokens",
+    "proposition 3.4": "At the tokens of the paper's Proposition 3.4",
+}  # fmt: skip
+
+
 def _worst_case(rows: Sequence[Row], fits: Sequence[FitRow]) -> Iterator[str]:
     table = [row for row in fits if row.curve.experiment == ADVERSARIAL and row.estimator == SIGMA]
     for kind in dict.fromkeys(str(row.curve.rows[0]["points"]) for row in table):
         group = [row for row in table if row.curve.rows[0]["points"] == kind]
-        yield _counts(group, f"σ at constructed tokens (“{kind}”, one curve per layer and radius)")
+        first = group[0] is table[0]
+        yield _counts(group, f"{_POINTS.get(kind, kind)}{', a curve per layer and radius,' if first else ''} σ", shown=first)
     built_or_climbed = [row for row in rows if row.get("points") is not None]
     gains = []
     for found in analysis.grouped(built_or_climbed, "model", "layer", "head", "n", "radius", "experiment").values():
@@ -203,7 +223,7 @@ def _of_text(fits: Sequence[FitRow], estimator: str) -> list[FitRow]:
 
 _Rule = Callable[[Sequence[Row], Sequence[FitRow]], Iterator[str]]
 _RULES: dict[str, tuple[_Rule, ...]] = {
-    TEXT: (_on_text, _radius),
+    TEXT: (_on_text, _on_second_text, _radius),
     SCRIPTS: (_published, _companion, _differences),
     WORST: (_worst_case, _border),
     MASKS: (_masks,),
@@ -227,7 +247,6 @@ _PLOTS = (
     ("Theorem 3.5: upper bound for every n", "—", "in `docs/theory`: its exponent is optimal for W_1, halved for W_2"),
     ("norms of tokens against n", "radius", "measured"),
     ("LayerNorm before attention", "layernorm", "measured; no plot of the paper is known to us"),
-    ("text AG_NEWS", "—", "not measured here"),
 )  # fmt: skip
 
 
@@ -258,13 +277,16 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
         "compute; it is not σ. Exponents are those of σ ≈ c·n^α with a 95 % bootstrap interval.",
     ]
     measured = {row["variant"] for row in analysis.of(rows, DIFFERENCES)}
+    second = len(analysis.of(rows, SECOND))
+    news = ("exponents", f"measured, {counted(second, 'row')}") if second else ("—", "not measured here")
+    plots = [*_PLOTS, ("σ against n on AG_NEWS", *news)]
     sections = [
         Section("What was measured", table=_measured(rows)),
         Section("The models", bullets=_models(rows, cast)),
         Section(
             "Which plot is which",
             ["Plots of the paper are named by their content, theorems by their number."],
-            table=Table(["in the paper", "here, in `figures/`", "what agrees"], _PLOTS),
+            table=Table(["in the paper", "here, in `figures/`", "what agrees"], plots),
         ),
         Section(
             "Differences from the published scripts",
@@ -312,6 +334,9 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
         "measured at their own first and middle layer.",
         f"Text is `{about['text']}`, cut into disjoint pieces; special tokens of a model's tokenizer count towards n.",
     ]
+    if about.get("second"):
+        found.append(f"The second text is AG_NEWS, its file `{about['second']}`, every news item a document; only growth "
+                     "with n is measured on it.")  # fmt: skip
     by_model = analysis.grouped(analysis.of(rows, GROWTH), "model")
     if late := sorted(model for (model,), group in by_model.items() if min(row["n"] for row in group) > settings.lengths[0]):
         found.append(f"n = {settings.lengths[0]} leaves no room for text beside the special tokens of {', '.join(late)}.")

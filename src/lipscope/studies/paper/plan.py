@@ -1,4 +1,4 @@
-"""The experiments of the paper as data, and as a sweep: one plan of six blocks, whose rows name their ``experiment``.
+"""The experiments of the paper as data, and as a sweep: one plan, whose rows name their ``experiment``.
 
 What the paper fixes (lengths, layers, radii) and what we chose (how long an ascent is, how many certificates) is said in
 ``Settings``; ``QUICK`` is a sample of it.
@@ -17,9 +17,9 @@ from lipscope.studies.paper.cast import FIRST_AND_MIDDLE, Cast, Member
 # What the paper's public repository draws for random GPT-2, layer 6.
 PUBLISHED, PUBLISHED_AT = "0.445·n^0.25", ("gpt2-random", 6)
 
-TEXT, TEXT_WITHOUT_PACKAGES = "alice", "python-docs"
+TEXT, TEXT_WITHOUT_PACKAGES, SECOND_TEXT = "alice", "python-docs", "ag_news"
 GROWTH, LONG, LAYERNORM, DIFFERENCES = "growth", "long range", "layernorm", "differences"
-ADVERSARIAL, BORDER = "adversarial", "border"
+ADVERSARIAL, BORDER, SECOND = "adversarial", "border", "growth, second text"
 NORM_SCOPES = ("attention", "norm+attention", "attention+residual")
 
 
@@ -32,6 +32,7 @@ class Settings:
     long_lengths: tuple[int, ...] = (102, 202, 302, 402, 502)  # further ones for models of BERT's kind
     inputs: int = 10  # inputs per length, disjoint in the text
     long_inputs: int = 3  # those of the further lengths
+    second_inputs: int = 3  # those of the second text
     radii: tuple[float, ...] = (15.5, 21.5, 100.0, 10.0)  # norms of the adversarial tokens
     adversarial_lengths: tuple[int, ...] = tuple(range(2, 98, 5))  # numbers of adversarial tokens
     ascent_lengths: tuple[int, ...] = (2, 17, 47, 97)  # those among them from which gradient ascent starts
@@ -56,6 +57,7 @@ QUICK = Settings(
     long_lengths=(64,),
     inputs=2,
     long_inputs=1,
+    second_inputs=2,
     radii=(15.5, 100.0),
     adversarial_lengths=(7, 32),
     ascent_lengths=(7,),
@@ -95,7 +97,9 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
                      **solver, **more)  # fmt: skip
 
     def curves(experiment: str, chosen: list[Member], lengths: tuple[int, ...], inputs: int, **more: Any) -> Block:
-        more |= {"texts": text, "quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}}
+        more = (
+            {"texts": text} | more | {"quantities": (kinds.COMPANION,), "options": {"certificates": settings.certificates}}
+        )
         return block(experiment, chosen, kinds.REAL_TEXT, lengths, inputs, **more)
 
     bidirectional = [m for m in unmasked if m.family == "bert"]
@@ -104,9 +108,12 @@ def paper_plan(settings: Settings, cast: Cast) -> Plan:
     shorter = attack | {"radii": [], "ascent_lengths": [], "border": settings.border}
     norms: dict[str, Any] = {"layers": settings.norm_layers, "certificates": 0}
     built, length = settings.adversarial_lengths, (settings.difference_length,)
+    # The paper's second text, where it is on this machine.
+    second = [SECOND_TEXT] if CORPORA[SECOND_TEXT].available else []
     blocks = (
         curves(GROWTH, list(members), settings.lengths, settings.inputs),
         curves(LONG, bidirectional, settings.long_lengths, settings.long_inputs, batch_tokens=2048),
+        *(curves(SECOND, list(members), settings.lengths, settings.second_inputs, texts=(name,)) for name in second),
         block(ADVERSARIAL, unmasked, kinds.ADVERSARIAL_POINTS, built, 1, options=attack),
         block(BORDER, unmasked, kinds.ADVERSARIAL_POINTS, built, 1, options=shorter),
         block(LAYERNORM, unmasked, kinds.REAL_TEXT, settings.norm_lengths, settings.norm_inputs, texts=text,

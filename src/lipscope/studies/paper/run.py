@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lipscope.attention.layer import Attention
-from lipscope.models.corpora import read_text
+from lipscope.models.corpora import CORPORA, read_text
 from lipscope.models.text import chunks_of
 from lipscope.report import draw
 from lipscope.report.html import needed
@@ -31,7 +31,7 @@ from lipscope.studies.paper.cast import Cast, chosen_layers, find_cast, weights_
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.paper.differences import textbook_seconds
 from lipscope.studies.paper.pages import findings_page, reproduction_page
-from lipscope.studies.paper.plan import FULL, GROWTH, LONG, Settings, paper_plan, paper_text
+from lipscope.studies.paper.plan import FULL, GROWTH, LONG, SECOND_TEXT, Settings, paper_plan, paper_text
 
 STORE = "RUN.db"
 _SAMPLES = 2
@@ -84,7 +84,7 @@ def reproduce(
         seconds = store.seconds()
     textbook = _textbook(rows, cast, settings, {job.model: job.fingerprint for job in expansion.jobs})
     about = {"mode": settings.name, "measured_seconds": seconds, "threads": settings.threads, "text": paper_text(),
-             "textbook": textbook}  # fmt: skip
+             "second": getattr(CORPORA[SECOND_TEXT].find(), "name", None), "textbook": textbook}  # fmt: skip
     write_results(rows, cast, settings, about, directory)
     return Reproduction(directory, rows, summary, textbook)
 
