@@ -49,7 +49,7 @@ def make_checkpoint(directory: Path, layers: int) -> int:
     config = LlamaConfig(**LLAMA, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(directory)
     d, m = LLAMA["hidden_size"], LLAMA["intermediate_size"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()
 
     def drawn(*shape: int) -> torch.Tensor:
         return (0.02 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
@@ -57,6 +57,7 @@ def make_checkpoint(directory: Path, layers: int) -> int:
     index: dict[str, str] = {}
     ones = torch.ones(d, dtype=torch.bfloat16)
     for layer in range(-1, layers):
+        generator.manual_seed(layer + 1)
         if layer < 0:
             tensors = {"model.embed_tokens.weight": drawn(LLAMA["vocab_size"], d), "model.norm.weight": ones}
         else:
@@ -66,8 +67,10 @@ def make_checkpoint(directory: Path, layers: int) -> int:
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 tensors[f"model.layers.{layer}.{norm}.weight"] = ones.clone()
         file = f"model-{layer + 1:05}.safetensors"
-        save_file(tensors, directory / file)
+        save_file(tensors, directory / "unfinished")
+        (directory / "unfinished").replace(directory / file)
         index |= dict.fromkeys(tensors, file)
+        print(f"made {file}", flush=True)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
@@ -80,7 +83,11 @@ def scan(directory: Path) -> None:
     start = time.perf_counter()
     model = lipscope.load(directory, ByteTokenizer(), stream=True)
     loaded = time.perf_counter() - start
-    result = lipscope.scan(model, TEXT, lengths=[N], inputs=1)
+
+    def told_of(done: int, total: int, what: str) -> None:
+        print(f"{done} of {total}: {what}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+    result = lipscope.scan(model, TEXT, lengths=[N], inputs=1, progress=told_of)
     seconds = time.perf_counter() - start
     peak = next(
         int(line.split()[1]) << 10
