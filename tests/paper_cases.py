@@ -36,7 +36,7 @@ def tiny_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("LIPSCOPE_ORIGINALS", raising=False)
-    for name in list(ZOO):
+    for name in reversed(list(ZOO)):  # so that undoing it keeps their order
         monkeypatch.delitem(ZOO, name)
     for seed, (name, family) in enumerate((("bert-random", "bert"), ("gpt2-random", "gpt2"), ("smollm2-135m", "llama"))):
         monkeypatch.setitem(ZOO, name, entry(name, family, seed))

@@ -250,10 +250,14 @@ def test_set_bounds_compute_one_norm_of_all_heads_together(monkeypatch: pytest.M
     from lipscope.bounds.registry import least
 
     computed: list[torch.Tensor] = []
-    root_norm = weights._root_norm
-    monkeypatch.setattr(weights, "_root_norm", lambda M: (computed.append(M), root_norm(M))[1])
+    eigenvalue = weights.top_eigenvalue
+    monkeypatch.setattr(weights, "top_eigenvalue", lambda gram: (computed.append(gram), eigenvalue(gram))[1])
     subject = layer("causal")
     assert least("refined", subject, 1.0, 6) is not None
-    assert [M is subject.out for M in computed] == [True]
+    wide = [gram for gram in computed if len(gram) > subject.head_width]
+    out = torch.linalg.matrix_norm(subject.out.double(), 2)
+    assert [float(gram.trace() / eigenvalue(gram)) for gram in wide] == pytest.approx(
+        [float(subject.out.double().square().sum() / out**2)], rel=1e-5
+    )
     known, queries = weights.layer_weights(subject), torch.linalg.matrix_norm(subject.q.double(), 2)
     assert known.queries == pytest.approx(abs(subject.tau) * float(queries), rel=1e-5)
