@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import lipscope
 from lipscope.models.media import read_wav, signals
 from lipscope.models.tokens import token_view
+from lipscope.report.page import page_view
 from lipscope.report.run_charts import where_chart
 from model_families import FAMILIES, enlarge
 
@@ -112,6 +113,16 @@ def test_content_is_the_address(tmp_path: Path) -> None:
     assert other["estimate"] != first["estimate"]
 
 
+@pytest.mark.parametrize("tokens", [["a"], ["1.2.3 s"], ["row 0, col 9"], ["0.50 s"], ["row 0, col 0"], []])
+@pytest.mark.parametrize("influence", [True, False])
+def test_views_without_influence_between_tokens_are_shown(tokens: list[str], influence: bool) -> None:
+    """One token moves no other, and of very many, or in a file from others, influence may be missing."""
+    view = {"tokens": tokens, "energy": [1.0] * len(tokens), "influence": [[1.0]] * len(tokens) if influence else []}
+    words, chart = page_view(view | {"layer": 0, "n": 1, "lower": 1, "estimate": 1, "upper": 1, "singular_values": [1.0]})
+    assert words["count"] == len(tokens)
+    assert chart["panels"]
+
+
 def test_tokens_know_their_place(tmp_path: Path) -> None:
     [piece] = signals(vit(), image=photo(tmp_path / "photo.png"))
     places = ["row 0, col 0", "row 0, col 1", "row 1, col 0", "row 1, col 1"]
@@ -133,7 +144,7 @@ def test_tokens_know_their_place(tmp_path: Path) -> None:
     curve = where_chart(heard)
     assert curve is not None
     assert list(curve.series[0].y) == heard["energy"]
-    assert where_chart({"tokens": ["a", "b"], "energy": [0.5, 0.5]}) is None
+    assert where_chart({"tokens": ["a", "b"], "energy": [0.5, 0.5], "influence": [[1, 0], [1, 1]]}) is None
     with pytest.raises(ValueError, match=r"the clip has 0\.01 s, but 9 disjoint pieces"):
         signals(handle, audio=tmp_path / "clip.wav", lengths=[8], count=9)
 

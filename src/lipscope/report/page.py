@@ -213,9 +213,8 @@ def page_view(view: Row, looks: Looks | None = None) -> tuple[dict[str, Any], di
     looks = [] if looks is None else looks
     if (where := where_chart(view)) is not None:
         words["tokens"] = []  # their places are drawn
-    if not entries:
-        assert where is not None
-        return words, page_chart(where, looks)
+        if not view["influence"]:
+            return words, page_chart(where, looks)
     chart = {
         "title": "Influence of every token on every other", "columns": 1,
         "caption": "‖∂out_i/∂x_j‖₂: no entry is σ itself, which lies between the largest entry and the norm of the matrix.",

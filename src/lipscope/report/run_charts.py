@@ -163,34 +163,36 @@ def where_chart(view: Row) -> Chart | None:
     """The share of every patch in the worst direction over the image, or of every frame over time; None for words."""
     tokens, energy = view["tokens"], [float(share) for share in view["energy"]]
     name, title = "where", "Where the worst direction lies"
-    times = [_TIME.fullmatch(token) for token in tokens]
-    if tokens and all(times):
-        x = [float(found[1]) for found in times if found]
-        hover = [f"{token}: {share:.2%}" for token, share in zip(tokens, energy, strict=True)]
-        line = Series("share of a frame", x, energy, hover=hover, group="fit")
-        words = f"Share of every frame in the worst direction; most of it at {tokens[energy.index(max(energy))]}."
-        return Chart(name, title, [Panel([line], "time, s", "share of the worst direction", title)], words)
+    times = [float(found[1]) for token in tokens if (found := _TIME.fullmatch(token))]
     places = {(int(found[1]), int(found[2])): k for k, token in enumerate(tokens) if (found := _PATCH.fullmatch(token))}
-    if not places:
-        return None
-    rows, columns = (max(place[axis] for place in places) + 1 for axis in (0, 1))
-    most = max(energy)
-    cells = [
-        [
-            HeatCell(share, f"{share:.0%}", f"row {i}, column {j}: {share:.2%}", share / most if most else 0.0)
-            for j in range(columns)
-            for share in [energy[places[i, j]]]
+    rows, columns = (max((place[axis] for place in places), default=-1) + 1 for axis in (0, 1))
+    if places and len(places) == rows * columns:
+        most = max(energy)
+        cells = [
+            [
+                HeatCell(share, f"{share:.0%}", f"row {i}, column {j}: {share:.2%}", share / most if most else 0.0)
+                for j in range(columns)
+                for share in [energy[places[i, j]]]
+            ]
+            for i in range(rows)
         ]
-        for i in range(rows)
-    ]
-    rest = sum(share for k, share in enumerate(energy) if k not in places.values())
-    words = f"Share of every patch in the worst direction; {rest:.1%} lie on tokens that are no patches."
-    sides = (list(map(str, range(columns))), list(map(str, range(rows))))
-    heat = HeatMap(*sides, cells, 0.0, most, title, words, "column of the image", "row of the image", "share")
-    return Chart(name, title, [heat], words, note=words)
+        rest = sum(share for k, share in enumerate(energy) if k not in places.values())
+        words = f"Share of every patch in the worst direction; {rest:.1%} lie on tokens that are no patches."
+        sides = (list(map(str, range(columns))), list(map(str, range(rows))))
+        heat = HeatMap(*sides, cells, 0.0, most, title, words, "column of the image", "row of the image", "share")
+        return Chart(name, title, [heat], words, note=words)
+    # Tokens without a place are words, but where there are too many for their influence on each other.
+    timed = len(times) == len(tokens)
+    if not tokens or (not timed and view["influence"]):
+        return None
+    hover = [f"{token}: {share:.2%}" for token, share in zip(tokens, energy, strict=True)]
+    line = Series("share of a token", times if timed else [*range(len(tokens))], energy, hover=hover, group="fit")
+    words = f"Share of every token in the worst direction; most of it at {tokens[energy.index(max(energy))]}."
+    panel = Panel([line], "time, s" if timed else "token", "share of the worst direction", title)
+    return Chart(name, title, [panel], words)
 
 
-_TIME, _PATCH = re.compile(r"([\d.]+) s"), re.compile(r"row (\d+), col (\d+)")
+_TIME, _PATCH = re.compile(r"(\d+\.\d\d) s"), re.compile(r"row (\d+), col (\d+)")
 
 
 def scatter_charts(setting: Setting) -> list[Chart]:
