@@ -45,7 +45,7 @@ from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
 from lipscope.bounds.head_blocks import HeadBlocks, joined_norms
 from lipscope.bounds.head_rounding import ROUNDS, Rounding
-from lipscope.bounds.products import Grams, Products
+from lipscope.bounds.products import Products
 from lipscope.bounds.spectral_upper import RANK
 from lipscope.bounds.weights import layer_weights
 
@@ -109,9 +109,9 @@ class Blocks:
         self.height = height or self.rows_of(H * max(row, self.v.shape[2] * layer.head_width, RANK**2 * H))
 
     @cached_property
-    def grams(self) -> Grams:
+    def grams(self) -> Products:
         """Inner products of the weights of every pair of heads."""
-        return self.products.grams
+        return self.products
 
     @property
     def short(self) -> bool:
@@ -190,18 +190,21 @@ class Strip:
         found = (turning * y[..., :r]) @ turn.cos.mT + (turning * swapped) @ turn.sin.mT
         return found + still.sum(-1, keepdim=True)
 
-    def moments(self, right: Tensor) -> Tensor:
-        """Σ_j W_ij (v_j − o_i) right_jᵀ for vectors (H, c, ·) of the columns, (H, r, dv, ·)."""
-        sums = torch.stack(
-            [w @ (v[:, :, None] * t[:, None]).flatten(1) for w, v, t in zip(self.W, self.v, right, strict=True)]
-        )
-        return sums.reshape(*self.o.shape, -1) - self.o[..., None] * (self.W @ right)[:, :, None]
+    def moments(self, h: int, right: Tensor) -> Tensor:
+        """Σ_j W_ij (v_j − o_i) right_jᵀ of head h for vectors (c, ·) of the columns, (r, dv, ·)."""
+        sums = self.W[h] @ (self.v[h, :, :, None] * right[:, None]).flatten(1)
+        return sums.reshape(*self.o[h].shape, -1).sub_(self.o[h, :, :, None] * (self.W[h] @ right)[:, None])
+
+    def each_covariance(self) -> Iterator[Tensor]:
+        """C_i of one head after the other, (r, dv, dk)."""
+        for h, k in enumerate(self.k):
+            C = self.moments(h, k)
+            yield C if self.at.rotation is None else self.at.rotated(self.rows).unsqueeze().transpose(C)
 
     @cached_property
     def covariances(self) -> Tensor:
         """C_i, (H, r, dv, dk)."""
-        C = self.moments(self.k)
-        return C if self.at.rotation is None else self.at.rotated(self.rows).unsqueeze().transpose(C)
+        return torch.stack(list(self.each_covariance()))
 
     @cached_property
     def sizes(self) -> tuple[Tensor, Tensor]:
@@ -256,24 +259,33 @@ class Strip:
 
     def spread(self, g: int) -> Tensor:
         """(v_j − o_i)^gᵀ W_O^gᵀ W_O^h (v_j − o_i)^h for all h, up to terms that cancel in sums symmetric in g and h."""
-        G, v, o = self.at.grams.out[g], self.v, self.o
+        G, v, o = self.at.grams.pairs("oo")[g], self.v, self.o
         oG = o[g] @ G
         return ((v[g] @ G) * v).sum(-1)[:, None] + (oG * o).sum(-1)[..., None] - 2 * (oG @ v.mT)
 
     @cached_property
     def slopes(self) -> Tensor:
         """q_ij^gᵀ W_K^g W_K^hᵀ q_ij^h for all g and h, (H, H, r, c), or (H, H, r, 1) without rotations."""
-        (H, r, dk), c = self.q.shape, 1 if self.at.rotation is None else self.k.shape[1]
-        found, group = self.q.new_empty(H, H, r, c), H // self.at.layer.kv_heads
-        step = max(1, CACHED // (H * c * dk))
-        for rows in (slice(start, start + step) for start in range(0, r, step)):
-            a = self.turned_back(rows)
+        (H, r, dk), at, group = self.q.shape, self.at, len(self.q) // self.at.layer.kv_heads
+        if at.rotation is None:
+            # From W_Kᵀq, in parts no larger than covariances.
+            parts = ((q.mT @ at.grams.key_weights.mT).transpose(0, 1) for q in self.q.mT.split(dk, -1))
+            return torch.cat([images @ images.mT for images in parts]).permute(1, 2, 0)[..., None]
+        found = self.q.new_zeros(H, H, r, self.k.shape[1])
+        step = max(1, CACHED // (H * self.k.shape[1] * dk))
+        for start in range(self.rows.start, self.rows.stop, step):
+            # Only what these rows see.
+            places = slice(start, min(start + step, self.rows.stop))
+            rows, columns = slice(start - self.rows.start, places.stop - self.rows.start), slice(*at.rule.span(places, at.n))
+            a = at.rotated(columns).transpose(at.q[:, places, None].expand(-1, -1, columns.stop - columns.start, -1))
+            columns = slice(columns.start - self.columns.start, columns.stop - self.columns.start)
             for g in range(H):
                 # Keys that several heads share are multiplied once; what is before g is known.
                 first = g // group * group
-                images = a[g].flatten(0, 1) @ self.at.grams.keys[g, first::group]
+                images = a[g].flatten(0, 1) @ at.grams.pairs("kk")[g, first::group]
                 inner = images.reshape(-1, 1, *a.shape[1:]) * a[first:].unflatten(0, (-1, group))
-                found[g, g:, rows] = found[g:, g, rows] = inner.sum(-1).flatten(0, 1)[g - first :]
+                inner = inner.sum(-1).flatten(0, 1)[g - first :]
+                found[g, g:, rows, columns] = found[g:, g, rows, columns] = inner
         return found
 
     @cached_property
@@ -285,14 +297,14 @@ class Strip:
     def mean(self) -> Tensor:
         """‖M_ij‖_F² (r, c), not rounded up."""
         grams = self.at.grams
-        inner = (grams.out * grams.values).sum((-2, -1))
+        inner = (grams.pairs("oo") * grams.pairs("vv")).sum((-2, -1))
         return ((self.P.flatten(1).mT @ inner).mT * self.P.flatten(1)).sum(0).reshape(self.P.shape[1:])
 
     def mean_key(self) -> Tensor:
         """2⟨M_ij, K_ij⟩ (r, c)."""
         grams, total = self.at.grams, torch.zeros_like(self.P[0])
         for g in range(len(self.P)):
-            N = grams.out[:, g] @ grams.value_key[g]
+            N = grams.pairs("oo")[:, g] @ grams.pairs("vk")[g]
             v = self.v @ N if self.at.rotation is None else self.at.rotated(self.columns).apply(self.v @ N)
             inner = self.q @ v.mT - self.turned(self.o @ N)
             total += 2 * self.P[g] * (self.W * inner).sum(0)
@@ -308,12 +320,12 @@ class Strip:
         C = None if self.at.short else self.covariances.transpose(1, 2).contiguous()
         for g in range(len(W)):
             # Pairs of heads count twice, but for g itself.
-            out = grams.out[g, g:] * (2 - torch.eye(1, len(W) - g, dtype=o.dtype, device=o.device)[0, :, None, None])
+            out = grams.pairs("oo")[g, g:] * (2 - torch.eye(1, len(W) - g, dtype=o.dtype, device=o.device)[0, :, None, None])
             if C is not None:
-                mixed = (C[g:].flatten(1, 2) @ grams.queries[g:, g]).reshape(-1, C[g, 0].numel())
+                mixed = (C[g:].flatten(1, 2) @ grams.pairs("qq")[g:, g]).reshape(-1, C[g, 0].numel())
                 total += (C[g] * (out.transpose(0, 1).flatten(1) @ mixed).reshape(C[g].shape)).sum((0, 2))
                 continue
-            kG, oG, key = k[g] @ grams.queries[g, g:] @ k[g:].mT, o[g] @ grams.out[g], keys[g] @ grams.queries[g]
+            kG, oG, key = k[g] @ grams.pairs("qq")[g, g:] @ k[g:].mT, o[g] @ grams.pairs("oo")[g], keys[g] @ grams.pairs("qq")[g]
             total += ((W[g] @ (kG * ((v[g] @ out) @ v[g:].mT))) * W[g:]).sum((0, 2))
             total -= 2 * ((key @ k.mT) * (oG @ v.mT) * W).sum((0, 2))
             total += ((oG * o).sum(-1) * (key * keys).sum(-1)).sum(0)
@@ -325,15 +337,15 @@ class Strip:
         rotation = None if self.at.rotation is None else self.at.rotated(self.rows)
         a = self.q if rotation is None else rotation.transpose(self.q)
         P_own, W_own, total, keys = self.own(self.P), self.own(W), torch.zeros_like(o[0, :, 0]), W @ k
-        N = grams.out.transpose(0, 1) @ grams.value_query
+        N = grams.pairs("oo").transpose(0, 1) @ grams.pairs("vq")
         if not self.at.short:
             for h, C in enumerate(self.covariances):
-                z, y = (W_own[..., None] * self.delta) @ grams.out[:, h], a @ grams.key_query[:, h]
+                z, y = (W_own[..., None] * self.delta) @ grams.pairs("oo")[:, h], a @ grams.pairs("kq")[:, h]
                 sides = z.permute(1, 2, 0) @ y.transpose(0, 1) + (P_own.mT @ N[:, h].flatten(1)).reshape(C.shape)
                 total += 2 * (sides * C).sum((1, 2))
             return total
         for g in range(len(W)):
-            z, y = self.delta[g] @ grams.out[g], a[g] @ grams.key_query[g]
+            z, y = self.delta[g] @ grams.pairs("oo")[g], a[g] @ grams.pairs("kq")[g]
             inner = z @ v.mT - (z * o).sum(-1, keepdim=True)
             mean = (W @ ((v @ N[g]) * k).sum(-1)[..., None])[..., 0] - ((o @ N[g]) * keys).sum(-1)
             total += 2 * (P_own[g] * mean.sum(0) + W_own[g] * (W * inner * (y @ k.mT)).sum((0, 2)))
@@ -349,14 +361,14 @@ class Strip:
         S = self.W * (self.q @ (dk if self.at.rotation is None else self.at.rotated(self.columns).apply(dk)).mT)
         total = torch.zeros_like(P[0])
         for g in range(len(P)):
-            moved = dv[g] @ grams.out[g]
+            moved = dv[g] @ grams.pairs("oo")[g]
             total += P[g] * (P * (moved * dv).sum(-1)[:, None]).sum(0) + S[g] * (S * self.spread(g)).sum(0)
             total += 2 * P[g] * (S * ((moved * v).sum(-1)[:, None] - o @ moved.mT)).sum(0)
         T = self.W * (dq @ self.k.mT)
         rest = self.own(P)[..., None] * dv[:, self.rows.start - self.columns.start :][:, : o.shape[1]]
         rest = rest + self.own(S)[..., None] * self.delta
         query = T @ v - T.sum(-1, keepdim=True) * o
-        image = torch.einsum("grx,ghxy->hry", query, grams.out)
+        image = torch.einsum("grx,ghxy->hry", query, grams.pairs("oo"))
         own = (image * (query + 2 * rest)).sum((0, 2))
         return (total @ weight[self.columns]).sum() + own @ weight[self.rows]
 
@@ -378,7 +390,9 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float,
     scale = x
     if norm is not None:
         # Columns of the weights times g; the products with vectors below take the weights as they are.
-        at.__dict__["grams"] = Grams.of(derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g))
+        at.__dict__["grams"] = Products(
+            derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g), at.weights
+        )
         scale = norm.s[0, :, 0].square().reciprocal()
     total = error = moved = x.new_zeros(())
     most = 1.0 if norm is None else 4 * norm.g.abs().max().square()

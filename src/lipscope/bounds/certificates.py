@@ -302,7 +302,7 @@ def _mean_part(at: Blocks, gain: Tensor) -> float:
 
     # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
     side = H * at.layer.value_width
-    product = (at.grams.out * (images @ images.mT)[:, :, None, None]).transpose(1, 2).reshape(side, side)
+    product = (at.grams.pairs("oo") * (images @ images.mT)[:, :, None, None]).transpose(1, 2).reshape(side, side)
     V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(H // at.layer.kv_heads, dim=0)
     V = V.flatten(0, 1)
     sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
@@ -390,7 +390,7 @@ def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tenso
 
     def cross(g: int, h: int) -> Tensor:
         """Σ_j ω_ij P_ij^g W_V^g a_ij^h W_ij^h (v_j − o_i)^hᵀ."""
-        each, N = weights * P[g] * W[h], grams.value_key[g, h].mT
+        each, N = weights * P[g] * W[h], grams.pairs("vk")[g, h].mT
         if strip.at.rotation is None:
             return (strip.q[h, part] @ N)[..., None] * (each @ v[h] - each.sum(-1, keepdim=True) * o[h])[:, None]
         image = strip.image.gradients[0, part] if H == 1 and root is None else strip.a[h, part] @ N
@@ -406,8 +406,8 @@ def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tenso
             block += o[g, ..., None] * (each.sum(-1, keepdim=True) * o[h] - each @ v[h])[:, None]
             mixed = cross(g, h)
             mixed = mixed + (mixed if g == h else cross(h, g)).mT
-            block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.values[g, h] + mixed
+            block += (weights * P[g] * P[h]).sum(-1)[:, None, None] * grams.pairs("vv")[g, h] + mixed
             if H > 1:
-                block += own[:, None, None] * (C[g] @ grams.queries[g, h] @ C[h].mT)
+                block += own[:, None, None] * (C[g] @ grams.pairs("qq")[g, h] @ C[h].mT)
             Z[:, g, :, h], Z[:, h, :, g] = block, block.mT
     return Z

@@ -92,7 +92,9 @@ def _out_of(weights: Tensor, t: Tensor) -> Tensor:
 def query_norms(strip: Strip) -> Tensor:
     """≥ ‖Q_i‖ (r,)."""
     grams, weights = strip.at.grams, strip.at.weights
-    norms = sum_norms(grams.outputs, strip.covariances, grams.query_weights, weights.out * weights.queries)
+    # They are kept where others need them too.
+    C = strip.each_covariance() if strip.at.short and len(strip.q) > 1 else strip.covariances
+    norms = sum_norms(grams.outputs, C, grams.query_weights, weights.out * weights.queries)
     off, rounding = strip.errors[2]
     return norms + off + rounding.sqrt()
 
@@ -101,7 +103,7 @@ def value_norms(strip: Strip) -> Tensor:
     """≥ κ_i (r,)."""
     at, (far, squares), v_size, out = strip.at, strip.sizes, strip.at.factors[5], strip.at.factors[6]
     rest = (strip.W @ strip.v) - strip.W.sum(-1, keepdim=True) * strip.o
-    second = strip.moments(strip.v) - rest[..., None] * strip.o[:, :, None]
+    second = (strip.moments(h, v).sub_(rest[h, :, :, None] * strip.o[h, :, None]) for h, v in enumerate(strip.v))
     norms = sum_norms(at.grams.outputs, second, at.grams.outputs, at.weights.out**2)
     # Rounding of the sums, and what the deviations are off by.
     norms = norms + ROUNDS * at.unit * (strip.W * squares * out.square()).sum((0, 2))
@@ -118,9 +120,10 @@ def _key_norms(at: Blocks, kappa: Tensor, block: slice) -> Tensor:
         first, low = strip.columns.start, max(block.start, strip.columns.start)
         high = min(block.stop, strip.columns.stop)
         if low < high:
-            here, squares = slice(low - block.start, high - block.start), strip.q[..., None] * strip.q[:, :, None]
+            here = slice(low - block.start, high - block.start)
             weights = (strip.W * kappa[strip.rows, None])[..., low - first : high - first].mT
-            sums[:, here] += weights @ squares.flatten(2)
+            for h, q in enumerate(strip.q):
+                sums[h, here] += weights[h] @ (q[..., None] * q[:, None]).flatten(1)
             total[:, here] += weights.sum(-1)
     second = sums.reshape(H, -1, dk, dk)
     if at.rotation is not None:

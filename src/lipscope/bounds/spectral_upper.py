@@ -16,7 +16,7 @@ never assumed good.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -170,25 +170,25 @@ def top_eigenvalue(S: Tensor, limit: float = math.inf) -> float:
 RANK = 4
 
 
-def sum_norms(left: Tensor, C: Tensor, right: Tensor, norm: float) -> Tensor:
+def sum_norms(left: Tensor, C: Iterable[Tensor], right: Tensor, norm: float) -> Tensor:
     """Upper bounds for ‖Σ_h L_h C_h R_hᵀ‖, (n,).
 
     Args:
         left: L_h, (H, ·, m), float64.
-        C: (H, n, m, l).
+        C: (n, m, l) of one head after the other.
         right: R_h, (H, ·, l); the same tensor as ``left`` for positive semidefinite C.
         norm: an upper bound for ‖L‖‖R‖.
     """
-    definite, eps = left is right, torch.finfo(C.dtype).eps
-    U, Z, rest = _factors(C, definite)
+    definite, eps = left is right, torch.finfo(left.dtype).eps
+    U, Z, rest = (torch.stack(t) for t in zip(*(_factors(each, definite) for each in C), strict=True))
     first, second = _projected(left, U), _projected(right, Z) if not definite else None
     # A multiple of the identity covers what rounding has taken from products and projections.
-    off = 8 * (left.shape[1] + right.shape[1] + sum(C.shape[-2:])) * eps
+    off = 8 * (left.shape[1] + right.shape[1] + U.shape[-2] + Z.shape[-2]) * eps
     sizes = [(W.square().sum((-2, -1))[:, None] * F.square().sum((-2, -1))).sum(0) for W, F in ((left, U), (right, Z))]
     if second is None:
         return matrix_norm_upper(first, symmetric=True) + off * sizes[0] + norm * rest.amax(0)
     # ρ(AB) = ‖KᵀBK‖ for A = KKᵀ, a symmetric matrix; at most the product of the norms where A has no such factor.
-    one = torch.eye(first.shape[-1], dtype=C.dtype, device=C.device)
+    one = torch.eye(first.shape[-1], dtype=left.dtype, device=left.device)
     K, failed = torch.linalg.cholesky_ex(first + (off * sizes[0] + _SMALLEST)[:, None, None] * one)
     product = K.mT @ second @ K
     found = matrix_norm_upper((product + product.mT) / 2, symmetric=True) + 16 * len(one) * off * sizes[0] * sizes[1]
@@ -198,8 +198,7 @@ def sum_norms(left: Tensor, C: Tensor, right: Tensor, norm: float) -> Tensor:
 
 def _projected(W: Tensor, F: Tensor) -> Tensor:
     """The Gram matrices of the columns W_hF_h of all heads, (n, H·k, H·k)."""
-    # (·, m) @ (m, n·k) for every head, then the columns of one token together.
-    images = (W @ F.permute(0, 2, 1, 3).flatten(2)).reshape(*W.shape[:2], *F.shape[1::2]).permute(2, 0, 3, 1).flatten(1, 2)
+    images = torch.stack([f.mT @ w.mT for w, f in zip(W, F, strict=True)], 1).flatten(1, 2)
     return images @ images.mT
 
 
