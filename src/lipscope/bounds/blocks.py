@@ -74,7 +74,7 @@ class Blocks:
         # Arrays beside those of a strip are no larger than two of its own.
         self.entries = ENTRIES if height is None else min(ENTRIES, 2 * H * self.n * height)
         self.layer, self.products = layer, products or Products(layer, layer_weights(layer))
-        self.weights = self.products.weights
+        self.weights, self.grams = self.products.weights, self.products
         point, group = Point.of(layer, x[None], offset), H // layer.kv_heads
         self.q = point.q[0]
         self.raw_keys, v = (t[0].repeat_interleave(group, dim=0) for t in (point.k, point.v))
@@ -108,11 +108,6 @@ class Blocks:
         row = self.n * (1 if self.rotation is None else turning)
         self.height = height or self.rows_of(H * max(row, self.v.shape[2] * layer.head_width, RANK**2 * H))
 
-    @cached_property
-    def grams(self) -> Products:
-        """Inner products of the weights of every pair of heads."""
-        return self.products
-
     @property
     def short(self) -> bool:
         """Query parts cost less from n×n matrices than from covariances."""
@@ -145,6 +140,10 @@ class Blocks:
         assert self.rotation is not None
         return Rotation(self.rotation.cos[places], self.rotation.sin[places], self.rotation.interleaved)
 
+    def turned_back(self, rows: slice, columns: slice) -> Tensor:
+        """q_ij, (H, r, c, dk)."""
+        return self.rotated(columns).transpose(self.q[:, rows, None].expand(-1, -1, columns.stop - columns.start, -1))
+
 
 class Strip:
     """Some rows of the scores of all heads, with the columns that they see and their own: arrays are (H, r, c)."""
@@ -170,14 +169,7 @@ class Strip:
     @cached_property
     def a(self) -> Tensor:
         """q_ij, (H, r, c, dk), or (H, r, 1, dk) without rotations."""
-        return self.turned_back(slice(None))
-
-    def turned_back(self, rows: slice) -> Tensor:
-        """q_ij of some rows of the strip."""
-        q = self.q[:, rows, None]
-        if self.at.rotation is None:
-            return q
-        return self.at.rotated(self.columns).transpose(q.expand(-1, -1, self.k.shape[1], -1))
+        return self.q[:, :, None] if self.at.rotation is None else self.at.turned_back(self.rows, self.columns)
 
     def turned(self, y: Tensor) -> Tensor:
         """q_i·R_j y_i for vectors (H, r, dk) of the rows, (H, r, c), or (H, r, 1) without rotations."""
@@ -269,23 +261,22 @@ class Strip:
         (H, r, dk), at, group = self.q.shape, self.at, len(self.q) // self.at.layer.kv_heads
         if at.rotation is None:
             # From W_Kᵀq, in parts no larger than covariances.
-            parts = ((q.mT @ at.grams.key_weights.mT).transpose(0, 1) for q in self.q.mT.split(dk, -1))
+            parts = ((q.mT @ at.grams.side("k")).transpose(0, 1) for q in self.q.mT.split(dk, -1))
             return torch.cat([images @ images.mT for images in parts]).permute(1, 2, 0)[..., None]
         found = self.q.new_zeros(H, H, r, self.k.shape[1])
         step = max(1, CACHED // (H * self.k.shape[1] * dk))
         for start in range(self.rows.start, self.rows.stop, step):
             # Only what these rows see.
-            places = slice(start, min(start + step, self.rows.stop))
-            rows, columns = slice(start - self.rows.start, places.stop - self.rows.start), slice(*at.rule.span(places, at.n))
-            a = at.rotated(columns).transpose(at.q[:, places, None].expand(-1, -1, columns.stop - columns.start, -1))
-            columns = slice(columns.start - self.columns.start, columns.stop - self.columns.start)
+            rows = slice(start, min(start + step, self.rows.stop))
+            first, last = at.rule.span(rows, at.n)
+            a = at.turned_back(rows, slice(first, last))
+            part = found[:, :, start - self.rows.start :, first - self.columns.start :][:, :, : a.shape[1], : a.shape[2]]
             for g in range(H):
                 # Keys that several heads share are multiplied once; what is before g is known.
                 first = g // group * group
                 images = a[g].flatten(0, 1) @ at.grams.pairs("kk")[g, first::group]
                 inner = images.reshape(-1, 1, *a.shape[1:]) * a[first:].unflatten(0, (-1, group))
-                inner = inner.sum(-1).flatten(0, 1)[g - first :]
-                found[g, g:, rows, columns] = found[g:, g, rows, columns] = inner
+                part[g, g:] = part[g:, g] = inner.sum(-1).flatten(0, 1)[g - first :]
         return found
 
     @cached_property
@@ -313,19 +304,18 @@ class Strip:
     @cached_property
     def query(self) -> Tensor:
         """‖Q_i‖_F² (r,), not rounded up."""
-        grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
-        total = torch.zeros_like(o[0, :, 0])
-        keys = W @ k
+        (oo, qq), W, v, k, o = map(self.at.grams.pairs, ("oo", "qq")), self.W, self.v, self.k, self.o
+        total, keys = torch.zeros_like(o[0, :, 0]), W @ k
         # Heads first, then coordinates of values, tokens and coordinates of keys.
         C = None if self.at.short else self.covariances.transpose(1, 2).contiguous()
         for g in range(len(W)):
             # Pairs of heads count twice, but for g itself.
-            out = grams.pairs("oo")[g, g:] * (2 - torch.eye(1, len(W) - g, dtype=o.dtype, device=o.device)[0, :, None, None])
+            out = oo[g, g:] * (2 - torch.eye(1, len(W) - g, dtype=o.dtype, device=o.device)[0, :, None, None])
             if C is not None:
-                mixed = (C[g:].flatten(1, 2) @ grams.pairs("qq")[g:, g]).reshape(-1, C[g, 0].numel())
+                mixed = (C[g:].flatten(1, 2) @ qq[g:, g]).reshape(-1, C[g, 0].numel())
                 total += (C[g] * (out.transpose(0, 1).flatten(1) @ mixed).reshape(C[g].shape)).sum((0, 2))
                 continue
-            kG, oG, key = k[g] @ grams.pairs("qq")[g, g:] @ k[g:].mT, o[g] @ grams.pairs("oo")[g], keys[g] @ grams.pairs("qq")[g]
+            kG, oG, key = k[g] @ qq[g, g:] @ k[g:].mT, o[g] @ oo[g], keys[g] @ qq[g]
             total += ((W[g] @ (kG * ((v[g] @ out) @ v[g:].mT))) * W[g:]).sum((0, 2))
             total -= 2 * ((key @ k.mT) * (oG @ v.mT) * W).sum((0, 2))
             total += ((oG * o).sum(-1) * (key * keys).sum(-1)).sum(0)
@@ -390,9 +380,9 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float,
     scale = x
     if norm is not None:
         # Columns of the weights times g; the products with vectors below take the weights as they are.
-        at.__dict__["grams"] = Products(
-            derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g), at.weights
-        )
+        at.grams = Products(derived(layer, q=layer.q * norm.g, k=layer.k * norm.g, v=layer.v * norm.g), at.weights)
+        # What was kept for a strip is of other weights.
+        at.__dict__.pop("_only", None)
         scale = norm.s[0, :, 0].square().reciprocal()
     total = error = moved = x.new_zeros(())
     most = 1.0 if norm is None else 4 * norm.g.abs().max().square()

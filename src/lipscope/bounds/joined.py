@@ -35,7 +35,8 @@ def joined_parts(at: Blocks, gain: Tensor) -> tuple[float, Tensor]:
 
 def estimate(at: Blocks, gain: Tensor, steps: int = 3) -> float:
     """About what ``joined_parts`` would give for ‖K‖ + ‖Q‖, from below: nothing that a bound may be made of."""
-    grams, W_O, generator = at.grams, at.grams.outputs, torch.Generator().manual_seed(0)
+    W_O, W_Q, W_K = (at.grams.side(name).mT for name in "oqk")
+    generator = torch.Generator().manual_seed(0)
 
     def powers(product: Callable[[Tensor], Tensor], count: int, width: int) -> Tensor:
         y = torch.randn(count, width, dtype=gain.dtype, generator=generator).to(gain)
@@ -61,15 +62,15 @@ def estimate(at: Blocks, gain: Tensor, steps: int = 3) -> float:
         return moved(strip, values(strip, y))
 
     def query(strip: Strip, y: Tensor) -> Tensor:
-        t = strip.W * (turned(_into(grams.query_weights, y), strip.rows) @ strip.k.mT)
-        return _out_of(grams.query_weights, turned(values(strip, moved(strip, t)) @ strip.k, strip.rows, True))
+        t = strip.W * (turned(_into(W_Q, y), strip.rows) @ strip.k.mT)
+        return _out_of(W_Q, turned(values(strip, moved(strip, t)) @ strip.k, strip.rows, True))
 
     def key(y: Tensor) -> Tensor:
-        z, total = turned(_into(grams.key_weights, y), slice(0, at.n)), torch.zeros_like(at.k)
+        z, total = turned(_into(W_K, y), slice(0, at.n)), torch.zeros_like(at.k)
         for strip in at.strips():
             t = strip.W * kappa[strip.rows, None] * (strip.q @ z[:, strip.columns].mT)
             total[:, strip.columns] += t.mT @ strip.q
-        return _out_of(grams.key_weights, turned(total, slice(0, at.n), True))
+        return _out_of(W_K, turned(total, slice(0, at.n), True))
 
     kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
     for strip in at.strips():
@@ -94,7 +95,7 @@ def query_norms(strip: Strip) -> Tensor:
     grams, weights = strip.at.grams, strip.at.weights
     # They are kept where others need them too.
     C = strip.each_covariance() if strip.at.short and len(strip.q) > 1 else strip.covariances
-    norms = sum_norms(grams.outputs, C, grams.query_weights, weights.out * weights.queries)
+    norms = sum_norms(grams.side("o").mT, C, grams.side("q").mT, weights.out * weights.queries)
     off, rounding = strip.errors[2]
     return norms + off + rounding.sqrt()
 
@@ -104,7 +105,8 @@ def value_norms(strip: Strip) -> Tensor:
     at, (far, squares), v_size, out = strip.at, strip.sizes, strip.at.factors[5], strip.at.factors[6]
     rest = (strip.W @ strip.v) - strip.W.sum(-1, keepdim=True) * strip.o
     second = (strip.moments(h, v).sub_(rest[h, :, :, None] * strip.o[h, :, None]) for h, v in enumerate(strip.v))
-    norms = sum_norms(at.grams.outputs, second, at.grams.outputs, at.weights.out**2)
+    W_O = at.grams.side("o").mT
+    norms = sum_norms(W_O, second, W_O, at.weights.out**2)
     # Rounding of the sums, and what the deviations are off by.
     norms = norms + ROUNDS * at.unit * (strip.W * squares * out.square()).sum((0, 2))
     off = ((at.margin * far + at.unit * v_size) * out).square()
@@ -114,7 +116,7 @@ def value_norms(strip: Strip) -> Tensor:
 def _key_norms(at: Blocks, kappa: Tensor, block: slice) -> Tensor:
     """≥ ‖Σ_h W_Kᵀ R_jᵀ (Σ_i κ_i W_ij q_i q_iᵀ) R_j W_K‖^½ for tokens j of a block."""
     H, _, dk = at.q.shape
-    grams, sums = at.grams, at.q.new_zeros(H, block.stop - block.start, dk * dk)
+    W_K, sums = at.grams.side("k").mT, at.q.new_zeros(H, block.stop - block.start, dk * dk)
     total = torch.zeros_like(sums[..., 0])
     for strip in at.strips():
         first, low = strip.columns.start, max(block.start, strip.columns.start)
@@ -129,7 +131,7 @@ def _key_norms(at: Blocks, kappa: Tensor, block: slice) -> Tensor:
     if at.rotation is not None:
         turned = at.rotated(block).unsqueeze()
         second = turned.transpose(turned.transpose(second).mT)
-    norms = sum_norms(grams.key_weights, second, grams.key_weights, at.weights.keys**2)
+    norms = sum_norms(W_K, second, W_K, at.weights.keys**2)
     key_size = at.q.new_tensor([w.sizes[1] for w in at.weights.image])[:, None]
     q_size = at.factors[3, :, 0]
     trace = second.diagonal(dim1=-2, dim2=-1).sum(-1)

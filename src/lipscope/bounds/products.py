@@ -10,8 +10,8 @@ from torch import Tensor
 from lipscope.attention.layer import Attention
 from lipscope.bounds.weights import LayerWeights, triangle
 
-# Row panels in which a symmetric product is computed: with four, five eighths of the whole.
-_PANELS = 4
+# Least rows of a panel of a symmetric product; with four panels five eighths of it are computed.
+_PANEL = 64
 
 
 class Products:
@@ -19,39 +19,37 @@ class Products:
 
     def __init__(self, layer: Attention, weights: LayerWeights) -> None:
         self.layer, self.weights = layer, weights
-        H, width, out = layer.heads, layer.value_width, layer.out
-        out = torch.eye(H * width, dtype=layer.q.dtype, device=layer.q.device) if out is None else out
-        self.sides = {
-            "q": (layer.tau * layer.q).reshape(H, -1, layer.width),
-            "k": layer.k.reshape(layer.kv_heads, -1, layer.width),
-            "v": layer.v.reshape(layer.kv_heads, -1, layer.width),
-            "o": out.mT.reshape(H, width, -1),
-        }
-        self.outputs, self.query_weights = self.sides["o"].mT, self.sides["q"].mT  # W_O^h (H, d_out, dv), τW_Q^hᵀ (H, d, dk)
-        self.key_weights = self._each(self.sides["k"]).mT  # W_K^hᵀ likewise
         self._known: dict[str, Tensor] = {}
 
-    def _each(self, t: Tensor, dim: int = 0) -> Tensor:
-        """Of keys and values that several heads share, one for every head."""
-        shared = self.layer.heads // t.shape[dim]
-        return t if shared == 1 else t.repeat_interleave(shared, dim)
+    @cached_property
+    def _sides(self) -> dict[str, Tensor]:
+        layer, (H, shared, width) = self.layer, (self.layer.heads, self.layer.kv_heads, self.layer.value_width)
+        out = torch.eye(H * width, dtype=layer.q.dtype, device=layer.q.device) if layer.out is None else layer.out
+        sides = {"q": (layer.tau * layer.q, H), "k": (layer.k, shared), "v": (layer.v, shared), "o": (out.mT, H)}
+        return {name: t.unflatten(0, (count, -1)) for name, (t, count) in sides.items()}
+
+    def side(self, name: str) -> Tensor:
+        """The weights of every head, also where several share them, (H, ·, d): τW_Q, W_K, W_V or W_Oᵀ."""
+        t = self._sides[name]
+        return t if len(t) == self.layer.heads else t.repeat_interleave(self.layer.heads // len(t), 0)
 
     def pairs(self, names: str) -> Tensor:
         """``"oo"``: W_O^gᵀW_O^h, ``"kk"``: W_K^gW_K^hᵀ, ``"vq"``: W_V^g·τW_Q^hᵀ, and so on, kept for the next time."""
         if names in self._known:
             return self._known[names]
-        a, b = (self.sides[name] for name in names)
+        a, b = (self._sides[name] for name in names)
         left, right = a.flatten(0, 1), b.flatten(0, 1).mT
         # What several heads share is multiplied once, and of a symmetric product little more than one half.
-        gram, step = left.new_empty(len(left), right.shape[1]), -(-len(left) // _PANELS) if a is b else len(left)
+        gram, step = left.new_empty(len(left), right.shape[1]), max(_PANEL, len(left) // 4) if a is b else len(left)
         for start in range(0, len(left), step):
-            rows, rest = slice(start, start + step), slice(start, None)
-            gram[rows, rest] = left[rows] @ right[:, rest]
+            rows, rest = slice(start, start + step), slice(start + step, None)
+            gram[rows, start:] = left[rows] @ right[:, start:]
             if a is b:
                 gram[rest, rows] = gram[rows, rest].mT
         heads = gram.reshape(*a.shape[:2], *b.shape[:2]).transpose(1, 2).contiguous()
-        self._known[names] = self._each(self._each(heads), 1)
-        return self._known[names]
+        for dim, shared in enumerate(self.layer.heads // count for count in heads.shape[:2]):
+            heads = heads if shared == 1 else heads.repeat_interleave(shared, dim)
+        return self._known.setdefault(names, heads)
 
     @cached_property
     def root(self) -> Tensor | None:
@@ -61,7 +59,7 @@ class Products:
     @cached_property
     def balanced(self) -> list[Tensor]:
         """Gram matrices (H·dv, H·dv) of U_h√S_h and Y_h√S_h, with W_O^hW_V^h = U_hS_hY_hᵀ."""
-        (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (self.outputs, self._each(self.sides["v"]).mT))
+        (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (self.side("o").mT, self.side("v").mT))
         U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
         sides = (t * S.sqrt()[:, None] for t in (Q @ U, Y @ Z.mT))
         padded = (torch.nn.functional.pad(t, (0, self.layer.value_width - S.shape[-1])) for t in sides)

@@ -125,21 +125,22 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
 def ritz_value(product: Callable[[Tensor], Tensor], like: Tensor, steps: int, limit: float = math.inf) -> float:
     """The largest Ritz value of a symmetric matrix known by its products: at most its norm. It ends above the ``limit``."""
     start = torch.randn(like.shape[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(like)
-    Q, T, value = (start / start.norm())[None], like.new_zeros(steps, steps), 0.0
-    for k in range(min(steps, like.shape[-1])):
+    steps, value = min(steps, like.shape[-1]), 0.0
+    Q, T = like.new_empty(steps, like.shape[-1]), torch.zeros(steps, steps, dtype=torch.float64)
+    Q[0] = start / start.norm()
+    for k in range(steps):
         y = product(Q[k])
         T[k, k] = Q[k] @ y
         for _ in range(2):
-            y = y - Q.mT @ (Q @ y)
+            y = y - (Q[: k + 1] @ y) @ Q[: k + 1]
         size = float(y.norm())
-        last = size <= 1e-12 * float(T[k, k].abs())
-        if last or k + 1 == min(steps, like.shape[-1]) or k % 8 == 7:
+        last = k + 1 == steps or size <= 1e-12 * float(T[k, k].abs())
+        if last or k % 8 == 7:
             before, value = value, float(torch.linalg.eigvalsh(T[: k + 1, : k + 1])[-1])
             if last or value > limit or value - before <= 1e-9 * value:
                 break
-        if k + 1 < steps:
-            T[k, k + 1] = T[k + 1, k] = size
-            Q = torch.cat([Q, y[None] / size])
+        T[k, k + 1] = T[k + 1, k] = size
+        Q[k + 1] = y / size
     return value
 
 

@@ -27,6 +27,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds.head_rounding import Rounding
+from lipscope.bounds.products import Products
 from lipscope.bounds.weights import layer_weights
 from lipscope.rounding import duration, show_bytes
 from lipscope.spectral.solvers import Auto
@@ -172,14 +173,11 @@ class Gram:
             rotation = Rotation(rotation.cos[0, 0], rotation.sin[0, 0], rotation.interleaved)
             gain = max(1.0, float((rotation.cos.square() + rotation.sin.square()).max().sqrt()))
             B = rotation.unsqueeze().transpose(B)
-        counts, rows = (H, layer.kv_heads, layer.kv_heads), [len(t) for t in (layer.q, layer.k, layer.v)]
-        heads = [
-            t.reshape(c, -1, d).repeat_interleave(H // c, 0) for t, c in zip(layer.qkv.split(rows), counts, strict=True)
-        ]
+        of_weights = Products(layer, layer_weights(layer))
+        heads, weights = [of_weights.side(name) for name in "qkv"], of_weights.weights.plain
         flat = torch.cat(heads, 1).flatten(0, 1)
         products = (flat @ flat.mT).reshape(H, 2 * dk + dv, H, 2 * dk + dv)
         # Errors head by head, as on the page; norms of weights are Frobenius norms.
-        weights = layer_weights(layer).plain
         known = [Rounding.of(w, x, layer.head(h).score_rule(n, 1, tiled=True), gain, None) for h, w in enumerate(weights)]
         names = ("margin", "unit", "query", "key", "value", "shift")
         margin, unit, query, key, value, shift = (x.new_tensor([getattr(r, name) for r in known]) for name in names)
