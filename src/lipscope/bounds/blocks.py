@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import cached_property
 from weakref import proxy
 
@@ -96,8 +97,7 @@ class Blocks:
         eps = torch.finfo(x.dtype).eps
         self.unit = max(each.unit for each in self.rounding) + 8 * (self.n + x.shape[1]) * eps
         # Per head: margin, unit, and the sizes of queries, keys, values and their common term.
-        errors = [(r.margin, r.unit, r.query, r.key, r.value, r.shift) for r in self.rounding]
-        self.rounded = x.new_tensor(errors).T[:, :, None, None]
+        self.rounded = x.new_tensor([astuple(each) for each in self.rounding]).T[:, :, None, None]
         _, _, query, key, value, shift = self.rounded
         *sizes, out = x.new_tensor([(*w.sizes, w.out_size) for w in self.weights.image]).T[:, :, None, None]
         # Per head: ‖W_O‖_F‖W_V‖_F, ‖W_O‖_F‖W_K‖_F, ‖W_O‖_F|τ|‖W_Q‖_F, sizes of queries, keys and v_j − o_i, and ‖W_O‖_F.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -179,8 +179,7 @@ class Gram:
         products = (flat @ flat.mT).reshape(H, 2 * dk + dv, H, 2 * dk + dv)
         # Errors head by head, as on the page; norms of weights are Frobenius norms.
         known = [Rounding.of(w, x, layer.head(h).score_rule(n, 1, tiled=True), gain, None) for h, w in enumerate(weights)]
-        names = ("margin", "unit", "query", "key", "value", "shift")
-        margin, unit, query, key, value, shift = (x.new_tensor([getattr(r, name) for r in known]) for name in names)
+        margin, unit, query, key, value, shift = x.new_tensor([astuple(r) for r in known]).T
         n_q, n_k, n_v = (_norm(t, dim=(1, 2)) * (gain or 1.0) for t in heads)
         sizes = [_norm(t, dim=-1) for t in (q, k, v, o)]
         most_q, most_k, most_v, most_o = (t.amax(-1) for t in sizes)
