@@ -78,7 +78,7 @@ def main() -> None:
     print("\n".join([*lines, "", cost]))
     pairs = seconds["closed"] / seconds["pair64"]
     reason = (
-        "six products of the weights of every pair of heads, of which three are symmetric, are about four pairs by themselves "
+        "six products of the weights of every pair of heads, three of them symmetric, are about four pairs by themselves "
         "at this n; the inputs of a call share them, and the rest is products of n×n matrices of every pair of heads"
     )
     case, measured = "‖J‖_F in closed form, n = 98, d = 768", f"{pairs:.1f} in float64"
