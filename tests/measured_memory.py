@@ -15,6 +15,7 @@ import ctypes
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     cases = json.load(sys.stdin)
     if any("scope" in case for case in cases):
-        import transformers.models.gpt2.modeling_gpt2
-
-        import lipscope.models.memory  # imported once, not in every process
-        import lipscope.runs.scan
+        # Imported once, not in every process.
+        for module in ("transformers.models.gpt2.modeling_gpt2", "lipscope.models.memory", "lipscope.runs.scan"):
+            import_module(module)
     print(json.dumps([in_a_process(case) for case in cases]))
