@@ -113,10 +113,8 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
             f"{type(model).__name__} has no self-attention that could be found: no call went through the transformers "
             "attention interface, no submodule is an attention module with an output projection, and no block mixes tokens"
         )
-    linear = _linear(events)
     described = [
-        _describe(i, event, core, events, attentions, names, elements, mixers, linear)
-        for i, (event, core) in enumerate(attentions)
+        _describe(i, event, core, events, attentions, names, elements, mixers) for i, (event, core) in enumerate(attentions)
     ]
     return _numbered(described), output
 
@@ -212,10 +210,9 @@ def _describe(
     names: dict[nn.Module, str],
     elements: set[nn.Module],
     mixers: list[Event],
-    linear: list[Event],
 ) -> Sighting:
     heads = core[1].q.shape[1] if core else _head_count(event.module)
-    projection = None if event in mixers or heads is None else _output_projection(event, core, linear)
+    projection = None if event in mixers or heads is None else _output_projection(event, core, events)
     out = projection or event
     host = min((e for e in events if event.inside(e) and out.inside(e)), key=lambda e: e.exit - e.enter)
     label = f"layer {index} ({type(event.module).__name__})"
@@ -264,23 +261,19 @@ def _norm_before(host: Event, events: list[Event]) -> nn.Module | None:
     return max(found, key=lambda e: e.exit).module if found else None
 
 
-def _linear(events: list[Event]) -> list[Event]:
-    """Calls of linear maps; the parts of a composite one (a low-rank adapter, say) are none of their own."""
-    found: list[Event] = []
-    for e in events:
-        if is_linear(e.module) and not (found and e.inside(found[-1])):
-            found.append(e)
-    return found
-
-
-def _output_projection(event: Event, core: TimedCore | None, linear: list[Event]) -> Event | None:
-    """The last of all ``linear`` maps inside the attention module, or the first one that takes the module's output.
+def _output_projection(event: Event, core: TimedCore | None, events: list[Event]) -> Event | None:
+    """The last linear map inside the attention module, or the first one that takes the module's output.
 
     Where the core is not seen, the last one inside may belong to something else, as DeBERTa's of relative positions do.
     """
     if isinstance(event.module, nn.MultiheadAttention):
         return event
     start = core[0] if core else event.enter
+    linear: list[Event] = []
+    for e in events:
+        # The parts of a composite linear map (a low-rank adapter, say) are not projections of their own.
+        if is_linear(e.module) and not (linear and e.inside(linear[-1])):
+            linear.append(e)
     within = [e for e in linear if e.enter > start and e.inside(event)]
     after = next((e for e in linear if e.enter > event.exit and same(e.tokens, event.output)), None)
     if within and (core or after is None or same(within[-1].output, event.output)):
