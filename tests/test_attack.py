@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import attack
 import attack_stores
 import report_card
 from lipscope.runs import Store
 from report_card import Card
 from test_sweep_store import WHERE, made_up_outcome
-
-ATTACK = Path(report_card.__file__).with_name("attack.py")
 
 
 def test_a_card_counts_and_its_table_replaces_the_last_one(tmp_path: Path) -> None:
@@ -64,9 +62,10 @@ def test_damage_is_seen_when_a_row_is_shown_that_was_never_measured(tmp_path: Pa
     assert "gone without a word" in said
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root is refused")
-def test_root_is_refused_and_nothing_is_done() -> None:
-    ended = subprocess.run([sys.executable, ATTACK], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert "not as root" in ended.stderr
-    assert ended.stdout == ""
+def test_root_is_refused_and_nothing_is_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["attack.py"])
+    monkeypatch.setattr(os, "geteuid", lambda: 0, raising=False)
+    assert attack.main() == 2
+    shown = capsys.readouterr()
+    assert "not as root" in shown.err
+    assert shown.out == ""

@@ -106,8 +106,8 @@ def test_sigmoid_scores_that_cancel():
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("unit", [2.0**-530, 2.0**-66, 1.0, 2.0**66, 2.0**500])
 def test_lower_bounds_where_scores_cancel(mask, unit):
-    """A = 0 averages evenly: σ of 1000 tokens is |V|, and below 2|V| under the causal mask; all orders at scale 1."""
-    for seed in range(0, 40, 1 if unit == 1 else 5):
+    """A = 0 averages evenly: σ of 1000 tokens is |V|, and below 2|V| under the causal mask; more orders at scale 1."""
+    for seed in range(0, 40, 2 if unit == 1 else 10):
         layer = lipscope.Attention(shuffled(seed), torch.ones_like(shuffled(seed)), unit * ONE, scale=1.0, mask=mask)
         most = (1 if mask == "full" else 2) * unit
         for name in CLOSED:

@@ -30,7 +30,7 @@ def check(case) -> None:
             assert sigma <= bound.value * EXACT, f"{bound} is below σ = {sigma!r} at {case.label}"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_counter_example_among_drawn_cases(seed):
     check(problem(seed))

@@ -57,7 +57,8 @@ def inputs(handle: Model, padded: bool) -> dict[str, torch.Tensor]:
     [("llama", False), ("qwen3", False), ("bert", False), ("gemma2", True), ("bert", True)],
 )
 def test_every_scope_without_matrices_and_with_them(name: str, padded: bool, monkeypatch) -> None:
-    handle, given = loaded(name), inputs(loaded(name), padded)
+    handle = loaded(name)
+    given = inputs(handle, padded)
     with using_tiling(SMALL), LargestTensor(LONG) as seen:
         tiled, statistics = products(handle, given)
     assert not seen.matrices

@@ -96,8 +96,7 @@ def test_adapted_layers_only_beside_the_base_model(names, kind):
     assert f"σ ≈ {of_base:.3g} without adapters" in str(monitor.measure())
 
 
-@pytest.mark.parametrize("kind", [LoraLinear, Adapted])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "dropout"), [(LoraLinear, 0.0), (Adapted, 0.1)])
 def test_training_adapters_is_left_alone_to_the_last_bit(dropout, kind):
     plain, watched = (
         put(enlarge(llama()).float(), [0, 1], NAMES, lambda inner: kind(inner, seed=3, dropout=dropout)) for _ in range(2)

@@ -32,12 +32,17 @@ def build(kind, mask, extras, group, dtype) -> cases.Case:
 def combinations():
     """Every mask on every kind; every optional part and grouping on every kind, with two masks in turn.
 
-    Single precision changes the rounding and not the products: it has every optional part on every kind.
+    Single precision changes the rounding and not the products: it has every optional part on every kind. Automatic
+    differentiation takes the oracle's map, and has every optional part once, precisions in turn.
     """
-    seen = {(kind, mask, "everything", "grouped", torch.float64) for kind in KINDS for mask in MASKS}
-    for turn, (kind, extras, group) in enumerate(product(KINDS, cases.EXTRAS, GROUPS)):
+    ours = [kind for kind in KINDS if kind != "autodiff"]
+    seen = {(kind, mask, "everything", "grouped", torch.float64) for kind in ours for mask in MASKS}
+    for turn, (kind, extras, group) in enumerate(product(ours, cases.EXTRAS, GROUPS)):
         seen.add((kind, ("causal", "boolean-per-head")[turn % 2], extras, group, torch.float64))
-    seen |= {(kind, "causal", extras, "grouped", torch.float32) for kind in KINDS for extras in cases.EXTRAS}
+    for turn, extras in enumerate(cases.EXTRAS):
+        mask, group = ("causal", "boolean-per-head")[turn % 2], list(GROUPS)[turn % 3]
+        seen.add(("autodiff", mask, extras, group, (torch.float64, torch.float32)[turn // 2 % 2]))
+    seen |= {(kind, "causal", extras, "grouped", torch.float32) for kind in ours for extras in cases.EXTRAS}
     return sorted(seen, key=str)
 
 

@@ -102,25 +102,22 @@ def local_lipschitz(
     if attention is not None:
         layer, tokens, norm, power = _in_units(attention.to(compute, tokens.device), tokens, norm, scope)
         attention = layer
-    asked: dict[str, Any] = {"wanted": certificate, "norm": known, "memory": limit, "progress": progress}
+    asked: dict[str, Any] = {"layer": given, "X": batched, "norm": known, "certificate": certificate, "progress": progress}
     if attention is None or limit is None:
-        operator = layer.operator(tokens, scope, norm)
-        result = sigma(operator, solver, **about)
-        result = add_certificate(scaled_back(result, power), given, batched, **asked)
-        if result.typical is None and certificate is not False:
-            result = with_typical(result, operator, math.prod(batched.shape[1:]), power)
+        result = sigma(layer.operator(tokens, scope, norm), solver, power=power, **about, **asked)
     else:
         inputs, n = tokens.shape[:2]
         how: dict[str, Any] = {"dtype": compute, "inputs": inputs, "limit": limit, "triplets": triplets(solver)}
         plan = plan_memory(attention, n, scope=scope, **how)
-        kept = within(solver, plan.room)
+        about |= {"solver": within(solver, plan.room), "power": power}
         with within_memory(limit, plan.tiling):
             if plan.alone:
                 parts = (attention.for_input(b).operator(tokens[b : b + 1], scope, norm) for b in range(inputs))
-                result = join_batches([sigma(part, kept, **about) for part in parts])
+                result = join_batches([sigma(part, **about) for part in parts])
+                result = add_certificate(result, **asked, memory=limit)
             else:
-                result = sigma(attention.operator(tokens, scope, norm), kept, **about)
-            result = add_certificate(scaled_back(result, power), given, batched, **asked)
+                operator = attention.operator(tokens, scope, norm)
+                result = sigma(operator, **about, **asked, memory=limit, typical=False)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
@@ -140,6 +137,8 @@ def sigma(
     certificate: Certificate = None,
     memory: int | None = None,
     typical: bool | None = None,
+    power: int = 0,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> SpectralNorm:
     """From the Jacobian to σ: the one place that solves, allows for rounding, enters ‖J‖_F and certificates, and shapes.
 
@@ -147,13 +146,16 @@ def sigma(
     batch unless it has a ``shape``. The certificate is that of ``layer`` at tokens X, with ``norm`` for scope
     ``"norm+attention"`` and ``heads`` for scope ``"head"``; without tokens there is none. Its matrices take at most
     ``memory`` bytes. Where ‖J‖_F has no closed form, or one that costs more than σ, it is estimated
-    (``measure.typical``) if ``typical`` wants it: by default unless certificates are not wanted.
+    (``measure.typical``) if ``typical`` wants it: by default unless certificates are not wanted. The operator is that of
+    ``layer`` at X in units in which σ is 2^-power of what it is.
     """
     result = summarise((solver or Auto()).solve(operator), operator, scope=scope, mask=mask, input_dtype=input_dtype)
+    result = scaled_back(result, power)
     if X is not None:
-        result = add_certificate(result, layer, X, wanted=certificate, heads=heads, norm=norm, memory=memory)
+        how: dict[str, Any] = {"heads": heads, "norm": norm, "memory": memory, "progress": progress}
+        result = add_certificate(result, layer, X, certificate=certificate, **how)
         if result.typical is None and (certificate is not False if typical is None else typical):
-            result = with_typical(result, operator, math.prod(X.shape[1:]))
+            result = with_typical(result, operator, math.prod(X.shape[1:]), power)
     return result if shape is None else reshape_batch(result, shape)
 
 
@@ -262,7 +264,7 @@ def add_certificate(
     layer: Attention | None,
     X: Tensor,
     *,
-    wanted: Certificate = None,
+    certificate: Certificate = None,
     heads: Sequence[int] | None = None,
     norm: Normalisation | None = None,
     memory: int | None = None,
@@ -271,24 +273,24 @@ def add_certificate(
     """The same flat batch with ‖J‖_F and certified upper ends, where they are known and wanted.
 
     The batch has one item per input, or per input and head of ``heads`` (all by default). ``layer`` is None when what was
-    measured is not known as an ``Attention``. A certificate is ``wanted`` by default when it costs no more than the
+    measured is not known as an ``Attention``. A ``certificate`` is wanted by default when it costs no more than the
     measurement; one that does not exist is refused. An exact result has no need of one.
     """
-    if check_certificate(wanted) is False:
+    if check_certificate(certificate) is False:
         return result
     scope = result.scope
     if layer is None or scope not in LAYER_SCOPES or (scope == "norm+attention" and norm is None):
-        if wanted:
+        if certificate:
             raise ValueError(
                 f"no certificate for scope {scope!r} of this layer: it exists for attention and head (and "
                 "norm+attention behind LayerNorm or RMSNorm) of layers whose projections are known"
             )
         return result
     exact = "probabilistic" not in result.upper_kind
-    if wanted is None and not exact and not affordable(layer, X.shape[1], result, X.shape[0], scope):
+    if certificate is None and not exact and not affordable(layer, X.shape[1], result, X.shape[0], scope):
         return result
     layer = layer.to(device=X.device)
-    rung: Rung | None = wanted if isinstance(wanted, str) else None if exact and wanted is None else "fast"
+    rung: Rung | None = certificate if isinstance(certificate, str) else None if exact and certificate is None else "fast"
     closed = None if rung == "verified" else rung
     certified, frobenius = certificate_at(layer, X, scope, norm, memory, closed)
     if heads is not None:

@@ -28,7 +28,7 @@ from lipscope.models.quantised import dequantised
 from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
 from lipscope.models.seam import KEEPS_ITS_OWN, plain_experts
-from lipscope.models.selftest import run_self_tests
+from lipscope.models.selftest import check_layers, check_own_attention
 from lipscope.models.streaming import Stream, streamed_recording
 from lipscope.rounding import Shown, counted
 
@@ -109,10 +109,12 @@ class Model(Shown):
                 # Layers are found by comparing tensors, and NaN compares with nothing.
                 refuse_nan_activations(self.model, run)
                 raise
-        self.every = [seen.layer for seen in found]
-        self.layers = [layer for layer in self.every if not layer.mixer] or self.every
-        # A pass on the fixed inputs of the self-tests
-        self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
+            self.every = [seen.layer for seen in found]
+            self.layers = [layer for layer in self.every if not layer.mixer] or self.every
+            # A pass on the fixed inputs of the self-tests
+            self.probe_recording = Recorded(**vars(record_found(found, output, run)), model=self, fresh=False)
+            if check:
+                check_layers(self.probe_recording)
         first = self.layers[0]
         if not first.through_seam and not first.mixer and not isinstance(first.out, nn.MultiheadAttention):
             own = self.model in KEEPS_ITS_OWN
@@ -123,7 +125,7 @@ class Model(Shown):
             if claim is not None:
                 self.notes += (f"{claim}, but its outputs depend on later tokens: see `lipscope check`",)
             if check:
-                run_self_tests(self.probe_recording, passed)
+                check_own_attention(self.probe_recording, passed)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer, first_tensor, tokens_of
-from lipscope.models.capture import Recording, replaying
+from lipscope.models.capture import Recording
 from lipscope.models.scopes import real_rows
 
 if TYPE_CHECKING:
@@ -28,22 +28,16 @@ class SelfTestError(RuntimeError):
     """A model does not behave as the measurement assumes."""
 
 
-def run_self_tests(recorded: Recorded, own: Tensor) -> None:
-    """Run the four self-tests on every layer, at the recorded tokens; a ``SelfTestError`` names the layer and the test.
-
-    ``own`` is the last hidden state at the same tokens with the model's own attention.
-    """
-    model = recorded.model.model
-    with replaying(model, recorded.documents):
-        for layer in (recorded[where.index] for where in recorded.model.every):
-            heads: list[Tensor | None] = []
-            with layer.layer.out.register_forward_pre_hook(
-                lambda _, args, kwargs, heads=heads: heads.append(tokens_of(args, kwargs)), with_kwargs=True
-            ):
-                y = check_map(layer.map("attention"), layer.tokens(), layer.layer)
-            check_replay(y, recorded, layer.layer)
-            check_head_sum(layer, y, heads[-1])
-    check_own_attention(recorded, own)
+def check_layers(recorded: Recorded) -> None:
+    """Test every layer at the recorded tokens, while the model replays; a ``SelfTestError`` names the layer and the test."""
+    for layer in (recorded[where.index] for where in recorded.model.every):
+        heads: list[Tensor | None] = []
+        with layer.layer.out.register_forward_pre_hook(
+            lambda _, args, kwargs, heads=heads: heads.append(tokens_of(args, kwargs)), with_kwargs=True
+        ):
+            y = check_map(layer.map("attention"), layer.tokens(), layer.layer)
+        check_replay(y, recorded, layer.layer)
+        check_head_sum(layer, y, heads[-1])
 
 
 def check_map(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> Tensor:

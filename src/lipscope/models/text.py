@@ -107,7 +107,7 @@ def _ends_tokens_with_words(backend: Any, text: str) -> bool:
     added = backend.get_added_tokens_decoder().values()
     across = any(token.rstrip or re.search(r"\S\s", token.content) for token in added)
     # Control characters that are white space to Python are letters or nothing to some of these rules.
-    strange = re.search(r"[\x0b\x0c\x1c-\x1f\x85]", text)
+    strange = any(character in text for character in "\x0b\x0c\x1c\x1d\x1e\x1f\x85")
     plain = type(backend.normalizer).__name__ in ("NoneType", "BertNormalizer") and not strange
     return bool(by_words and plain and not across)
 

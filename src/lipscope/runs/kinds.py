@@ -121,7 +121,6 @@ class Tokens:
     """One layer or head at one input, token by token: who carries the worst direction, and who moves whom."""
 
     coordinates = COORDINATES
-    effort = 10.0
 
     def expand(self, block: Block, handle: Model) -> Iterator[Pass]:
         """Nothing: which inputs are the worst is known when a block is measured; see ``lipscope.runs.sweep``."""
