@@ -267,7 +267,7 @@ class Guard:
             if mine:
                 spoken |= {alarm.place: step for alarm in mine}
                 worst = (max if threshold.above is not None else min)(mine, key=lambda alarm: alarm.value)
-                more = f" (and {len(mine) - 1} more places)" if len(mine) > 1 else ""
+                more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
                 said.append(f"{worst.message}{more} [{threshold.action}]")
         return said
 
