@@ -146,11 +146,9 @@ def logged_by(monkeypatch, name: str) -> tuple[tf.TrainerCallback, list, list]:
         monkeypatch.setattr(f"transformers.integrations.integration_utils.{known}", lambda: True)
     kind = {"wandb": "WandbCallback", "mlflow": "MLflowCallback", "trackio": "TrackioCallback"}[name]
     made = getattr(tf.integrations, kind, None) or getattr(tf.integrations.integration_utils, kind)
-    monkeypatch.setattr(made, "setup", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(made, "setup", lambda self, *args, **kwargs: vars(self).update(_async_log=False))
     monkeypatch.setattr(made, "on_train_end", lambda self, *args, **kwargs: None)
-    integration = made()
-    integration._initialized, integration._async_log = True, False
-    return integration, logged, alerts
+    return made(), logged, alerts
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
