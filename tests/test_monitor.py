@@ -17,7 +17,7 @@ from torch import nn
 
 import lipscope
 from dense_oracle import Oracle
-from lipscope.training import Monitor, Threshold
+from lipscope.training import Monitor, QKClip, Threshold
 from lipscope.training.attach import undisturbed
 from lipscope.training.readings import COLUMNS
 from model_families import FAMILIES, enlarge
@@ -408,7 +408,7 @@ def test_an_alarm_says_where_what_since_when_and_what_to_do_and_not_too_often():
     (line,) = guard.warnings((alarm,), 10)
     assert line == (
         "layer 3, head 1: max_logit is 80, above 50 since step 10, not at step 1: lower the learning rate, or use QK-norm; "
-        "QKClip lessens it (here: its scores times 0.625) [warn]"
+        "QKClip lessens it (here: the scores of head 1 times 0.625) [warn]"
     )
     # To and fro around the line: every crossing is an alarm, and a warning only after the pause.
     said = []
@@ -420,6 +420,23 @@ def test_an_alarm_says_where_what_since_when_and_what_to_do_and_not_too_often():
     resumed = Guard(guard.thresholds)
     resumed.state = state
     assert resumed.check(at(401, 20.0, 80.0)) == ()
+
+
+def test_an_alarm_names_the_head_whose_logits_are_largest():
+    model = gpt2()
+    with torch.no_grad():
+        # Queries of head 2 in layer 1.
+        model.transformer.h[1].attn.c_attn.weight[:, 8:12] *= 200.0
+    heard = []
+    monitor = Monitor(model, every=1, on_alarm=heard.append, thresholds=[Threshold("max_logit", above=1.0)])
+    with pytest.warns(UserWarning, match=r"layer 1, head 2: max_logit is .*the scores of head 2 times"):
+        record = monitor.step(batches(1)[0])
+    assert [(alarm.layer, alarm.head, alarm.worst_head) for alarm in heard] == [(1, None, 2)]
+    heads = Monitor(model, probe=batches(1)[0], heads=True, thresholds=()).step().readings
+    loudest = max(
+        (reading for reading in heads if reading.layer == 1 and reading.head is not None), key=lambda r: r.max_logit
+    )
+    assert (record.readings[1].logit_head, record.readings[1].max_logit) == (loudest.head, loudest.max_logit)
 
 
 def test_what_is_called_on_an_alarm_may_fail():
@@ -482,6 +499,29 @@ def test_a_compiled_model_is_measured_like_itself():
     ids = batches(1)[0]
     a, b = (Monitor(one, every=1, probe=ids).step() for one in (model, compiled))
     assert a.readings == b.readings
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("make", [lambda model: Monitor(model, every=2), lambda model: QKClip(model, 1e-3, every=1)])
+def test_a_model_in_training_may_be_compiled_before_or_after_it_is_watched(make, after):
+    plain, watched = gpt2().transformer, gpt2().transformer
+    compiled = torch.compile(watched, backend="eager", fullgraph=True)
+    work = make(watched if after else compiled)
+    for ids in batches(3):
+        watched.load_state_dict(plain.state_dict())
+        for model in (plain, compiled):
+            torch.manual_seed(0)
+            model(input_ids=ids).last_hidden_state.square().mean().backward()
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), watched.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)
+                p -= p.grad
+                p.grad = q.grad = None
+        assert work.step() is not None
+    assert work.reason is None
+    if isinstance(work, Monitor):
+        assert "compiled" in work.notes[0]
+        assert torch.equal(work.probe_batch["input_ids"], batches(1)[0][:2])
 
 
 def test_thresholds_use_the_safe_end_of_the_interval():

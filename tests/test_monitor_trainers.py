@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -40,13 +41,13 @@ def gpt2() -> nn.Module:
     return tf.GPT2LMHeadModel(tf.GPT2Config(**CONFIG))
 
 
-def trainer(path, callback=None, **settings) -> tf.Trainer:
+def trainer(path, callback=None, kind=tf.Trainer, **settings) -> tf.Trainer:
     arguments = tf.TrainingArguments(
         output_dir=str(path), max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
         logging_steps=3, **{"save_strategy": "no"} | settings, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    return tf.Trainer(
+    return kind(
         gpt2(), arguments, train_dataset=Sentences(), eval_dataset=Sentences(),
         callbacks=[] if callback is None else [callback],
     )  # fmt: skip
@@ -101,6 +102,83 @@ def test_trainer_writes_to_tensorboard(tmp_path):
     scalars = events.Scalars("train/lipscope/layer_0/sigma")
     assert [event.step for event in scalars] == [1, 3, 6]
     assert scalars[-1].value == pytest.approx(callback.records[-1].readings[0].estimate, rel=1e-5)
+
+
+class Counting(tf.Trainer):
+    """Adds to every row what it has counted since the row before, as trainers of TRL do."""
+
+    counted = 0
+
+    def training_step(self, *args, **kwargs):
+        self.counted += 1
+        return super().training_step(*args, **kwargs)
+
+    def log(self, logs, *args, **kwargs):
+        super().log(logs | {"counted": self.counted}, *args, **kwargs)
+        self.counted = 0
+
+
+def test_what_a_trainer_counts_for_its_own_rows_is_left_alone(tmp_path):
+    plain, watched = (
+        trainer(tmp_path / name, callback, kind=Counting)
+        for name, callback in (("a", None), ("b", LipschitzCallback(every=2)))
+    )
+    rows = []
+    for one in (plain, watched):
+        one.train()
+        rows.append([row["counted"] for row in one.state.log_history if "counted" in row])
+    assert rows[0] == rows[1] == [6, 6, 0]
+
+
+def logged_by(monkeypatch, name: str) -> tuple[tf.TrainerCallback, list, list]:
+    """The Trainer's own integration with a stand-in for the package, what is logged there, and its alerts."""
+    logged, alerts = [], []
+    package = ModuleType(name)
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    package.log = logged.append
+    package.alert = lambda **words: alerts.append(words)
+    package.log_metrics = lambda metrics, step: logged.append(metrics | {"train/global_step": step})
+    package.active_run, package.run = lambda: None, SimpleNamespace(summary={})
+    limits = {"MAX_PARAM_VAL_LENGTH": 250, "MAX_PARAMS_TAGS_PER_BATCH": 100}
+    package.utils = SimpleNamespace(validation=SimpleNamespace(**limits))
+    monkeypatch.setitem(sys.modules, name, package)
+    for known in ("is_wandb_available", "is_mlflow_available", "is_trackio_available"):
+        monkeypatch.setattr(f"transformers.integrations.integration_utils.{known}", lambda: True)
+    kind = {"wandb": "WandbCallback", "mlflow": "MLflowCallback", "trackio": "TrackioCallback"}[name]
+    made = getattr(tf.integrations, kind, None) or getattr(tf.integrations.integration_utils, kind)
+    monkeypatch.setattr(made, "setup", lambda self, *args, **kwargs: vars(self).update(_async_log=False))
+    monkeypatch.setattr(made, "on_train_end", lambda self, *args, **kwargs: None)
+    return made(), logged, alerts
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+@pytest.mark.filterwarnings("ignore:lipscope.training, step")
+def test_readings_reach_the_loggers_of_the_trainer_and_alarms_trackio(tmp_path, monkeypatch, name):
+    integration, logged, alerts = logged_by(monkeypatch, name)
+    callback = LipschitzCallback(every=3, thresholds=[Threshold("max_logit", above=0.0, layers=[1])])
+    watched = trainer(tmp_path, callback)
+    watched.add_callback(integration)
+    watched.add_callback(callback)
+    watched.args.report_to = [name]
+    watched.train()
+    prefix = "" if name == "mlflow" else "train/"
+    found = {row["train/global_step"]: row[f"{prefix}lipscope/layer_0/sigma"] for row in logged
+             if f"{prefix}lipscope/layer_0/sigma" in row}  # fmt: skip
+    assert found == {record.step: record.readings[0].estimate for record in callback.records}
+    told = [{"title": "lipscope: max_logit above 0", "text": callback.records[0].alarms[0].message}]
+    assert alerts == (told if name == "trackio" else [])
+
+
+def test_a_trainer_that_compiles_is_watched_without_breaking_its_graph(tmp_path):
+    callback = LipschitzCallback(every=3)
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"}
+    plain = trainer(tmp_path / "a", **settings)
+    plain.train()
+    watched = trainer(tmp_path / "b", callback, **settings)
+    watched.train()
+    assert_same_weights(plain.model, watched.model)
+    assert [record.step for record in callback.records] == [1, 3, 6]
+    assert "compiled" in callback.monitor.notes[0]
 
 
 def test_trainer_saves_and_stops(tmp_path):
@@ -200,11 +278,13 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(path, callback=None, logger=False, precision="32-true", validate=False) -> tuple[Module, object]:
+def fit(
+    path, callback=None, logger=False, precision="32-true", validate=False, steps=4, checkpoint=None
+) -> tuple[Module, object]:
     lightning.seed_everything(3, verbose=False)
     module = Module()
     run = lightning.Trainer(
-        max_steps=4, accelerator="cpu", accumulate_grad_batches=2, logger=logger, enable_checkpointing=False,
+        max_steps=steps, accelerator="cpu", accumulate_grad_batches=2, logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=path, precision=precision,
         callbacks=[] if callback is None else [callback], num_sanity_val_steps=0,
     )  # fmt: skip
@@ -213,7 +293,7 @@ def fit(path, callback=None, logger=False, precision="32-true", validate=False) 
     if validate:
         run.validate(module, data, verbose=False)
     else:
-        run.fit(module, data)
+        run.fit(module, data, ckpt_path=checkpoint)
     return module, run
 
 
@@ -249,6 +329,24 @@ def test_lightning_saves_stops_and_validates(tmp_path):
     assert [reading.layer for reading in callback.records[0].readings] == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+def test_a_resumed_lightning_training_goes_on_with_its_probe_and_its_thresholds(tmp_path):
+    line = Threshold("max_logit", above=0.0)
+    whole, resumed = (LightningCallback(every=2, thresholds=[line]) for _ in range(2))
+    with pytest.warns(UserWarning, match="at the first reading"):
+        _, run = fit(tmp_path, whole)
+    run.save_checkpoint(tmp_path / "whole.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="lipscope")
+        fit(tmp_path, resumed, steps=6, checkpoint=tmp_path / "whole.ckpt")
+    assert [record.step for record in resumed.records] == [5, 6]
+    assert all(not record.alarms for record in resumed.records)
+    assert torch.equal(resumed.monitor.probe_batch["input_ids"], whole.monitor.probe_batch["input_ids"])
+    # The change per step since the reading before the checkpoint.
+    before, after = whole.records[-1].readings[0], resumed.records[0].readings[0]
+    assert after.logit_change == pytest.approx(after.max_logit - before.max_logit)
+
+
 @pytest.mark.filterwarnings("ignore:lipscope.training, step 1")
 def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypatch):
     """The first measurement is at step 1, where the other processes do not wait for a decision."""
@@ -257,7 +355,7 @@ def test_trainer_of_several_processes_keeps_a_wish_until_all_can_follow(monkeypa
     thresholds = [Threshold("sigma", above=0.0, action="save", layers=[0]), Threshold("sigma", above=0.0, action="stop")]
     callback, model = LipschitzCallback(every=3, thresholds=thresholds), gpt2()
     state, control = tf.TrainerState(is_world_process_zero=True), tf.TrainerControl()
-    arguments = SimpleNamespace(world_size=2)
+    arguments = SimpleNamespace(world_size=2, report_to=[])
     callback.on_train_begin(arguments, state, control, model=model)
     ids = Sentences().ids[:2]
     wishes = []

@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,52 @@ def test_pages_escape_what_they_show(tmp_path: Path) -> None:
     assert "a &lt; b" in html
     assert "<code>x | y</code>" in html
     assert "&lt;t&gt;" in html
+
+
+# What a sentence of the page counts, and which lines of FINDINGS.csv it counts: the number, and the condition.
+COUNTED = {
+    r"below ½\. It": ("σ", r"real text"),
+    r"second text, ag_news, σ": ("σ", r"real text, ag_news"),
+    r"The scripts' number √‖Jᵀf\(X\)‖": ("companion", r"real text"),
+    r"a curve per layer and radius, σ": ("σ", r"R = (15\.5|21\.5|100|10), groups"),
+    r"After gradient ascent on the tokens σ": ("σ", r"R = (15\.5|21\.5|100|10), ascent"),
+    r"Proposition 3\.4 σ": ("σ", r"R = (15\.5|21\.5|100|10), proposition 3\.4"),
+}
+
+
+def test_no_sentence_of_the_published_page_is_stronger_than_its_interval() -> None:
+    """All counts of exponents in docs/FINDINGS.md, made anew from the ends of the intervals in docs/FINDINGS.csv."""
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    page = (docs / "FINDINGS.md").read_text(encoding="utf-8")
+    with (docs / "FINDINGS.csv").open(encoding="utf-8", newline="") as file:
+        numbers = list(csv.DictReader(file))
+    ends = {id(one): (float(one["low"]), float(one["high"])) for one in numbers}
+    exponents = [one for one in numbers if one["table"].startswith("exponent of ")]
+    for one in exponents:
+        low, high = ends[id(one)]
+        near = [name for value, name in RIVALS.items() if low - NEAR <= value <= high + NEAR]
+        claims = [name for name in RIVALS.values() if one["verdict"] == name]
+        assert claims == (near if high - low <= WIDEST else []), one
+        assert (one["verdict"] == UNDECIDED) == (high - low > WIDEST), one
+    sentences = re.findall(
+        r"([^.]*(?:\.[^.]*)?) has, over (\d+) curves, the exponent (.*?)(?: \(for|, with|\.(?: |$))", page
+    )
+    assert len(sentences) == len(COUNTED)
+    for before, curves, listed in sentences:
+        ((estimator, condition),) = [which for lead, which in COUNTED.items() if re.search(lead + "$", before)]
+        counted = [one["verdict"] for one in exponents
+                   if one["table"] == f"exponent of {estimator}" and re.fullmatch(condition, one["condition"])]  # fmt: skip
+        assert len(counted) == int(curves)
+        claims = {name: int(count) for name, count in (part.rsplit(" in ", 1) for part in listed.split("; "))}
+        assert claims == Counter(counted), before
+    # Every interval that is shown as an example is one of them, rounded outwards.
+    shown = re.findall(r"(-?\d+\.\d\d) \((-?\d+\.\d\d) … (-?\d+\.\d\d)\)", page)
+    assert shown
+    for value, low, high in (map(float, example) for example in shown):
+        assert any(
+            abs(value - float(one["value"])) <= 0.005 and low <= ends[id(one)][0] <= low + 0.01
+            and high - 0.01 <= ends[id(one)][1] <= high for one in exponents
+        )  # fmt: skip
+    slower = [high < 0.5 for one in exponents for low, high in [ends[id(one)]]
+              if one["table"] == "exponent of σ" and one["condition"] == "real text" and high - low <= WIDEST]  # fmt: skip
+    assert f"more slowly than √n on {sum(slower)} of " in page

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -216,6 +217,7 @@ class HeadOnSet:
             found = min(found, d * math.log(_KERNEL) + 2 * self.size**2 * rest + 2 * self.size * offset)
         return found
 
+    @cached_property
     def best(self) -> Pair:
         """Tokens u, w of the set with large E = (u − w)ᵀ(Aw + c)."""
         return self.place(*best_pair(self.A, self.size, shift=self.shift, surface=self.surface))

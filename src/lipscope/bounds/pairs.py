@@ -252,7 +252,7 @@ def lower_meanfield(layer: Attention | PlainHead, radius: float, *, p: float = 2
         pairs, where = head.pairs(radius), f"tokens of norm ≤ {radius:g}"
     else:
         assert isinstance(layer, Attention)
-        pairs, where = [head.coordinates(*HeadOnSet(layer.to(torch.float64), 0, domain).best())], str(domain)
+        pairs, where = [head.coordinates(*HeadOnSet(layer.to(torch.float64), 0, domain).best)], str(domain)
     value = max(one, *(head.limit(*pair, p) for pair in pairs))
     where += f", supremum over n, {'causal mask' if head.causal else 'unmasked'}"
     return Bound("lower.meanfield", value, "sup n", where, OURS, {"R": radius, "p": p}, side="lower", norm=norm_name(p))
@@ -379,7 +379,7 @@ class HeadPairs(HeadOnSet):
 
     def all(self, names: Sequence[str], n: int) -> Iterator[Candidate]:
         """The candidates for each of ``names``; several for ``groups``, of which the best is to be measured."""
-        general = self.best()
+        general = self.best
         high, low = self._eigenvector_pairs(n)
         special = {"proposition34.max": (high, "positive"), "proposition34.min": (low, "negative"),
                    "meanfield": (low, "negative"), "pair": (general, "")}  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -64,20 +64,14 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 def _pretrained_inside(model: nn.Module) -> nn.Module | None:
     """The one outermost transformers model among the parts of a module (a LightningModule, say)."""
-    found = outermost(filter(_is_pretrained, model.modules()))
+    found: list[nn.Module] = []
+    for part in filter(_is_pretrained, model.modules()):
+        if not any(part in set(outer.modules()) for outer in found):
+            found.append(part)
     if len(found) > 1:
         names = " and ".join(type(part).__name__ for part in found)
         raise ValueError(f"{type(model).__name__} holds several transformers models ({names}): give the one to watch")
     return found[0] if found else None
-
-
-def outermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that are no part of one before them."""
-    found: list[nn.Module] = []
-    for part in parts:
-        if not any(part in set(outer.modules()) for outer in found):
-            found.append(part)
-    return found
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +224,8 @@ class OwnHook:
 
     A model carries its hooks along when it is copied or pickled (``torch.save(model)``, spawned processes). What is watched
     is the model itself, so a hook is not copied: an inert one takes its place. ``then`` gets what the hook gets beside
-    the module (arguments, keyword arguments, output).
+    the module (arguments, keyword arguments, output). It is left out of compiled code, whose graph it would break, unless
+    it is ``compilable``.
 
     Example:
         >>> import copy
@@ -240,12 +235,13 @@ class OwnHook:
         (1, 2, [1])
     """
 
-    def __init__(self, module: nn.Module, then: Callable[..., Any]) -> None:
-        self._module, self._then = module, then
+    def __init__(self, module: nn.Module, then: Callable[..., Any], *, compilable: bool = False) -> None:
+        self._module, self._then, self._compilable = module, then, compilable
 
     def __call__(self, module: nn.Module, *details: Any) -> Any:
         """What ``then`` says, for its own module only: shallow copies share their hooks."""
-        return self._then(*details) if module is self._module else None
+        runs = module is self._module and (self._compilable or not torch.compiler.is_compiling())
+        return self._then(*details) if runs else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Takes anything, returns None, and can be loaded where lipscope is not installed.

@@ -2,11 +2,13 @@
 
     Trainer(model, args, train_dataset=data, callbacks=[LipschitzCallback(every=100)])
 
-What is read goes through ``Trainer.log``, hence to TensorBoard, W&B, the progress bar and ``state.log_history`` alike.
+What is read goes through ``Trainer.log``, hence to TensorBoard, W&B, MLflow, Trackio, the progress bar and
+``state.log_history`` alike. Where ``report_to`` names Trackio, alarms go to ``trackio.alert`` as well.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lipscope.training.callbacks import Clipping, Watching
-from lipscope.training.readings import ALARM
+from lipscope.training.readings import ALARM, Alarm
 
 
 class LipschitzCallback(Watching, TrainerCallback):
@@ -49,6 +51,8 @@ class LipschitzCallback(Watching, TrainerCallback):
         self._watch(state, kwargs.get("model"))
         if self.monitor is not None and (saved := _kept(state).get(self._key)) is not None:
             self.monitor.load_state_dict(saved)
+        if self.monitor is not None and "trackio" in (args.report_to or ()) and _alert not in self.monitor.on_alarm:
+            self.monitor.on_alarm.append(_alert)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
@@ -114,12 +118,19 @@ def _kept(state: TrainerState) -> dict[str, Any]:
     return cast("dict[str, Any]", state.stateful_callbacks)
 
 
+def _alert(alarm: Alarm) -> None:
+    # Older versions have no alerts.
+    if alert := getattr(importlib.import_module("trackio"), "alert", None):
+        alert(title=f"lipscope: {alarm.threshold.describe()}", text=alarm.message)
+
+
 def _log(values: dict[str, float], control: TrainerControl) -> None:
     trainer = _calling_trainer()
     if trainer is not None:
-        # Logging takes the wish to log back; the Trainer's own row of this step is still to come.
+        # Logging takes the wish to log back; the Trainer's own row of this step is still to come. Not through a method of
+        # a subclass: those of TRL would put what they have counted for that row into this one.
         wanted = control.should_log
-        trainer.log(values)
+        Trainer.log(trainer, values)
         control.should_log = wanted
 
 

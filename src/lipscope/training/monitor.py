@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,17 +93,11 @@ def _reading(layer: int, head: int | None, result: SpectralNorm, items: Any, sta
     lower, estimate, upper = (float(end[items].max()) for end in (result.lower, result.estimate, result.upper))
     logit, entropy, sink = map(shape.get, ("max_logit", "entropy", "sink_mass"))
     iterations = int(torch.as_tensor(result.iterations)[items].max())
-    return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations)
+    loudest = None if logit is None or head is not None else int(statistics["max_logit"].amax(0).argmax())
+    return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations, logit_head=loudest)
 
 
 SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
-
-
-class ScalarWriter(Protocol):
-    """A TensorBoard ``SummaryWriter``, or anything that writes scalars like one."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
 
 
 class Monitor:
@@ -124,7 +118,7 @@ class Monitor:
             when the largest logit is above 50 or grows by more than 1.6 a step. ``()`` for none.
         on_alarm: called with every ``Alarm``; what it raises is said, and training goes on.
         csv: a file that every measurement is appended to.
-        writer: a ``SummaryWriter`` that every measurement is written to.
+        writer: a TensorBoard ``SummaryWriter``, or what has its ``add_scalar``, that every measurement is written to.
         part: ``"encoder"`` of an encoder–decoder model.
         solver: accuracy of σ; by default 1 % with an interval of at most 25 %.
         measures: whether σ is measured; in all processes of a training but the first only the backward bound is read.
@@ -162,13 +156,13 @@ class Monitor:
         thresholds: Sequence[Threshold] = ALARM,
         on_alarm: Callable[[Alarm], object] | Sequence[Callable[[Alarm], object]] = (),
         csv: str | os.PathLike[str] | None = None,
-        writer: ScalarWriter | None = None,
+        writer: Any = None,
         part: str | None = None,
         solver: GolubKahan | None = None,
         measures: bool = True,
     ) -> None:
         check_options(every=every, inputs=inputs, tokens=tokens, scope=scope, thresholds=thresholds)
-        self._on_alarm = [on_alarm] if callable(on_alarm) else list(on_alarm)
+        self.on_alarm = [on_alarm] if callable(on_alarm) else list(on_alarm)
         self.every, self.heads, self.layers, self.scope = every, heads, layers, scope
         self.inputs, self.tokens, self.part, self.writer, self.backward = inputs, tokens, part, writer, backward
         self.measures = measures
@@ -187,13 +181,14 @@ class Monitor:
         self._measured = False
         self._base: dict[str, float] | None = None
         self._earlier: dict[str, list[Any]] = {}
+        self._call: Any = None  # arguments of the model's first call
         self._capture: Any = None
         try:
             self.model, self._compiled = unwrapped(model)
             self._prepare()
             if probe is None and measures:
                 # The inputs of the model's first call become the probe batch.
-                hook = OwnHook(self.model, self._keep_batch)
+                hook = OwnHook(self.model, self._keep_batch, compilable=True)
                 self._capture = self.model.register_forward_pre_hook(hook, with_kwargs=True)
         except Exception as error:
             self.model = model
@@ -234,7 +229,11 @@ class Monitor:
             The backward bounds of the step and, every k steps, the readings. Never raises.
         """
         self.steps = self.steps + 1 if step is None else step
-        return self._record(batch, measured=not self._measured or self.steps % self.every == 0)
+        first = not self._measured
+        record = self._record(batch, measured=first or self.steps % self.every == 0)
+        if first and self._gains and not record.backward:
+            self.notes.append("no backward bound: no gradient has come (was the model compiled after it was attached?)")
+        return record
 
     def measure(self, batch: Any = None, *, step: int | None = None) -> Record:
         """Measure now, in training or not; see ``step``."""
@@ -272,7 +271,9 @@ class Monitor:
     @property
     def probe_batch(self) -> Any:
         """What σ is measured on: the batch as it came, and cut to the probe's size once measured; None before it came."""
-        return self._batch if self._probe is None else self._probe
+        if self._probe is not None:
+            return self._probe
+        return named_arguments(self.model, *self._call) if self._batch is None and self._call is not None else self._batch
 
     def close(self) -> None:
         """Take all hooks off the model."""
@@ -285,7 +286,7 @@ class Monitor:
     def _uncapture(self) -> None:
         if self._capture is not None:
             self._capture.remove()
-            self._capture = None
+            self._capture = self._call = None
 
     def switch_off(self, error: Exception) -> None:
         """Stop watching, once and for all, and say why."""
@@ -309,7 +310,7 @@ class Monitor:
             record = replace(record, alarms=self._guard.check(record))
             for words in self._guard.warnings(record.alarms, self.steps):
                 say(f"lipscope.training, step {self.steps}: {words}")
-            for alarm, told in ((alarm, told) for alarm in record.alarms for told in self._on_alarm):
+            for alarm, told in ((alarm, told) for alarm in record.alarms for told in self.on_alarm):
                 try:
                     told(alarm)
                 except Exception as error:
@@ -326,10 +327,11 @@ class Monitor:
         assert handle is not None
         with undisturbed(self.model), paused():
             if self._probe is None:
-                given = self._batch if self._batch is not None else batch
+                given = batch if self.probe_batch is None else self.probe_batch
                 if given is None:
                     raise ValueError("there is no probe batch: the model has not run yet; give probe=… or step(batch)")
                 self._probe, self._batch = probe_batch(handle, given, self.inputs, self.tokens), None
+                self._uncapture()
             self._follow_weights(handle)
             self._solver.begin()
             recorded = handle.record(self._probe, fresh=True)
@@ -367,14 +369,8 @@ class Monitor:
                     copied.copy_(current)
 
     def _keep_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._capture is None:
-            return
-        self._uncapture()
-        try:
-            if self._probe is None:
-                self._batch = named_arguments(self.model, args, kwargs)
-        except Exception as error:
-            self.switch_off(error)
+        if self._call is None:
+            self._call = args, kwargs
 
     def _write(self, record: Record) -> None:
         if self.writer is not None:

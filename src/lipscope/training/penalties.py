@@ -36,7 +36,6 @@ from lipscope.attention.variants import Variant
 from lipscope.measure.sigma import check_tokens
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
-from lipscope.models.seam import CoreCall
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -279,7 +278,7 @@ class ModelPenalty:
         """Refuse now what every call would refuse: cores whose score terms are parameters."""
         for layer in (self.handle.probe_recording[i] for i in self.layers):
             try:
-                _core(layer, layer.tokens().detach())
+                layer.core(layer.tokens().detach(), graph=True, frozen=False)
             except NotImplementedError as error:
                 raise ValueError(
                     f"{layer.layer.name} has trained position biases or sinks in its scores, which a penalty cannot "
@@ -292,7 +291,7 @@ class ModelPenalty:
             return sigma_of_map(lambda t: _attention(layer, t), x, self.solver).mean()
         if self.kind == "weights":
             return self._weights(layer, x)
-        call, padding = _core(layer, x), layer.recorded.real
+        call, padding = layer.core(x, graph=True, frozen=False), layer.recorded.real
         raw = raw_scores(call)
         # Padded tokens are no queries of anybody.
         real = None if padding is None else padding[:, None, :, None].to(raw.device)
@@ -307,17 +306,13 @@ class ModelPenalty:
 
         def part(name: str) -> Tensor:
             def function(t: Tensor) -> Tensor:
-                projected: Tensor = getattr(_core(layer, t.expand(x.shape[0], -1, -1).contiguous()), name)
+                tokens = t.expand(x.shape[0], -1, -1).contiguous()
+                projected: Tensor = getattr(layer.core(tokens, graph=True, frozen=False), name)
                 return projected[:1].transpose(1, 2).flatten(2)
 
             return sigma_of_map(function, x[:1], self.solver).mean()
 
         return part("q") + part("k") + part("v")
-
-
-def _core(layer: RecordedLayer, x: Tensor) -> CoreCall:
-    """What the attention core receives at tokens x, with the graph to the layer's parameters."""
-    return layer.core(x, graph=True, frozen=False)
 
 
 def _attention(layer: RecordedLayer, x: Tensor) -> Tensor:

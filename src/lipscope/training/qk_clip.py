@@ -109,7 +109,7 @@ class QKClip:
             )
         self.reason: str | None = None
         self.steps = 0
-        self._batch: Any = None
+        self._call: Any = None  # arguments of the model's last call
         self._own = False
         with undisturbed(self.model):
             self._handle = Model(self.model, part=part)
@@ -123,7 +123,7 @@ class QKClip:
                 q, k = (torch.full((x.shape[1],), 0.5, dtype=torch.float64) for x in (core.q, core.k))
                 with ExitStack() as trial:
                     work.scaled(layer, core, q, k, trial)
-        self._hook = self.model.register_forward_pre_hook(OwnHook(self.model, self._keep), with_kwargs=True)
+        self._hook = self.model.register_forward_pre_hook(OwnHook(self.model, self._keep, compilable=True), with_kwargs=True)
 
     def step(self, batch: Any = None, *, step: int | None = None) -> ClipRecord:
         """Call it after every optimiser step; never raises.
@@ -133,12 +133,12 @@ class QKClip:
             step: number of the step; counted from 1 by default.
         """
         self.steps = self.steps + 1 if step is None else step
-        given = self._batch if batch is None else batch
-        if self.reason is not None or given is None or self.steps % self.every:
+        if self.reason is not None or (batch is None and self._call is None) or self.steps % self.every:
             return ClipRecord(self.steps)
         self._own = True
         try:
             with undisturbed(self.model):
+                given = named_arguments(self.model, *self._call) if batch is None else batch
                 return self._clip(probe_batch(self._handle, given, self.inputs, self.tokens))
         except Exception as error:
             self.reason = " ".join(str(error).split()) or type(error).__name__
@@ -151,7 +151,7 @@ class QKClip:
     def close(self) -> None:
         """Take its hook off the model."""
         self._hook.remove()
-        self._batch = None
+        self._call = None
 
     def _clip(self, inputs: dict[str, Any]) -> ClipRecord:
         work = Rescaler(self._handle, inputs, "max-logit", self.tau, known=self._known)
@@ -174,7 +174,7 @@ class QKClip:
 
     def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._own:
-            self._batch = named_arguments(self.model, args, kwargs)
+            self._call = args, kwargs
 
 
 def check_clip(tau: float, *, every: int = 10, inputs: int = 4, tokens: int = 256, **_: Any) -> None:

@@ -34,6 +34,7 @@ class Reading:
     sigma_change: float | None = None  # change of the estimate per step since the reading before, None at the first
     logit_change: float | None = None  # the same of the largest logit
     sigma_base: float | None = None  # estimate of σ without low-rank adapters, in the base model on the same probe
+    logit_head: int | None = None  # of a whole layer, the head that has the largest logit
 
     @property
     def name(self) -> str:
@@ -179,6 +180,7 @@ class Alarm:
     threshold: Threshold  # the line
     since: int = 0  # the step at which it was first seen beyond the line
     fine: int | None = None  # the last step at which it was not, None when there was none
+    worst_head: int | None = None  # the head it comes from, None when that is not known
 
     @property
     def action(self) -> Action:
@@ -194,7 +196,7 @@ class Alarm:
     def message(self) -> str:
         """One line: where, what, since when, and what to do."""
         line = self.threshold
-        where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        where = f"layer {self.layer}" + ("" if self.worst_head is None else f", head {self.worst_head}")
         what, value = f"{line.quantity} is", f"{self.value:.4g}"
         if line.quantity == "sigma":
             what = f"σ is at {'least' if line.above is not None else 'most'}"
@@ -210,8 +212,8 @@ class Alarm:
         line = self.threshold
         remedy = _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
         if line.quantity == "max_logit" and line.above is not None and 0 < line.above < self.value:
-            which = "its scores" if self.head is not None else "the scores of its worst head"
-            remedy += f" (here: {which} times {line.above / self.value:.3g})"
+            which = "of its worst head" if self.worst_head is None else f"of head {self.worst_head}"
+            remedy += f" (here: the scores {which} times {line.above / self.value:.3g})"
         return remedy
 
 
@@ -240,9 +242,12 @@ class Guard:
     def check(self, record: Record) -> tuple[Alarm, ...]:
         """The alarms that this record raises."""
         alarms, beyond, fine = [], self.state["beyond"], self.state["fine"]
+        loudest = {reading.layer: reading.logit_head for reading in record.readings if reading.head is None}
         for threshold in self.thresholds:
             for layer, head, value in threshold.values(record):
-                alarm = Alarm(layer, head, value, threshold, record.step)
+                of_logits = head is None and threshold.quantity in ("max_logit", "logit_change")
+                worst = loudest.get(layer) if of_logits else head
+                alarm = Alarm(layer, head, value, threshold, record.step, worst_head=worst)
                 if not threshold.crossed(value):
                     beyond.pop(alarm.place, None)
                     fine[alarm.place] = record.step
@@ -262,7 +267,7 @@ class Guard:
             if mine:
                 spoken |= {alarm.place: step for alarm in mine}
                 worst = (max if threshold.above is not None else min)(mine, key=lambda alarm: alarm.value)
-                more = f" (and {len(mine) - 1} more places)" if len(mine) > 1 else ""
+                more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
                 said.append(f"{worst.message}{more} [{threshold.action}]")
         return said
 

@@ -260,9 +260,9 @@ def _measured(
 def loss_kind(model: nn.Module, tokenizer: Any) -> str | None:
     """``causal``, ``masked``, or None when the model has no language-model head that can be used."""
     name = type(model).__name__
-    if name.endswith(_CAUSAL):
+    if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "causal"
-    if name.endswith(_MASKED) and getattr(tokenizer, "mask_token_id", None) is not None:
+    if name.endswith("ForMaskedLM") and getattr(tokenizer, "mask_token_id", None) is not None:
         return "masked"
     return None
 
@@ -275,7 +275,7 @@ def language_loss(model: nn.Module, ids: Tensor, kind: str | None, tokenizer: An
     if kind == "causal":
         logits = model(input_ids=ids, use_cache=False).logits
         return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
-    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < _HIDDEN_SHARE
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.15
     hidden &= ~torch.isin(ids.cpu(), torch.tensor(sorted(tokenizer.all_special_ids)))
     if not bool(hidden.any()):
         hidden[:, ids.shape[1] // 2] = True
@@ -306,7 +306,3 @@ def _open(model: Any, tokenizer: Any, inplace: bool) -> Loaded:
 def _span(result: SpectralNorm, items: Any) -> Span:
     """The largest σ over the inputs."""
     return Span(*(float(values[items].max()) for values in (result.lower, result.estimate, result.upper)))
-
-
-_CAUSAL, _MASKED = ("LMHeadModel", "ForCausalLM"), ("ForMaskedLM",)
-_HIDDEN_SHARE = 0.15

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lipscope.attention.layer import Attention
 from lipscope.bounds.certificates import certified_upper
 from lipscope.bounds.domain import ball
 from lipscope.bounds.exponent import HeadOnSet, best_pair, regimes
-from lipscope.bounds.pairs import proposition34_case, real_eigenvalues, strongest_head
+from lipscope.bounds.pairs import HeadPairs, proposition34_case, real_eigenvalues, strongest_head
 from lipscope.bounds.registry import least
 from lipscope.models.inputs import position_limit
 from lipscope.models.model import Model
@@ -43,7 +44,7 @@ PAPER, GROUPS, ASCENT = "proposition 3.4", "groups", "ascent"
 
 
 class RealText(Text):
-    """σ on text, at layers chosen by the model's depth; options ``experiment``, ``layers`` and ``certificates``.
+    """σ on text, at layers chosen by the model's depth; options ``experiment``, ``layers`` and ``certified``.
 
     Lengths without room for text beside the special tokens, or beyond the model's positions, are left out.
     """
@@ -61,17 +62,17 @@ class RealText(Text):
         yield from super().expand(dataclasses.replace(block, layers=layers, scopes=scopes, lengths=lengths), handle)
 
     def measure(self, handle: Model, recorded: Recorded, payload: dict[str, Any], task: dict[str, Any]) -> list[Row]:
-        """The rows of one layer and scope; the first ``certificates`` inputs of a length with the certified upper bound."""
+        """The rows of one layer and scope; at the lengths ``certified`` the first input has the certified upper bound."""
         here, scope, options = recorded[task["layer"]], task["scope"], task["options"]
         rows = here.rows(scope, solver=Auto(**task["solver"]), certificate=False, first_input=payload["first"])
         rows = add_quantities(Measured(handle, recorded, task, rows))
         # One object for all lengths keeps the norms of its weights; rotary layers are made for their length.
         shared = weights_of(handle, task["layer"])
         for row in rows:
-            item, wanted = row["input"] - payload["first"], row["input"] < int(options.get("certificates", 0))
-            if scope == "attention" and wanted and not row.get("certified") and (plain := shared or here.attention):
-                layer = plain if plain is shared else plain.for_input(item)
-                row["certified"] = float(certified_upper(layer, here.tokens()[item : item + 1].double())[0])
+            wanted = row["input"] == 0 and row["n"] in options["certified"]
+            if scope == "attention" and wanted and (plain := shared or here.attention):
+                layer = plain if plain is shared else plain.for_input(0)
+                row["certified"] = float(certified_upper(layer, here.tokens()[:1].double())[0])
         width = here.tokens(scope).shape[-1]
         return [row | {"experiment": options["experiment"], "width": width} for row in rows]
 
@@ -100,13 +101,11 @@ class AdversarialPoints:
             if (weights := weights_of(handle, layer)) is None:
                 continue
             index = strongest_head(weights)
-            head = weights.head(index).to(torch.float64)
+            head = head_of(weights, index)
             for radius in block.options["radii"] if border is None else [border_radius(head, border)]:
-                regime = vars(regimes(head, ball(radius))[0])
-                borders = {name: regime[name] for name in ("exponent", "log_growth", "log_plateau")}
                 for n in block.sizes:
                     point = {"n": n, "radius": float(radius), "ascend": n in block.options["ascent_lengths"]}
-                    known = {"borders": borders if n == max(block.sizes) or border is not None else {}}
+                    known = {"borders": n == max(block.sizes) or border is not None}
                     yield Pass(point, point | known, n, 1, None, ({"layer": layer, "scope": "head", "heads": [index]},))
 
     def record(self, handle: Model, payload: dict[str, Any]) -> None:
@@ -116,23 +115,24 @@ class AdversarialPoints:
         """One row per input built."""
         layer = weights_of(handle, task["layer"])
         assert layer is not None
-        head, radius, n = layer.head(task["heads"][0]).to(torch.float64), payload["radius"], payload["n"]
+        head, radius, n = head_of(layer, task["heads"][0]), payload["radius"], payload["n"]
         solver = Auto(**task["solver"])
         case = f"proposition34.{proposition34_case(real_eigenvalues(head))}"
         least_of = {source: least(source, head, radius, n) for source in ("refined", "castin2024")}
-        bounds = {source: value for source, value in least_of.items() if value is not None} | payload["borders"]
+        bounds = {source: value for source, value in least_of.items() if value is not None}
+        bounds |= borders_of(head, radius) if payload["borders"] else {}
         place = {"model": handle.name, "layer": task["layer"], "head": task["heads"][0], "scope": "head", "input": 0,
                  "document": None, "radius": radius, "experiment": task["options"]["experiment"],
                  "notes": "; ".join(handle.notes)}  # fmt: skip
 
         def row(name: str, X: Tensor, sigma: SpectralNorm, predicted: float | None, about: str) -> Row:
-            norms = X.norm(dim=-1)
+            norms, found = X.norm(dim=-1), sigma.to_rows()[0]
             size = {"radius_max": float(norms.max()), "radius_rms": float(norms.square().mean().sqrt())}
             own = {"points": name, "predicted": predicted, "construction": about, "companion": companion_estimator(head, X),
-                   "certified": float(certified_upper(head, X[None])[0])}  # fmt: skip
-            return {**sigma.to_rows()[0], **place, **size, **own, **bounds}
+                   "certified": found.get("certified") or float(certified_upper(head, X[None])[0])}  # fmt: skip
+            return {**found, **place, **size, **own, **bounds}
 
-        built = construct(head, n, radius=radius, names=(case, GROUPS), solver=solver)
+        built = construct(head, n, radius=radius, names=(case, GROUPS), pairs=[pairs_of(head, radius)], solver=solver)
         rows = []
         for c in built:
             about = f"{c.name}, m = {c.m}; {c.note}".rstrip("; ")
@@ -145,6 +145,26 @@ class AdversarialPoints:
             about = f"from {found.labels[found.best]}; start seed {found.start_seed}"
             rows.append(row(ASCENT, found.tokens, found.sigma, None, about))
         return rows
+
+
+# What does not depend on n is computed once for all lengths: the models of a run do not change.
+@lru_cache(maxsize=8)
+def head_of(layer: Attention, index: int) -> Attention:
+    """One head in float64."""
+    return layer.head(index).to(torch.float64)
+
+
+@lru_cache(maxsize=8)
+def pairs_of(head: Attention, radius: float) -> HeadPairs:
+    """Its pairs of tokens on a ball."""
+    return HeadPairs(head, 0, ball(radius))
+
+
+@lru_cache(maxsize=8)
+def borders_of(head: Attention, radius: float) -> dict[str, float]:
+    """Its borders in n on a ball."""
+    regime = vars(regimes(head, ball(radius))[0])
+    return {name: regime[name] for name in ("exponent", "log_growth", "log_plateau")}
 
 
 def border_radius(head: Attention, n: int) -> float:

@@ -340,11 +340,12 @@ def _choices(rows: Sequence[Row], settings: Settings, about: dict[str, Any]) -> 
     by_model = analysis.grouped(analysis.of(rows, GROWTH), "model")
     if late := sorted(model for (model,), group in by_model.items() if min(row["n"] for row in group) > settings.lengths[0]):
         found.append(f"n = {settings.lengths[0]} leaves no room for text beside the special tokens of {', '.join(late)}.")
+    lengths = ", ".join(map(str, settings.certified))
     radii = sorted({row["radius"] for row in rows if row.get("radius") is not None and row["experiment"] == "border"})
     found += [
         f"σ is estimated to a relative {settings.rtol:g}; its interval is at most {settings.interval:.0%} wide where the "
-        f"solver converged. Certificates are computed for {settings.certificates} of {settings.inputs} inputs per length "
-        f"({settings.long_inputs} inputs in the long range).",
+        f"solver converged. Certificates are computed for one input of the first text at n = {lengths}, and at all "
+        "adversarial points.",
         "Adversarial points are built from one head, before W_O, the one with the largest score gain; the paper's text does "
         "not fix the head. Models whose weights alone do not make the scores (rotary positions) have none.",
     ]

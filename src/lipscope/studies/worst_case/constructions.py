@@ -147,6 +147,7 @@ def construct(
     norm: Normalisation | None = None,
     names: Sequence[str] = NAMES,
     head: int | None = None,
+    pairs: Sequence[HeadPairs] | None = None,
     solver: Solver | None = None,
 ) -> tuple[Construction, ...]:
     """Build the constructions for a layer, and measure the layer's σ at each.
@@ -158,6 +159,7 @@ def construct(
         norm: instead of a radius, a ``LayerNorm`` or ``RMSNorm``: tokens in its image.
         names: which ones; all by default.
         head: build from this head's A; by default every head is tried and the one with the largest measured σ is kept.
+        pairs: those of the heads on this set, when they are known already, say from another n.
         solver: how σ is measured; ``Auto()`` by default.
 
     Returns:
@@ -184,7 +186,7 @@ def construct(
     heads = range(attention.heads) if head is None else [head]
     check_length(attention, n)
     precise = attention.to(torch.float64)
-    pairs = [HeadPairs(precise, h, domain) for h in heads]
+    pairs = [HeadPairs(precise, h, domain) for h in heads] if pairs is None else pairs
     found = [candidate for each in pairs for candidate in each.all(names, n)]
     X = torch.stack([tokens(c.u, c.w, n, c.m) for c in found])
     # One round for all of them ranks, a second one measures the chosen.

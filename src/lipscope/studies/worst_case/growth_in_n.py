@@ -372,7 +372,7 @@ def regime_map(
         borders.append((there.radius, regimes(attention, there)[0]))
     (here,) = regimes(attention, domain)
     pairs = HeadPairs(attention.to(torch.float64), 0, domain)
-    u, w = pairs.best()
+    u, w = pairs.best
     image = attention.v.double() @ (u - w)
     image = image if attention.out is None else attention.out.double() @ image
     gain = float(torch.linalg.vector_norm(image) / torch.linalg.vector_norm(u - w).clamp_min(1e-300))
