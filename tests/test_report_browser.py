@@ -145,10 +145,11 @@ def test_the_chosen_place_stays_in_sight_beside_thirty_layers(browser: Any, tmp_
         assert in_view(browser, what)
 
 
-def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_path: Path, width: int) -> None:
     rows = make_rows() + make_rows(heads=None)
     views = [make_view(WORDS), make_view(WORDS, layer=1, head=1)]
-    show(browser, write_report(write_run(tmp_path / "run", rows, views=views), tmp_path / "report.html"), dark=True)
+    show(browser, write_report(write_run(tmp_path / "run", rows, views=views), tmp_path / "report.html"), width=width, dark=True)
     browser.execute_script("""addEventListener('beforeprint', () => {
         const places = [...document.querySelectorAll('[data-chart], [data-growth]')];
         window.onPaper = { places: places.length, theme: document.documentElement.dataset.theme,
@@ -161,6 +162,8 @@ def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_pat
     paper = browser.execute_script("return window.onPaper")
     assert paper["places"] == len(paper["widths"]) == 2 * (1 + 1 + 4) + 2  # growth, layers, four scatters; two views
     assert all(100 < width <= 700 for width in paper["widths"])
+    # Scatter plots stand in two columns on paper, whatever the window: wider ones would shrink every page.
+    assert sum(width <= 350 for width in paper["widths"]) == 2 * 4
     assert (paper["theme"], paper["hidden"], paper["ink"]) == ("light", 0, "rgb(27, 31, 36)")
     # On the screen everything is as it was.
     assert browser.execute_script("return document.documentElement.dataset.theme") == "auto"
