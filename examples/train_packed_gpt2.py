@@ -175,7 +175,7 @@ def train(settings: Settings, data: Data, way: str) -> tuple[nn.Module, dict[str
     optimiser = torch.optim.AdamW(model.parameters(), lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.1)
     plan = Plan.of_steps(settings.steps, settings.peak_rate, settings.warmup)
     seen, losses, clock = torch.zeros(settings.window, dtype=torch.long), [], time.process_time()
-    for step, batch in zip(range(settings.steps), batches(way, data, settings)):
+    for step, batch in zip(range(settings.steps), batches(way, data, settings), strict=False):
         set_rate(optimiser, plan.rate(step))
         loss = loss_of(model, batch)
         optimiser.zero_grad()

@@ -29,7 +29,7 @@ from lipscope.report.draw_print import draw
 from lipscope.rounding import span
 
 MODEL, RATE, ROWS = "whisper-tiny-en", 16_000, Path("build/speech.json")
-# First three formants in Hz of "heed", "had", "hod", "who'd", "head", averages over men (Peterson and Barney 1952, table II).
+# First three formants in Hz of "heed", "had", "hod", "who'd", "head": means of men (Peterson and Barney 1952, table II).
 VOWELS = ((270, 2290, 3010), (660, 1720, 2410), (730, 1090, 2440), (300, 870, 2240), (530, 1840, 2480))
 WIDTHS = (60, 90, 150)  # of the formants, in Hz
 VOICES = (100, 150, 220)  # pitches in Hz
@@ -147,7 +147,9 @@ def chart(rows: Sequence[dict[str, Any]], layers: Sequence[int]) -> Chart:
         for layer in layers:
             found = [by_voice(rows, layer, **one) for one in what]
             middle = [sorted(row["estimate"] for row in here)[len(here) // 2] for here in found]
-            low, high = ([end(row[side] for row in here) for here in found] for end, side in ((min, "lower"), (max, "upper")))
+            low, high = (
+                [end(row[side] for row in here) for here in found] for end, side in ((min, "lower"), (max, "upper"))
+            )
             series.append(Series(f"layer {layer}", values, middle, "line", COLOURS[layer], low, high))
         panels.append(Panel(series, label, "σ, scope attention", name, name != "noise", True, values, (), False))
     words = "σ of the four layers of whisper-tiny-en against seconds of speech, noise, and number of tokens."
@@ -177,7 +179,9 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     for name, found in changes.items():
         sides = {side: [str(layer) for layer, (_, s) in zip(layers, found, strict=True) if s == side]
                  for side in ("rises", "falls", "undecided")}  # fmt: skip
-        said = [f"{side} in layer{'s' * (len(k) > 1)} {', '.join(k)}" for side, k in sides.items() if k and side != "undecided"]
+        said = [
+            f"{side} in layer{'s' * (len(k) > 1)} {', '.join(k)}" for side, k in sides.items() if k and side != "undecided"
+        ]
         if sides["undecided"]:
             said.append(f"does not change to the same side in all voices in layer{'s' * (len(sides['undecided']) > 1)} "
                         f"{', '.join(sides['undecided'])}")  # fmt: skip

@@ -125,7 +125,7 @@ def look_first(model: str, text: str | None = None, layers: Sequence[int] | None
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # says what is wrong where that cannot be a directory
     with waiting("importing torch and transformers"):
-        import lipscope.models.load  # noqa: F401
+        import lipscope.models.load
 
 
 def look_at_source(source: str, text: str | None, target: Target) -> None:
