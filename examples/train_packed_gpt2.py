@@ -1,6 +1,6 @@
 """Train one small GPT-2 on the same documents packed in three ways, and compare σ inside and beyond the training length.
 
-    python examples/train_packed_gpt2.py --out packed-gpt2                                    # three ways, two seeds
+    python examples/train_packed_gpt2.py --out packed-gpt2                                    # three ways, one seed
     python examples/train_packed_gpt2.py --out packed-gpt2 --page docs/concepts/packing.md    # and write the page anew
 
 Documents are paragraphs of public-domain books in random order, cut at the training length.
@@ -27,14 +27,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor, nn
 
 import lipscope
 from gpt2_mini.books import Books, encode, read_books, train_tokenizer
 from gpt2_mini.plan import Plan
 from gpt2_mini.step import seeded_gpt2, set_rate
+from lipscope.report.charts import Chart, Look, Panel, Series
+from lipscope.report.draw_print import draw
+from lipscope.rounding import interval
+from lipscope.runs.fit import GrowthFit, fit_growth
+from train_smooth_gpt2 import fill
 
 WAYS = ("across", "masked", "buckets")
+COLOURS = {"across": "orange", "masked": "blue", "buckets": "green"}
 IGNORED = -100  # target of a token that has no next one
 
 
@@ -227,12 +234,110 @@ def kept_run(settings: Settings, way: str, out: Path, data: Data | None) -> tupl
     return run, data
 
 
+def of(run: dict[str, Any], layer: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of one layer at some lengths."""
+    return [row for row in run["rows"] if row["layer"] == layer and row["n"] in lengths]
+
+
+def exponent(run: dict[str, Any], layer: int, lengths: Sequence[int]) -> GrowthFit:
+    """α in σ ∝ n^α over these lengths, with a 95 % interval over the inputs, which are the same at every length."""
+    rows = of(run, layer, lengths)
+    return fit_growth([r["n"] for r in rows], [r["estimate"] for r in rows], inputs=[r["input"] for r in rows])
+
+
+def ratio(run: dict[str, Any], other: dict[str, Any], layer: int, n: int) -> tuple[float, float, float]:
+    """σ of one run over σ of another on the same inputs: the geometric mean, and its 95 % interval over the inputs."""
+    pairs = zip(of(run, layer, [n]), of(other, layer, [n]), strict=True)
+    logs = np.log([mine["estimate"] / theirs["estimate"] for mine, theirs in pairs])
+    spread = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    return tuple(np.exp([logs.mean(), logs.mean() - spread, logs.mean() + spread]).tolist())
+
+
+def split(settings: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Lengths up to the training length, and from there."""
+    window, lengths = settings["window"], settings["lengths"]
+    return [n for n in lengths if n <= window], [n for n in lengths if n >= window]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def tables(runs: Sequence[dict[str, Any]]) -> str:
+    """Losses, σ and exponents, ratios to ``across``, and the sentences that hold for every seed."""
+    settings = runs[0]["settings"]
+    inside, beyond = split(settings)
+    layers, last, half = range(settings["layers"]), max(settings["lengths"]), settings["window"] // 2
+    seeds = sorted({run["settings"]["seed"] for run in runs})
+    by = {(run["way"], run["settings"]["seed"]): run for run in runs}
+    losses = [
+        [way, str(seed), f"{run['train_loss']:.3f}", f"{run['held_out_loss']:.3f}", f"{sum(run['places']):,}",
+         f"{sum(run['places'][half:]) / sum(run['places']):.0%}"]
+        for (way, seed), run in by.items()
+    ]  # fmt: skip
+    header = ["packing", "seed", "training loss", "held-out loss", "targets", f"of these at positions from {half}"]
+    parts = [markdown(header, losses), ""]
+    lines = []
+    for (way, seed), run in by.items():
+        for layer in layers:
+            fits = [exponent(run, layer, lengths) for lengths in (inside, beyond)]
+            sigma = [statistics.median(row["estimate"] for row in of(run, layer, [n])) for n in (inside[-1], last)]
+            alphas = [f"{fit.alpha:.2f} {interval(fit.alpha_low, fit.alpha_high, decimals=2)}" for fit in fits]
+            lines.append([way, str(seed), str(layer), *(f"{value:.3g}" for value in sigma), *alphas])
+    header = ["packing", "seed", "layer", f"median σ, n = {inside[-1]}", f"n = {last}", f"α, n = {inside[0]} … {inside[-1]}",
+              f"α, n = {beyond[0]} … {last}"]  # fmt: skip
+    parts += [markdown(header, lines), ""]
+    lines, said = [], []
+    for way in WAYS[1:]:
+        for n in (inside[-1], last):
+            sides: dict[str, list[str]] = {"below": [], "above": [], "undecided": []}
+            for layer in layers:
+                found = [ratio(by[way, seed], by[WAYS[0], seed], layer, n) for seed in seeds]
+                shown = (f"{middle:.2f} {interval(low, high, decimals=2)}" for middle, low, high in found)
+                lines.append([way, str(n), str(layer), *shown])
+                side = "below" if all(f[2] < 1 for f in found) else "above" if all(f[1] > 1 for f in found) else "undecided"
+                sides[side].append(str(layer))
+            told = "; ".join(f"{side} in {', '.join(which)}" for side, which in sides.items() if which)
+            said.append(f"- `{way}` against `across`, n = {n}, by layer: σ {told}.")
+    header = [f"σ over that of `{WAYS[0]}`", "n", "layer", *(f"seed {seed}" for seed in seeds)]
+    every = "every seed" if len(seeds) > 1 else "the one seed"
+    parts += [markdown(header, lines), "", f"Below or above means: so in {every}, with the whole interval.", "", *said]
+    for way in WAYS[1:]:
+        fits = {(w, s, k): exponent(by[w, s], k, beyond) for w in (way, WAYS[0]) for s in seeds for k in layers}
+        slower = [str(k) for k in layers if all(fits[way, s, k].alpha_high < fits[WAYS[0], s, k].alpha_low for s in seeds)]
+        faster = [str(k) for k in layers if all(fits[way, s, k].alpha_low > fits[WAYS[0], s, k].alpha_high for s in seeds)]
+        told = f"slower in layers {', '.join(slower) or 'none'}, faster in {', '.join(faster) or 'none'} (intervals apart)"
+        parts.append(f"- Growth beyond the training length, `{way}` against `across`: {told}.")
+    return "\n".join(parts)
+
+
+def chart(runs: Sequence[dict[str, Any]]) -> Chart:
+    """σ against n for every layer, a line per run, and the training length."""
+    settings, panels = runs[0]["settings"], []
+    lengths = settings["lengths"]
+    looks: tuple[Look, ...] = ("line", "dashes", "dots")
+    for layer in range(settings["layers"]):
+        series, heights = [], []
+        for run in runs:
+            seed, found = run["settings"]["seed"], [of(run, layer, [n]) for n in lengths]
+            middle = [statistics.median(row["estimate"] for row in rows) for rows in found]
+            heights += middle
+            name = f"{run['way']}, seed {seed}"
+            series.append(Series(name, lengths, middle, looks[seed % 3], COLOURS[run["way"]]))
+        ends = [min(heights), max(heights)]
+        series.append(Series("training length", [settings["window"]] * 2, ends, "dots", "grey", group="guide"))
+        panels.append(Panel(series, "number of tokens n", "σ, scope attention", f"layer {layer}", True, True, lengths))
+    words = "Median σ over the inputs against n for every layer, way of packing and seed."
+    return Chart("packing", "The same documents, packed in three ways", panels, words, columns=2)
+
+
 def main() -> None:
     """Train what is not there yet, then write tables and figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--page", type=Path, help="a page with markers <!-- numbers -->; figure and tables go there")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--page", type=Path, help="a page with markers <!-- tables -->; figure and tables go there")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -242,6 +347,12 @@ def main() -> None:
         for way in WAYS:
             run, data = kept_run(Settings(seed=seed), way, arguments.out, data)
             runs.append(run)
+    content = tables(runs)
+    print(content)
+    draw(chart(runs), arguments.out / "packing.svg")
+    if arguments.page is not None:
+        fill(arguments.page, content)
+        draw(chart(runs), arguments.page.parent / "packing.svg")
 
 
 if __name__ == "__main__":
