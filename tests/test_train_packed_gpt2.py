@@ -54,6 +54,8 @@ def test_all_ways_train_on_the_same_documents(data: example.Data) -> None:
 @torch.no_grad()
 def test_masked_windows_look_at_no_other_document(data: example.Data) -> None:
     model = seeded_gpt2(SETTINGS).eval()
+    for parameter in model.parameters():
+        parameter.mul_(10)  # so that attention matters
     size = SETTINGS.steps_per_group * SETTINGS.windows_per_step * SETTINGS.window + 1
     batch = example.windows_of(next(example.groups(data.train, size, 1)), SETTINGS, True)[0]
     assert batch.documents is not None
@@ -67,7 +69,7 @@ def test_masked_windows_look_at_no_other_document(data: example.Data) -> None:
             alone.append(torch.nn.functional.cross_entropy(logits, targets[here][kept], reduction="none"))
     assert float(example.loss_of(model, batch)) == pytest.approx(float(torch.cat(alone).mean()), rel=1e-5)
     across = example.Batch(batch.ids, batch.targets, batch.places)
-    assert float(example.loss_of(model, across)) != pytest.approx(float(torch.cat(alone).mean()), rel=1e-5)
+    assert float(example.loss_of(model, across)) != pytest.approx(float(torch.cat(alone).mean()), rel=1e-3)
 
 
 def test_runs_are_kept_and_sentences_follow_their_rule(data: example.Data, tmp_path: Any) -> None:
