@@ -79,8 +79,8 @@ def values_chart(found: SpectralNorm, title: str) -> Chart:
     """σ of every input with its interval."""
     rows = found.to_rows()
     x, y = list(range(len(rows))), [row["estimate"] for row in rows]
-    ends = [[row[end] for row in rows] for end in ("lower", "upper")]
-    panel = Panel([Series("σ", x, y, "points", "blue", *ends)], "input", "σ", x_ticks=x)
+    low, high = ([row[end] for row in rows] for end in ("lower", "upper"))
+    panel = Panel([Series("σ", x, y, "points", "blue", low, high)], "input", "σ", x_ticks=x)
     return Chart("sigma", title, [panel], f"σ of {len(rows)} inputs.")
 
 
@@ -105,8 +105,8 @@ def damage_chart(found: Sensitivity, title: str) -> Chart:
     for number, kind in enumerate(dict.fromkeys(row["kind"] for row in found.rows)):
         rows, colour = found.to_rows(kind), CYCLE[number % len(CYCLE)]
         x = [row["layer"] for row in rows]
-        ends = [[row[end] for row in rows] for end in ("predicted_low", "predicted_high")]
-        series.append(Series(f"{kind}, predicted", x, [row["predicted"] for row in rows], "points", colour, *ends))
+        y, low, high = ([row[name] for row in rows] for name in ("predicted", "predicted_low", "predicted_high"))
+        series.append(Series(f"{kind}, predicted", x, y, "points", colour, low, high))
         known = [(row["layer"], row["measured"]) for row in rows if row["measured"] is not None]
         series.append(Series(f"{kind}, measured", [k for k, _ in known], [y for _, y in known], "marks", colour))
     series = [one for one in series if len(one.x)]
