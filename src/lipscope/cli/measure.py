@@ -427,7 +427,7 @@ def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     echo(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
     place = where_chart(view.to_dict())
-    if place is not None:
+    if place is not None and place.panels[0].x != "token":  # words say more than their numbers
         console.print(*_place(place, console.width), sep="\n")
         echo(place.words)
     else:
