@@ -150,7 +150,8 @@ def chart(rows: Sequence[dict[str, Any]], layers: Sequence[int]) -> Chart:
             low, high = (
                 [end(row[side] for row in here) for here in found] for end, side in ((min, "lower"), (max, "upper"))
             )
-            series.append(Series(f"layer {layer}", values, middle, "line", COLOURS[layer], low, high))
+            band = Series(f"layer {layer}, range", values, middle, "band", COLOURS[layer], low, high, listed=False)
+            series += [band, Series(f"layer {layer}", values, middle, "line", COLOURS[layer])]
         panels.append(Panel(series, label, "σ, scope attention", name, name != "noise", True, values, (), False))
     words = "σ of the four layers of whisper-tiny-en against seconds of speech, noise, and number of tokens."
     return Chart("speech", "σ of a speech encoder", panels, words, columns=3)
