@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import make_reference
 from lipscope.cli.main import app
-from lipscope.cli.terminal import filtered_logs, print_table
+from lipscope.cli.terminal import echo, filtered_logs, print_table, progress_bar
 
 NAMES = ["layer", "head", "n", "median σ", "lower", "upper", "|x|", "entropy", "on first", "α (σ ~ n^α)"]
 ROWS = [
@@ -45,6 +45,42 @@ def test_no_number_is_cut_on_the_narrowest_terminal(capsys, monkeypatch) -> None
     for row in ROWS:
         for cell in row:
             assert any(cell in line for line in lines), cell
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_bar_says_what_is_left_only_where_it_can_be_told(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr("rich.console.monotonic", lambda: next(clock))
+    with progress_bar() as progress:
+        before = shown.getvalue()
+        progress(1, 4, "layer 0")
+        progress(2, 4, "layer 1")
+    assert "so far" in before
+    assert "left" not in before
+    assert re.search(r"layer 1 .* 50%.* \d+ (s|min) left, \d+ (s|min) so far", shown.getvalue())
+
+
+def test_sentences_are_folded_between_words_on_a_terminal_and_commands_are_not(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    sentence = "  so many of 32,768 directions are as bad as the worst-case one\nand a second line"
+    command = "lipscope export a-store-with-a-long-name.db --format parquet --out rows.parquet"
+    monkeypatch.setattr("sys.stdout", shown := Terminal())
+    echo(sentence)
+    echo(command)
+    *folded, last = shown.getvalue().splitlines()
+    assert last == command
+    assert folded == ["  so many of 32,768 directions are as", "  bad as the worst-case one", "and a second line"]
+    monkeypatch.setattr("sys.stdout", piped := io.StringIO())
+    echo(sentence)
+    assert piped.getvalue() == sentence + "\n"
 
 
 def test_log_messages_of_libraries_hold_nothing_that_a_terminal_obeys() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import wave
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 import transformers as tf
 from PIL import Image
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import lipscope
+from lipscope.cli.main import app
 from lipscope.models.media import read_wav, signals
 from lipscope.models.tokens import token_view
 from lipscope.report.page import page_view
@@ -189,3 +192,27 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
             vit().record(features=file)
     save_file({"x": torch.ones(3, 8, 8)}, file)
     assert vit().record(features=file)[0].tokens().shape[1] == 5
+
+
+def test_the_terminal_shows_a_heat_map_over_the_image_and_a_curve_over_the_clip(tmp_path: Path) -> None:
+    size: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sees = enlarge(tf.ViTModel(tf.ViTConfig(**size, image_size=32, patch_size=4)))
+    sees.save_pretrained(tmp_path / "vit")
+    tf.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
+    asked = ["tokens", str(tmp_path / "vit"), "--image", str(photo(tmp_path / "photo.png"))]
+    shares = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["energy"][1:]
+    lines = CliRunner().invoke(app, asked).output.splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith("Share of each")) + 1
+    assert [line.split() for line in lines[first : first + 8]] == [
+        [f"{share:.0%}" for share in shares[8 * k : 8 * k + 8]] for k in range(8)
+    ]
+    FAMILIES["wav2vec2"]().save_pretrained(tmp_path / "hears")
+    tf.Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "hears")
+    write_wav(tmp_path / "clip.wav", 0.004)
+    asked = ["tokens", str(tmp_path / "hears"), "--audio", str(tmp_path / "clip.wav")]
+    shares = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["energy"]
+    curve = next(line for line in CliRunner().invoke(app, asked).output.splitlines() if "█" in line)
+    bars = curve.split(" s ")[1].split()[0]
+    assert len(bars) == len(shares)
+    assert bars[shares.index(max(shares))] == "█"
+    assert curve.startswith("0.00 s ")

@@ -6,7 +6,9 @@ LIPSCOPE_BROWSER=required, which .ci/run sets) they fail instead.
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -145,10 +147,16 @@ def test_the_chosen_place_stays_in_sight_beside_thirty_layers(browser: Any, tmp_
         assert in_view(browser, what)
 
 
-def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_path: Path, width: int) -> None:
     rows = make_rows() + make_rows(heads=None)
     views = [make_view(WORDS), make_view(WORDS, layer=1, head=1)]
-    show(browser, write_report(write_run(tmp_path / "run", rows, views=views), tmp_path / "report.html"), dark=True)
+    show(
+        browser,
+        write_report(write_run(tmp_path / "run", rows, views=views), tmp_path / "report.html"),
+        width=width,
+        dark=True,
+    )
     browser.execute_script("""addEventListener('beforeprint', () => {
         const places = [...document.querySelectorAll('[data-chart], [data-growth]')];
         window.onPaper = { places: places.length, theme: document.documentElement.dataset.theme,
@@ -161,12 +169,29 @@ def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_pat
     paper = browser.execute_script("return window.onPaper")
     assert paper["places"] == len(paper["widths"]) == 2 * (1 + 1 + 4) + 2  # growth, layers, four scatters; two views
     assert all(100 < width <= 700 for width in paper["widths"])
+    # Scatter plots stand in two columns on paper, whatever the window: wider ones would shrink every page.
+    assert sum(width <= 350 for width in paper["widths"]) == 2 * 4
     assert (paper["theme"], paper["hidden"], paper["ink"]) == ("light", 0, "rgb(27, 31, 36)")
     # On the screen everything is as it was.
     assert browser.execute_script("return document.documentElement.dataset.theme") == "auto"
     assert browser.execute_script("return document.querySelectorAll('.setting[hidden], .view[hidden]').length") == 2
     draw_all(browser)
     assert complaints(browser) == []
+
+
+def test_a_token_view_takes_one_page_of_paper_and_advice_none(browser: Any, tmp_path: Path) -> None:
+    words, pages = [f" word{k}" for k in range(32)], []
+    for count in (1, 2, 3):
+        views = [make_view(words, layer=0, head=head) for head in range(count)]
+        run = write_run(tmp_path / f"run{count}", make_rows(heads=3), views=views)
+        show(browser, write_report(run, tmp_path / f"report{count}.html"))
+        printed = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.5, "paperHeight": 11})["data"]
+        pages.append(len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed))))
+    assert [pages[1] - pages[0], pages[2] - pages[1]] == [1, 1]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    shown = browser.execute_script("return document.querySelector('main').innerText")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert "lipscope sweep" not in shown
 
 
 @pytest.mark.parametrize("width", [1400, 390])

@@ -399,3 +399,14 @@ def test_a_fit_that_tells_nothing_says_so() -> None:
     assert "prefers" not in str(wide)
     narrow = fit_growth([8, 16, 32, 64], [2.0, 2.8, 4.0, 5.6])
     assert "AIC prefers" in str(narrow)
+
+
+def test_the_whole_model_is_no_layer() -> None:
+    rows = [row | {"scope": "model"} for row in make_rows(layers=1, heads=None)]
+    run = load_run(Run(tuple(rows)))
+    said = str(run)
+    assert "the whole model: median" in said
+    [setting] = report_data([run]).settings
+    assert setting.worst.where == "the whole model"
+    assert (cards(setting)[1].value, cards(setting)[1].detail) == ("all", "the whole model")
+    assert not any("layer 0" in sentence for sentence in [said, answer(setting), *sentences(setting, run)])

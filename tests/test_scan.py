@@ -84,7 +84,7 @@ def test_heads_layers_and_tables(bert: Model, tmp_path: Path) -> None:
     scan.to_csv(tmp_path / "rows.csv")
     assert (tmp_path / "rows.csv").read_text().count("\n") == 5
     assert json.loads(scan.to_json())[0]["scope"] == "head"
-    assert "layer 1 head" in str(scan)
+    assert "layer 1, head" in str(scan)
     once = lipscope.scan(bert, TEXT, lengths=[8], inputs=1, layers=[1, 1, -1])
     assert ([row["layer"] for row in once.rows], once.about["layers"]) == ([1], [1])
 

@@ -23,10 +23,12 @@ from lipscope.studies.mean_field.attention import MeanFieldAttention
 from lipscope.studies.mean_field.measures import parse_law
 from lipscope.studies.mean_field.study import convergence_study
 from lipscope.studies.paper.charts import charts
+from lipscope.studies.sensitivity import Sensitivity
 from lipscope.studies.variants import compare, random_layer
 from lipscope.studies.worst_case import growth, regime_map
 from lipscope.studies.worst_case.tokens import TokenAttack, Trial
 from paper_cases import CAST, text_rows
+from report_cases import make_rows
 from test_paper_findings import adversarial, difference, norms
 
 EYE = torch.eye(2, dtype=torch.float64)
@@ -135,3 +137,31 @@ def test_charts_of_the_paper() -> None:
     assert sorted(sigma) == sorted(row["estimate"] for row in drawn)
     far = [[one.name for one in panel.far] for panel in made["growth-random"].panels if isinstance(panel, Panel)]
     assert sorted(far) == [[], ["certified upper bound"]]
+
+
+def test_plot_draws_every_result_alike() -> None:
+    torch.manual_seed(0)
+    layer, X = random_layer(8, heads=2), torch.randn(3, 6, 8)
+    sigma = lipscope.local_lipschitz(layer, X)
+    chart = lipscope.plot(sigma)
+    assert_drawn_alike(chart)
+    assert chart.series[0].y == sigma.estimate.tolist()
+    assert chart.series[0].low == sigma.lower.tolist()
+    assert len(lipscope.plot(lipscope.local_lipschitz(layer, X[0])).series[0].y) == 1
+    table = lipscope.bounds.table(layer, X[0])
+    chart = lipscope.plot(table, "bounds")
+    assert_drawn_alike(chart)
+    upper = next(one for one in chart.series if one.name == "upper bounds")
+    assert list(upper.y) == [bound.value for bound in table.bounds if bound.side == "upper"]
+    assert chart.title == "bounds"
+    assert_drawn_alike(lipscope.plot(lipscope.Run(tuple(make_rows()))))
+    row = {"kind": "fp8-k", "layer": 0, "predicted": 2.0, "predicted_low": 1.0, "predicted_high": 3.0, "measured": 2.5}
+    damage = Sensitivity("m", "a text", "nats", (row, row | {"layer": 1, "predicted": 1.0, "predicted_low": 0.5}), 1, {})
+    chart = lipscope.plot(damage)
+    assert_drawn_alike(chart)
+    assert list(chart.series[0].y) == [row["predicted"] for row in damage.rows]
+    assert list(chart.series[1].y) == [row["measured"] for row in damage.rows]
+    study = growth(LAYER, [2, 4], radius=1.2, method="construct")
+    assert lipscope.plot(study, "worst").panels[0].series == growth_chart(study, "worst").panels[0].series
+    with pytest.raises(TypeError, match="no chart of a int, only of: Run, SpectralNorm, BoundTable"):
+        lipscope.plot(3)

@@ -26,6 +26,7 @@ from .spectral.result import SpectralNorm as SpectralNorm
 from .spectral.solvers import Auto as Auto
 from .spectral.solvers import Dense as Dense
 from .spectral.solvers import spectral_norm as spectral_norm
+from .studies.charts import plot as plot
 from .studies.sensitivity import sensitivity as sensitivity
 from .studies.worst_case.growth_in_n import attack as attack
 from .training.smooth import smooth as smooth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +21,11 @@ from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from lipscope.models.model import Model
     from lipscope.models.tokens import TokenView
+    from lipscope.report.charts import Chart
     from lipscope.runs.run import Run
     from lipscope.spectral.result import SpectralNorm
 
@@ -385,28 +388,58 @@ def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
     return [f"{logit:.4g}", ", ".join(name for name, limit in limits.items() if logit > limit) or "none"]
 
 
-# Frames that a line of the terminal shows.
+# Tokens that are shown, of hundreds.
 _SHOWN = 24
+
+
+def _place(chart: Chart, width: int) -> Iterator[Text]:
+    """Shares as a heat map over the image, or as a curve over the clip."""
+    from rich.text import Text
+
+    from lipscope.report.charts import HeatMap
+
+    panel = chart.panels[0]
+    if isinstance(panel, HeatMap):
+        cell = 5 if 5 * len(panel.column_names) <= width else 2
+        for row in panel.cells:
+            line = Text()
+            for one in filter(None, row):
+                cold = int(255 * (1 - one.shade))
+                line.append(f"{one.value:4.0%} " if cell == 5 else "  ", style=f"black on rgb(255,{cold},{cold})")
+            yield line
+        return
+    x, y = panel.series[0].x, panel.series[0].y
+    step = -(-len(y) // (width - 20))
+    tops = [max(y[k : k + step]) for k in range(0, len(y), step)]
+    bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * top / (max(y) or 1.0)))] for top in tops)
+    yield Text(f"{x[0]:.2f} s {bars} {x[-1]:.2f} s")
 
 
 def _print_tokens(view: TokenView, name: str, pairs: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from lipscope.report.run_charts import where_chart
+
     console = Console()
     r = view.result
     where = f"layer {view.layer}" + ("" if view.head is None else f", head {view.head}")
     echo(f"{name}, {where}, scope {r.scope}: σ ∈ {interval(r.lower, r.upper)}, estimate {r.estimate:.4g}")
     console.print("Share of each token in the worst direction (the redder, the more):")
-    line, peak = Text(), float(view.energy.max()) or 1.0
-    strong = float(view.energy.sort(descending=True).values[:_SHOWN][-1]) if len(view.tokens) > _SHOWN else 0.0
-    for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
-        if share < strong and not view.influence.numel():  # of hundreds of frames, those that carry most
-            continue
-        cold = int(255 * (1 - share / peak))
-        line.append(printable(token), style=f"black on rgb(255,{cold},{cold})")
-        line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
-    console.print(line)
+    place = where_chart(view.to_dict())
+    if place is not None and place.panels[0].x != "token":  # words say more than their numbers
+        console.print(*_place(place, console.width), sep="\n")
+        echo(place.words)
+    else:
+        line, peak = Text(), float(view.energy.max()) or 1.0
+        strong = float(view.energy.sort(descending=True).values[:_SHOWN][-1]) if len(view.tokens) > _SHOWN else 0.0
+        for token, share in zip(view.tokens, view.energy.tolist(), strict=True):
+            if share < strong and not view.influence.numel():  # of hundreds of tokens, those that carry most
+                continue
+            cold = int(255 * (1 - share / peak))
+            line.append(printable(token), style=f"black on rgb(255,{cold},{cold})")
+            line.append(f"{share:.0%} " if share >= 0.05 else " ", style="bold")
+        console.print(line)
     if not view.influence.numel():
         return
     console.print("Strongest influence of one token on another, ‖∂out_i/∂x_j‖₂:")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.cli.options import Loading, Target, Weights, as_dtype
-from lipscope.cli.terminal import as_text, notice
+from lipscope.cli.terminal import as_text, notice, waiting
 from lipscope.doors import read_json
 from lipscope.runs.writing import write_file
 
@@ -124,6 +124,8 @@ def look_first(model: str, text: str | None = None, layers: Sequence[int] | None
             raise ValueError(f"layer must lie between 0 and {count - 1}, got {index}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # says what is wrong where that cannot be a directory
+    with waiting("importing torch and transformers"):
+        import lipscope.models.load
 
 
 def look_at_source(source: str, text: str | None, target: Target) -> None:

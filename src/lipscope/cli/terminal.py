@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +76,24 @@ def print_table(
 
 
 def echo(message: str, *, err: bool = False, data: bool = False) -> None:
-    """Print a line with nothing in it that a terminal would obey; ``data`` stay as they are unless a terminal is there."""
-    kept = data and not (sys.stderr if err else sys.stdout).isatty()
-    typer.echo(message if kept else printable(message), nl=not message.endswith("\n"), err=err, color=kept or None)
+    """Print a line with nothing in it that a terminal would obey; ``data`` stay as they are unless a terminal is there.
+
+    A terminal gets sentences folded between words; it would fold them inside. Commands to copy stay in one piece.
+    """
+    there = (sys.stderr if err else sys.stdout).isatty()
+    kept = data and not there
+    said = message if kept else printable(message)
+    if there and not data:
+        width = get_terminal_size().columns
+        said = "".join(line if line.startswith("lipscope ") else _folded(line, width) for line in said.splitlines(True))
+    typer.echo(said, nl=not message.endswith("\n"), err=err, color=kept or None)
+
+
+def _folded(line: str, width: int) -> str:
+    end = line[len(line.rstrip("\n")) :]
+    indent = line[: len(line) - len(line.lstrip())]
+    parts = wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(parts) + end
 
 
 def show(content: Any, as_json: bool, table: Callable[[], None]) -> None:
@@ -174,15 +190,24 @@ def progress_bar(first: str = "starting") -> Iterator[Callable[[float, float, st
     Where no terminal is there, it prints a line now and then.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
+    from rich.text import Text
+
+    class Times(ProgressColumn):
+        """What is left, where that can be told, and what has passed."""
+
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            left = "" if task.time_remaining is None else f"{duration(round(task.time_remaining))} left, "
+            return Text(f"{left}{duration(round(task.elapsed or 0))} so far")
 
     console = Console(stderr=True)
     if _quiet or not console.is_terminal:
         yield _lines()
         return
     words = TextColumn("{task.description}", markup=False)
-    left = (TimeRemainingColumn(elapsed_when_finished=False), TextColumn("left,"), TimeElapsedColumn(), TextColumn("so far"))
-    columns = (words, BarColumn(), TaskProgressColumn(), *left)
+    columns = (words, BarColumn(), TaskProgressColumn(), Times())
     with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as bar:
         line = bar.add_task(first, total=None)
         yield lambda done, total, what: bar.update(line, completed=done, total=total, description=printable(what))

@@ -16,7 +16,7 @@ from typing import Any
 
 from lipscope.measure.scopes import SCOPES
 from lipscope.runs.fit import GrowthFit, fit_growth
-from lipscope.runs.run import Point, Row, Run, Source, at_longest, by_place, load_run, point_of
+from lipscope.runs.run import Point, Row, Run, Source, at_longest, by_place, load_run, place_words, point_of
 
 # A fit needs as many; see ``lipscope.runs.fit``.
 FEWEST_LENGTHS = 3
@@ -58,7 +58,7 @@ class Cell:
     @property
     def where(self) -> str:
         """The cell in words."""
-        return f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        return place_words(self.rows[0]["scope"], self.layer, self.head)
 
     @cached_property
     def fit(self) -> GrowthFit | None:

@@ -243,9 +243,10 @@ def cards(setting: Setting) -> list[Card]:
     cell, point = setting.worst, setting.worst.last
     title = f"{'σ' if point.inputs == 1 else 'Median σ'} of the least smooth"
     place = f"L{cell.layer}" + ("" if cell.head is None else f" H{cell.head}")
+    place, detail = ("all", cell.where) if setting.scope == "model" else (place, f"{cell.where}, of {places(setting)}")
     found = [
         Card(title, number(point.median), f"at n = {point.n}, in {enclosure(point.lower, point.upper)}"),
-        Card("Where", place, f"{cell.where}, of {places(setting)}"),
+        Card("Where", place, detail),
     ]
     if cell.fit is not None and cell.fit.is_decided:
         detail = f"{cell.fit.level:.0%}: {exponents(cell.fit)}; √n is 0.5"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipscope.doors import read_json, reading, refuse_shape
 from lipscope.measure.columns import COLUMNS
-from lipscope.rounding import Shown, enclosure, interval, number, printable
+from lipscope.rounding import Shown, counted, enclosure, interval, number, printable
 from lipscope.runs.writing import csv_text, read_cell, write_file
 
 if TYPE_CHECKING:
@@ -205,14 +205,24 @@ class Run(Shown):
         if not self.rows:
             return "empty run"
         first = self.rows[0]
-        lines = [f"{first['model']}: {len(self.rows)} measurements of σ[{first['scope']}], {first['dtype']}"]
+        lines = [f"{first['model']}: {counted(len(self.rows), 'measurement')} of σ[{first['scope']}], {first['dtype']}"]
         lines += [f"  note: {first['notes']}"] if first["notes"] else []
         for s in self.worst()[:_SHOWN]:
-            where = f"layer {s['layer']}" + ("" if s["head"] is None else f" head {s['head']}")
+            where = place_words(first["scope"], s["layer"], s["head"])
             lines.append(
                 f"  {where}: median σ = {s['median']:.4g} at n = {s['n']}, all in {interval(s['lower'], s['upper'])}"
             )
         return printable("\n".join(lines))
+
+
+def place_words(scope: str | None, layer: int, head: int | None) -> str:
+    """Which map of a model was measured.
+
+    Example:
+        >>> place_words("head", 4, 10), place_words("model", 0, None)
+        ('layer 4, head 10', 'the whole model')
+    """
+    return "the whole model" if scope == "model" else f"layer {layer}" + ("" if head is None else f", head {head}")
 
 
 Source = str | os.PathLike[str] | Run

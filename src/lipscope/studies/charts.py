@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+from lipscope.bounds.registry import BoundTable
+from lipscope.models.layer_bounds import LayerBounds
 from lipscope.report.charts import Chart, Group, Look, Panel, Series
 from lipscope.report.palette import CYCLE
+from lipscope.report.run_charts import growth
 from lipscope.rounding import interval, round_down, round_up
+from lipscope.runs.run import Run
+from lipscope.spectral.result import SpectralNorm
 from lipscope.studies.mean_field.study import PlateauStudy
+from lipscope.studies.sensitivity import Sensitivity
 from lipscope.studies.variants import Comparison
 from lipscope.studies.worst_case.ascent import Ascent
 from lipscope.studies.worst_case.growth_in_n import Growth, RegimeMap
@@ -35,6 +44,73 @@ _CURVES = {
 }
 # Values that span more than this are drawn on a logarithmic axis.
 _DECADES = 20
+
+
+def plot(result: Any, title: str = "") -> Chart:
+    """The chart of anything that was measured; a notebook shows it, ``lipscope.report.draw(chart, "a.png")`` writes it.
+
+    Args:
+        result: what ``local_lipschitz``, ``scan``, ``sensitivity``, ``attack``, a table of bounds, or a study returned.
+        title: what to write above it, by default what the result says of itself.
+
+    Raises:
+        TypeError: when there is no chart of such a thing; says of what there is.
+
+    Example:
+        >>> import lipscope
+        >>> row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2}
+        >>> lipscope.plot(lipscope.Run((row, row | {"n": 16, "estimate": 1.2})), "σ of m")
+        <Chart growth: σ of m>
+    """
+    for kind, make in _CHARTS.items():
+        if isinstance(result, kind):
+            chart: Chart = make(result, title or str(result).splitlines()[0])
+            return chart
+    known = ", ".join(kind.__name__ for kind in _CHARTS)
+    raise TypeError(f"there is no chart of a {type(result).__name__}, only of: {known}")
+
+
+def run_chart(run: Run, title: str) -> Chart:
+    """Growth of σ in every layer or head."""
+    return replace(growth(run), title=title)
+
+
+def values_chart(found: SpectralNorm, title: str) -> Chart:
+    """σ of every input with its interval."""
+    rows = found.to_rows()
+    x, y = list(range(len(rows))), [row["estimate"] for row in rows]
+    low, high = ([row[end] for row in rows] for end in ("lower", "upper"))
+    panel = Panel([Series("σ", x, y, "points", "blue", low, high)], "input", "σ", x_ticks=x)
+    return Chart("sigma", title, [panel], f"σ of {len(rows)} inputs.")
+
+
+def bounds_chart(found: BoundTable | LayerBounds, title: str) -> Chart:
+    """Every bound of σ, and σ where it was measured."""
+    rows = found.to_rows()
+    marks: dict[str, tuple[str, Look]] = {"upper": ("orange", "points"), "lower": ("green", "marks")}
+    series = []
+    for side, (colour, look) in marks.items():
+        kept = [(k, row["value"]) for k, row in enumerate(rows) if row["side"] == side and 0 < row["value"] < math.inf]
+        series.append(Series(f"{side} bounds", [k for k, _ in kept], [y for _, y in kept], look, colour))
+    names = [row["name"] for row in rows]
+    if rows[0]["sigma"] is not None:
+        series.append(Series("σ", range(len(rows)), [rows[0]["sigma"]] * len(rows), "line", "blue", group="fit"))
+    panel = Panel(series, "", "σ", y_log=True, x_ticks=range(len(rows)), x_names=names)
+    return Chart("bounds", title, [panel], f"{len(rows)} bounds: {', '.join(names)}.")
+
+
+def damage_chart(found: Sensitivity, title: str) -> Chart:
+    """Predicted damage of every layer, or head, with its interval, and the measured one."""
+    series = []
+    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in found.rows)):
+        rows, colour = found.to_rows(kind), CYCLE[number % len(CYCLE)]
+        x = [row["layer"] for row in rows]
+        y, low, high = ([row[name] for row in rows] for name in ("predicted", "predicted_low", "predicted_high"))
+        series.append(Series(f"{kind}, predicted", x, y, "points", colour, low, high))
+        known = [(row["layer"], row["measured"]) for row in rows if row["measured"] is not None]
+        series.append(Series(f"{kind}, measured", [k for k, _ in known], [y for _, y in known], "marks", colour))
+    series = [one for one in series if len(one.x)]
+    return Chart("sensitivity", title, [Panel(series, "layer", found.damage, y_log=True)], f"Damage to {found.model}.")
 
 
 def comparison_chart(comparison: Comparison, title: str) -> Chart:
@@ -187,3 +263,10 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
     )  # fmt: skip
     words = ", ".join(f"{y:.3g} at n = {n}" for n, y in zip(medians[0].x, medians[0].y, strict=True))
     return Chart("plateau", title, [panel], f"Median σ of clouds of n tokens: {words}.")
+
+
+_CHARTS: dict[type, Callable[[Any, str], Chart]] = {
+    Run: run_chart, SpectralNorm: values_chart, BoundTable: bounds_chart, LayerBounds: bounds_chart,
+    Sensitivity: damage_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
+    Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart,
+}  # fmt: skip
