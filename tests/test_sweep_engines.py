@@ -21,8 +21,8 @@ import lipscope
 from lipscope.cli.main import app
 from lipscope.runs import Dask, Plan, Store, expand, run_plan
 from lipscope.runs.engines import EngineError, make_engine
-from lipscope.runs.sweep import Step
 from lipscope.runs.plan import ModelChoice
+from lipscope.runs.sweep import Step
 from lipscope.runs.tasks import handed_out
 from sweep_cases import TEXT, plan_of, save_models
 
