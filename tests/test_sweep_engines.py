@@ -183,7 +183,9 @@ def test_a_plan_says_whether_a_model_is_streamed(tmp_path: Path) -> None:
         told = CliRunner().invoke(app, [*common, "--store", str(store), *options])
         assert told.exit_code == 0, told.output
         with Store(store) as kept:
-            tables.append([row | {"seconds": 0} for row in kept.rows()])
+            # Streamed, a checkpoint is known by its files and not by its numbers.
+            known = ("seconds", "key", "model_digest")
+            tables.append([{k: v for k, v in row.items() if k not in known} for row in kept.rows()])
             assert ("stream" in str(kept.plan())) == bool(options)
     assert tables[0] == tables[1]
 
