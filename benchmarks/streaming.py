@@ -1,11 +1,12 @@
 """A model of 7 billion parameters, streamed: peak memory and time of a scan of all layers, and what larger ones would take.
 
-    python benchmarks/streaming.py DIRECTORY [--layers 32] [--write docs/performance-log.md]
+    python benchmarks/streaming.py DIRECTORY [--layers 32] [--write docs/performance.md]
 
 DIRECTORY gets a Llama-shaped checkpoint in bfloat16 with random weights, 13.5 GB for all 32 layers, which is removed at the
 end. The scan runs in a process of its own, whose peak resident size is the memory. Time is compared with reading the
 weights once, as fast as the disk gives them, and doing the products that were counted at the speed of a plain product of
-matrices of the layer's size.
+matrices of the layer's size. That speed is taken between the layers of the same run, the median of all, so that whatever
+else the machine does slows both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -84,11 +86,18 @@ def scan(directory: Path) -> None:
     model = lipscope.load(directory, ByteTokenizer(), stream=True)
     loaded = time.perf_counter() - start
 
+    rates: list[float] = []
+    aside = 0.0
+
     def told_of(done: int, total: int, what: str) -> None:
-        print(f"{done} of {total}: {what}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        nonlocal aside
+        here = time.perf_counter()
+        rates.append(product_rate())
+        aside += time.perf_counter() - here
+        print(f"{done} of {total}: {what}, {here - start:.0f} s, {rates[-1] / 1e9:.0f} GFLOP/s", file=sys.stderr, flush=True)
 
     result = lipscope.scan(model, TEXT, lengths=[N], inputs=1, progress=told_of)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start - aside
     peak = next(
         int(line.split()[1]) << 10
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
@@ -96,6 +105,7 @@ def scan(directory: Path) -> None:
     )
     rows = [dict(row) for row in result.rows]
     told = {"seconds": seconds, "loaded": loaded, "peak": peak, "pairs": sum(row["iterations"] for row in rows)}
+    told |= {"cpu": time.process_time(), "rate": median(rates), "fastest": max(rates)}
     print(json.dumps(told | {"rows": len(rows), "sigma": [rows[0]["lower"], rows[0]["upper"]]}))
 
 
@@ -116,7 +126,8 @@ def product_rate() -> float:
     """Floating-point operations per second of (n × d)·(d × d) in float32: what a product through a layer is made of."""
     d = LLAMA["hidden_size"]
     a, b = torch.randn(N, d), torch.randn(d, d)
-    return 2 * N * d * d / timed(lambda: a @ b, 5)[0]
+    a @ b
+    return 2 * N * d * d * 5 / timed(lambda: [a @ b for _ in range(5)])[0]
 
 
 def products(layers: int, pairs: int) -> float:
@@ -145,34 +156,50 @@ def main() -> None:
         command = [sys.executable, __file__, str(place), "--child"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
         told = json.loads(ended.stdout.splitlines()[-1])
-        reading, rate = reading_seconds(place), product_rate()
+        reading, rate = reading_seconds(place), told["rate"]
     finally:
         shutil.rmtree(place)
     work = products(options.layers, told["pairs"])
-    ideal = reading + work / rate
-    ratio = told["seconds"] / ideal
+    ratio, strict = (told["seconds"] / (reading + work / each) for each in (rate, told["fastest"]))
     measured = (
         f"**Measured here:** {told['rows']} layers of the 7B shape at n = {N}, {show_bytes(size)} on disk, "
-        f"{told['pairs']} pairs of products: peak {show_bytes(told['peak'])}, {duration(told['seconds'])}, of which loading "
-        f"{duration(told['loaded'])}. Reading the weights once took {duration(reading)}, the products at "
-        f"{rate / 1e9:.0f} GFLOP/s would take {duration(work / rate)}: {ratio:.2f} times both together."
+        f"{told['pairs']} pairs of products: peak {show_bytes(told['peak'])}, {duration(told['seconds'])} "
+        f"({duration(told['cpu'])} of processor time), of which loading {duration(told['loaded'])}. Reading the weights "
+        f"once took {duration(reading)}, the products would take {duration(work / rate)} at {rate / 1e9:.0f} GFLOP/s, the "
+        f"median between the layers of this run: {ratio:.2f} times both together ({strict:.2f} times at "
+        f"{told['fastest'] / 1e9:.0f} GFLOP/s, the fastest between two layers)."
     )
-    whole = options.layers == LAYERS
-    reason = "" if whole else f"{options.layers} of {LAYERS} layers were made"
+    reason = "" if options.layers == LAYERS else f"{options.layers} of {LAYERS} layers were made"
+    rest = reason or "the rest is finding the projections, norms of the weights for set bounds, and reading again"
+    peak = show_bytes(told["peak"])
+    what = "streamed 7B" if options.layers == LAYERS else f"{options.layers} of the {LAYERS} layers of a streamed 7B"
     goals = [
+        Goal(f"{what}, peak memory", f"≤ {show_bytes(MEMORY_GOAL)}", peak, told["peak"] <= MEMORY_GOAL, reason),
         Goal(
-            "streamed 7B, peak memory",
-            f"≤ {show_bytes(MEMORY_GOAL)}",
-            show_bytes(told["peak"]),
-            told["peak"] <= MEMORY_GOAL,
-            reason,
+            f"{what}, time over reading and products",
+            f"≤ {TIME_GOAL:g}",
+            f"{ratio:.2f}",
+            ratio <= TIME_GOAL,
+            rest,
+            decided=(ratio <= TIME_GOAL) == (strict <= TIME_GOAL),
         ),
-        Goal("streamed 7B, time over reading and products", f"≤ {TIME_GOAL:g}", f"{ratio:.2f}", ratio <= TIME_GOAL, reason),
     ]
-    lines = ["## A model that is streamed", "", machine(), "", measured, "", *predicted(rate, options.layers, told), ""]
+    lines = [
+        "## How large a model can I afford?",
+        "",
+        f"Written by `benchmarks/streaming.py` ({machine()}). Weights are "
+        "[streamed](how-to/scan-your-model.md#models-that-do-not-fit-into-memory) from the disk, one layer at a time.",
+        "",
+        measured,
+        "",
+        *(f"- {goal.case}: {goal.measured}, asked {goal.goal}: {goal.verdict}" for goal in goals),
+        "",
+        *predicted(rate, options.layers, told),
+        "",
+    ]
     print("\n".join(lines), flush=True)
     if options.write is not None:
-        write_section(options.write, __file__, lines)
+        write_section(options.write, "benchmarks/streaming.py", lines)
     write_goals(__file__, goals)
 
 

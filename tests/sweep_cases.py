@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lipscope.models.load import ByteTokenizer, load_named
+from lipscope.models.load import ByteTokenizer, load, load_named
 from lipscope.models.model import Model
 from lipscope.runs import Plan
 from lipscope.runs.kinds import Text
@@ -41,6 +41,11 @@ def with_bytes(name: str, dtype: torch.dtype | None) -> Model:
     """The saved model with the tokenizer that it was not saved with."""
     found = load_named(name)
     return Model(found.model, ByteTokenizer(), name=found.name, dtype=dtype)
+
+
+def streamed(name: str, dtype: torch.dtype | None) -> Model:
+    """The same, one layer in memory at a time."""
+    return load(name, ByteTokenizer(), dtype=dtype, stream=True)
 
 
 def plan_of(directory: Path, **settings: Any) -> Plan:

@@ -21,8 +21,10 @@ import lipscope
 from lipscope.cli.main import app
 from lipscope.runs import Dask, Plan, Store, expand, run_plan
 from lipscope.runs.engines import EngineError, make_engine
+from lipscope.runs.plan import ModelChoice
 from lipscope.runs.sweep import Step
-from sweep_cases import plan_of, save_models
+from lipscope.runs.tasks import handed_out
+from sweep_cases import TEXT, plan_of, save_models
 
 TESTS, SOURCE = Path(__file__).parent, Path(lipscope.__file__).parent.parent
 
@@ -129,6 +131,63 @@ def test_a_killed_worker_changes_nothing(
     deserted = Cluster(tmp_path, workers=0)
     with closing(deserted), pytest.raises(EngineError, match=r"has had no worker for 0\.5 s"):
         run_plan(expansion, tmp_path / "nobody.db", engine=Dask(deserted.address, patience=0.5))
+
+
+def test_layers_of_a_streamed_model_spread_over_workers(tmp_path: Path) -> None:
+    """Each worker reads the files itself; one that is killed costs the layer that it was at."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 260}
+    made = transformers.LlamaModel(transformers.LlamaConfig(**size, num_hidden_layers=8)).bfloat16()
+    made.save_pretrained(tmp_path / "deep", max_shard_size="20KB")
+    assert len(list((tmp_path / "deep").glob("*.safetensors"))) > 8
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    about = {"kind": "sweep_cases:SlowText", "options": {"sleep": 0.1}, "scopes": ["attention"], "lengths": [8], "inputs": 2}
+    model = ModelChoice(str(tmp_path / "deep"), loader="sweep_cases:streamed")
+    expansion = expand(plan_of(tmp_path, models=[model], **about))
+    handed = [[task.identity["layer"] for task in job.tasks] for job in handed_out(expansion.jobs)]
+    assert handed == [[layer] for layer in range(8)]
+    here = run_plan(expansion, tmp_path / "here.db")
+    with closing(Cluster(tmp_path)) as cluster:
+        engine = Dask(cluster.address)
+        with engine:
+            while len(engine.connected()) < 2:
+                time.sleep(0.1)
+
+        def kill_one(step: Step) -> None:
+            if step.tasks == 3 and cluster.workers[0].poll() is None:
+                os.kill(cluster.workers[0].pid, signal.SIGKILL)
+
+        there = run_plan(expansion, tmp_path / "there.db", engine=engine, progress=kill_one)
+        assert cluster.workers[0].wait(timeout=10) == -signal.SIGKILL
+    assert (there.measured, there.failed, there.digest) == (8, 0, here.digest)
+    with Store(tmp_path / "there.db") as store:
+        assert sorted(row["layer"] for row in store.rows()) == sorted(2 * list(range(8)))
+
+
+def test_a_plan_says_whether_a_model_is_streamed(tmp_path: Path) -> None:
+    import transformers
+
+    size = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30522}
+    transformers.LlamaModel(transformers.LlamaConfig(**size, num_hidden_layers=3)).save_pretrained(tmp_path / "deep")
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    common = [
+        "sweep", "--model", str(tmp_path / "deep"), "--text", str(tmp_path / "text.txt"), "--lengths", "8", "--inputs", "1",
+        "--tokenizer", "gpt2-mini",
+    ]  # fmt: skip
+    tables = []
+    for options in (["--stream"], []):
+        store = tmp_path / f"{len(options)}.db"
+        told = CliRunner().invoke(app, [*common, "--store", str(store), *options])
+        assert told.exit_code == 0, told.output
+        with Store(store) as kept:
+            # Streamed, a checkpoint is known by its files and not by its numbers.
+            known = ("seconds", "key", "model_digest")
+            tables.append([{k: v for k, v in row.items() if k not in known} for row in kept.rows()])
+            assert ("stream" in str(kept.plan())) == bool(options)
+    assert tables[0] == tables[1]
 
 
 def test_local_workers_from_the_command_line(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

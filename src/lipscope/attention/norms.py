@@ -153,7 +153,7 @@ class _Normalisation:
         top = float(values[-1]) * (1 + 1e-12)
         if top <= 0:
             return float(torch.linalg.vector_norm(beta))
-        levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64))
+        levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64, device=values.device))
         # A few levels at a time: all of them would take 2,201·d numbers.
         best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
         return min(simple, math.sqrt(best + float(beta.square().sum())))

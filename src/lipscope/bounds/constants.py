@@ -108,6 +108,8 @@ def bias_gradient(M: Tensor, vector: Tensor, rotation: Rotation, width: int = 0)
     M may stand for a matrix of ``width`` rows, see ``triangle``.
     """
     stretch = max(1.0, float((rotation.cos.square() + rotation.sin.square()).max()))
+    if not vector.any():
+        return 0.0
     size = spectral(M) * spectral(vector[None])
     simple = stretch * size * (1 + 1e-12)
     relative, deviation = _relative_rotations(rotation, False, _AFFORDABLE // max(1, 4 * M.numel()))

@@ -275,7 +275,7 @@ def _largest_columns(mask: Mask, n: int, ranges: Sequence[float]) -> tuple[list[
         seen_by = seen.sum(-1, keepdim=True).double()
         strips.append(seen_by.masked_fill(seen_by == 0, n))
         counts = seen_by.clamp_min(1)
-        sums = sums + seen.double().mT @ (1 / (1 + (counts - 1) * decay.to(counts)))
+        sums = sums.to(seen.device) + seen.double().mT @ (1 / (1 + (counts - 1) * decay.to(counts)))
     kth = torch.cat(strips, dim=2).sort(2).values.flatten(2)
     crowding = (torch.arange(1, n + 1, dtype=torch.float64, device=kth.device) / kth).max()
     return [float(value) for value in sums.amax((0, 1, 2))], float(crowding)

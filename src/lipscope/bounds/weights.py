@@ -131,6 +131,8 @@ def _version(tensor: Tensor | None) -> int:
 _Known: TypeAlias = list[tuple[tuple[Tensor | None, ...], tuple[float, ...], LayerWeights]]
 # By the query weights, as long as these live; tensors have no equality that a plain dictionary could use.
 _CACHE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Rows of a Gram matrix that are made at a time.
+_STRIP = 512
 
 
 def _compute(layer: Attention) -> LayerWeights:
@@ -180,7 +182,12 @@ def _root_norm(M: Tensor) -> float:
     M = M.detach().double()
     power = power_above(M)
     M = times_power(M, -power)
-    gram = M @ M.mT if M.shape[0] <= M.shape[1] else M.mT @ M
+    M = M if M.shape[0] <= M.shape[1] else M.mT
+    gram = M.new_empty(len(M), len(M))
+    for i in range(0, len(M), _STRIP):  # M Mᵀ up to the diagonal, which mirrors the rest
+        strip = slice(i, i + _STRIP)
+        gram[strip, : i + _STRIP] = M[strip] @ M[: i + _STRIP].mT
+        gram[:i, strip] = gram[strip, :i].mT
     return math.sqrt(top_eigenvalue(gram)) * 2.0**power
 
 
@@ -188,21 +195,23 @@ def _head(single: Attention) -> HeadWeights:
     """A head without its block of W_O."""
     tau = single.tau
     sizes = abs(tau) * _frobenius(single.q), _frobenius(single.k), _frobenius(single.v)
-    R_K, R_Q = triangle(single.k.mT), triangle(tau * single.q.mT)
-    basis = torch.linalg.qr(torch.cat([single.v, single.k]).mT).Q
+    # One factorisation of values and keys side by side gives the coordinates of both, and the triangles of each.
+    basis, R = torch.linalg.qr(torch.cat([single.v, single.k]).mT)
+    V, K = R[:, : single.value_width].mT, R[:, single.value_width :]
+    R_K, R_Q = triangle(K), triangle(tau * single.q.mT)
     return HeadWeights(
         R_O=None,
         R_K=R_K,
         R_Q=R_Q,
         VK=single.v @ single.k.mT,
-        V=single.v @ basis,
-        K=basis.mT @ single.k.mT,
+        V=V,
+        K=K,
         KQ=tau * single.k @ single.q.mT,
         basis=basis,
         out=1.0,
         out_size=math.sqrt(single.value_width),
         query=spectral(R_Q),
-        value=spectral(triangle(single.v.mT)),
+        value=spectral(triangle(V.mT)),
         value_error=0.0,
         interaction=spectral(R_K @ R_Q.mT) + rounding_unit(single.q) * sizes[0] * sizes[1],
         query_bias=abs(tau) * _size(single.q_bias, R_K, single.k),
@@ -216,12 +225,12 @@ def _head(single: Attention) -> HeadWeights:
 def _through(plain: HeadWeights, single: Attention, out: Tensor) -> HeadWeights:
     """The same head followed by its block of W_O; queries and keys stay what they are."""
     R_O = triangle(out)
-    V, error = R_O @ single.v, rounding_unit(out, single.v) * _frobenius(out) * plain.sizes[2]
+    V, error = R_O @ plain.V, rounding_unit(out, single.v) * _frobenius(out) * plain.sizes[2]
     return replace(
         plain,
         R_O=R_O,
-        VK=V @ single.k.mT,
-        V=V @ plain.basis,
+        VK=R_O @ plain.VK,
+        V=V,
         out=spectral(R_O),
         out_size=_frobenius(out),
         value=spectral(triangle(V.mT)) + error,

@@ -53,6 +53,7 @@ class Asked(Group):
     views: Annotated[int | None, option(f"{opt.VIEWS}; 3 by default, where that is quick.")] = None
     threads: opt.Threads = None
     tokenizer: opt.Tokenizer = None
+    stream: Annotated[bool | None, option("Read the weights layer by layer while measuring, in every worker anew.")] = None
 
 
 NOTHING = Asked()
@@ -131,7 +132,8 @@ def _plan(file: Path | None, asked: Asked, trust: Trust) -> Plan:
         return Plan.read(file, trust=trust)
     if not asked.model or not asked.text:
         raise ValueError("give a plan file, or at least one --model and one --text")
-    loading = {name: getattr(trust, name) for name in ("allow_pickle", "trust_remote_code")} | {"tokenizer": asked.tokenizer}
+    loading = {name: getattr(trust, name) for name in ("allow_pickle", "trust_remote_code")}
+    loading |= {"tokenizer": asked.tokenizer, "stream": bool(asked.stream)}
     scopes = list(dict.fromkeys([*(asked.scope or ()), *(["head"] if asked.per_head or asked.head is not None else [])]))
     same = ("lengths", "inputs", "rtol", "seed", "certificate", "memory", "views", "threads")
     flags = {name: getattr(asked, name) for name in same} | {"texts": asked.text, "scopes": scopes or None}

@@ -68,6 +68,7 @@ class Stream:
 
         self.model, self.checkpoint, self.device = model, checkpoint, device
         self.keep: Path | None = None  # a file that holds how far the last pass came, so that another process can go on
+        self.going: tuple[str, list[tuple[bool, Any]]] = "", []  # the last pass and its answers: see ``StreamedPass``
         self.held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
         self.blocks = blocks_of(model)
@@ -202,7 +203,10 @@ class StreamedPass:
         assert handle.stream is not None
         self.handle, self.stream, self.run, self.documents, self.key = handle, handle.stream, run, documents, key
         self.hosts, self.blocks, self.outputs = (Passing(self.go_to) for _ in range(3))
-        self.answers: list[tuple[bool, Any]] = self._kept()  # whether a block gave it, and what it was
+        # Whether a block gave it, and what it was. A worker gets a pass layer by layer: it goes on where it stands.
+        if self.stream.going[0] != key:
+            self.stream.going = key, self._kept()
+        self.answers: list[tuple[bool, Any]] = self.stream.going[1]
 
     def go_to(self, index: int) -> None:
         """Record a layer; the pass starts again when it is further already."""

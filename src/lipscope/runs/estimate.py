@@ -31,7 +31,7 @@ NOMINAL_RATE = 2e10
 # Copies of the weights of one attention that finding, measuring and bounding it hold at the peak, its own among them: q, k
 # and v as they were found, and factors of all of them in float64. Norms of weights for set bounds take so many times d³
 # operations. Both are fitted to one layer of a 7B model.
-_COPIES, _NORMS = 9, 60
+_COPIES, _NORMS = 9, 16
 # How often the weights of a streamed model are read before the first pass, and bytes a second that a disk is taken to give.
 LOAD_READS, READ_RATE = 4, 1 << 30
 

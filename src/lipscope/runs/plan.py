@@ -29,6 +29,7 @@ class ModelChoice:
     part: str | None = None  # ``"encoder"`` of an encoder–decoder model
     allow_pickle: bool = False  # accept pickled weights; a plan file may only ask for it, see ``registry.Trust``
     trust_remote_code: bool = False  # run model code from the hub; likewise
+    stream: bool = False  # read the weights of one layer at a time
     tokenizer: str | None = None  # the name or directory of another tokenizer than the model's own
     # A name or ``"package.module:function"`` that makes a ``lipscope.Model`` of the name and a dtype (or None), in place of
     # ``lipscope.load``; workers must be able to import it.
@@ -37,8 +38,9 @@ class ModelChoice:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name of a model must be a string, got {self.name!r}")
-        for setting in ("part", "tokenizer", "loader", "allow_pickle", "trust_remote_code"):
-            value, flag = getattr(self, setting), setting in ("allow_pickle", "trust_remote_code")
+        flags = ("allow_pickle", "trust_remote_code", "stream")
+        for setting in ("part", "tokenizer", "loader", *flags):
+            value, flag = getattr(self, setting), setting in flags
             if not isinstance(value, bool if flag else str | None):
                 words = "true or false" if flag else "a string"
                 raise ValueError(f"{setting} of model {self.name!r} must be {words}, got {value!r}")

@@ -77,6 +77,7 @@ class Job:
     tasks: tuple[Task, ...]
     views: int = 0  # how many of the worst places of its block are looked at token by token
     live: Model | None = None  # the model itself, in this process only
+    streamed: bool = False  # one layer is in memory at a time
 
     @property
     def flops(self) -> float:
@@ -141,11 +142,12 @@ def expand(plan: Plan) -> Expansion:
 def handed_out(jobs: Iterable[Job]) -> list[Job]:
     """Jobs as workers get them: model by model, none of much more than half a minute, the largest first.
 
-    The pass of a job that is cut runs once in every part: its bits are the same.
+    The pass of a job that is cut runs once in every part: its bits are the same. That of a streamed model is cut into its
+    layers: a worker that dies takes no other one with it.
     """
     by_model: dict[tuple[str, str | None], list[Job]] = {}
     for job in jobs:
-        parts = (dataclasses.replace(job, tasks=part) for part in _split(job.tasks))
+        parts = (dataclasses.replace(job, tasks=part) for part in _split(job.tasks, job.streamed))
         by_model.setdefault((job.fingerprint, job.dtype), []).extend(parts)
     return [job for same in by_model.values() for job in sorted(same, key=lambda job: -job.flops)]
 
@@ -194,15 +196,16 @@ def _jobs_of(
         if tasks:
             payload, model = one.payload | held, None if live is None else live.model
             job = Job(path, choice, fingerprint, block.dtype, plan.threads, payload, tuple(tasks), block.views, model)
-            jobs.append(job)
+            jobs.append(dataclasses.replace(job, streamed=handle.stream is not None))
     return jobs
 
 
-def _split(tasks: Sequence[Task]) -> Iterable[tuple[Task, ...]]:
-    """Tasks of one pass in parts of bounded work."""
+def _split(tasks: Sequence[Task], by_layer: bool) -> Iterable[tuple[Task, ...]]:
+    """Tasks of one pass in parts of bounded work, of one layer each if ``by_layer``."""
     part: list[Task] = []
     for task in tasks:
-        if part and sum(t.work.flops for t in part) + task.work.flops > _JOB_FLOPS:
+        other = by_layer and part and part[-1].identity["layer"] != task.identity["layer"]
+        if part and (other or sum(t.work.flops for t in part) + task.work.flops > _JOB_FLOPS):
             yield tuple(part)
             part = []
         part.append(task)

@@ -164,7 +164,7 @@ def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
         return made
     return model_loading.load(
         choice.name, choice.tokenizer, part=choice.part, dtype=wanted, allow_pickle=choice.allow_pickle,
-        trust_remote_code=choice.trust_remote_code, check=check,
+        trust_remote_code=choice.trust_remote_code, stream=choice.stream, check=check,
     )  # fmt: skip
 
 
