@@ -99,10 +99,8 @@ def another_device() -> Iterator[torch.device]:
 def moved(model: nn.Module) -> nn.Module:
     """The module with its parameters and buffers there."""
     for part in model.modules():
-        for name, p in list(part._parameters.items()):
-            if p is not None:
-                part._parameters[name] = nn.Parameter(Elsewhere(p.detach()), requires_grad=False)
-        for name, b in list(part._buffers.items()):
-            if b is not None:
-                part._buffers[name] = Elsewhere(b)
+        for name, p in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, nn.Parameter(Elsewhere(p.detach()), requires_grad=False))
+        for name, b in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, Elsewhere(b))
     return model

@@ -120,7 +120,7 @@ def test_the_example_runs(monkeypatch, capsys):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the example sets its own
     importlib.import_module("why_did_it_blow_up").main()
     shown = capsys.readouterr().out
-    assert re.search(r"warning: lipscope.training, step 5: layer \d: .*logit_change is", shown)
+    assert re.search(r"warning: lipscope.training, step 5: layer \d, head \d: .*logit_change is", shown)
     losses = re.findall(r"^(.*): held-out loss ([\d.]+) → ([\d.]+)$", shown, flags=re.MULTILINE)
     assert [name for name, *_ in losses] == ["as it is", "with QKClip(tau=50)", "with a tenth of the learning rate"]
     assert float(losses[0][2]) > float(losses[0][1])

@@ -61,7 +61,7 @@ def test_no_pair_of_tokens_prefers_more_than_the_exponent(d, kind):
     for domain in domains(G, d):
         head = HeadOnSet(layer, 0, domain)
         upper = head.largest()
-        u, w = head.best()
+        u, w = head.best
         for token in (u, w):
             assert torch.allclose(domain.tokens(domain.coordinates(token)), token, atol=1e-9)
         attained = float(preference(layer, torch.stack([w, u]))[0, 1])
@@ -85,7 +85,7 @@ def test_exponents_in_closed_form():
     seen = lipscope.Attention(torch.eye(4, dtype=torch.float64)[:1], torch.eye(4, dtype=torch.float64)[:1], scale=1.0,
                               v=torch.eye(4, dtype=torch.float64))  # fmt: skip
     assert HeadOnSet(seen, 0, sphere(R, 4)).largest() == pytest.approx(R**2 / 4, rel=1e-5)
-    u, w = HeadOnSet(seen, 0, sphere(R, 4)).best()
+    u, w = HeadOnSet(seen, 0, sphere(R, 4)).best
     assert float(u.norm()) == pytest.approx(R)
     assert float(w.norm()) == pytest.approx(R)
     assert float(preference(seen, torch.stack([w, u]))[0, 1]) == pytest.approx(R**2 / 4, rel=1e-6)
@@ -158,7 +158,7 @@ def test_the_exponent_is_sharp_for_every_kind_of_head(A):
             gaps.append(math.log(upper / lower))
         # The gap grows as a multiple of log R, while E/2 grew 81-fold.
         assert gaps[-1] - gaps[0] <= 6 * math.log(9)
-    u, w = HeadOnSet(plain_layer(A), 0, ball(2.0)).best()
+    u, w = HeadOnSet(plain_layer(A), 0, ball(2.0)).best
     E = float((u - w) @ A @ w)
     light = 1 / (1 + math.exp(E))
     sigma = local_constant(MeanFieldAttention(plain_layer(A)), Measure(torch.stack([u, w]), [light, 1 - light])).lower

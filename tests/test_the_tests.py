@@ -34,10 +34,12 @@ def test_it_sees_matrices_and_not_views() -> None:
     assert len(seen.matrices) == 1
 
 
-# Private names of other libraries that say what nothing public says: hooks of a module, the attention a model was given, …
+# Private names of other libraries that say what nothing public says: hooks of a module, the attention a model was given,
+# subclasses of tensors, …
 FOREIGN = {
-    "_attn_implementation", "_attn_implementation_internal", "_exit", "_experts_implementation_internal", "_foreach_zero_",
-    "_forward_hooks", "_forward_pre_hooks", "_global_mapping", "_orig_mod", "_python_dispatch", "_repr_html_",
+    "_C", "_attn_implementation", "_attn_implementation_internal", "_disabled_torch_function_impl", "_exit",
+    "_experts_implementation_internal", "_foreach_zero_", "_forward_hooks", "_forward_pre_hooks", "_global_mapping",
+    "_make_wrapper_subclass", "_orig_mod", "_python_dispatch", "_pytree", "_repr_html_", "_to_copy",
 }  # fmt: skip
 PRIVATE = re.compile(r"_(?!_)\w+")
 
