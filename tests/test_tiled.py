@@ -161,7 +161,7 @@ def test_memory_is_planned():
 
 def test_sizes_are_read_and_shown():
     assert [read_bytes(text) for text in ("4GiB", "512 MiB", "1.5kb", "7")] == [4 << 30, 512 << 20, 1500, 7]
-    assert [show_bytes(count) for count in (3 << 30, 1536 << 10, 12)] == ["3 GiB", "1.5 MiB", "12 B"]
+    assert [show_bytes(count) for count in (5 << 39, 3 << 30, 1536 << 10, 12)] == ["2.5 TiB", "3 GiB", "1.5 MiB", "12 B"]
     assert [read_bytes(number) for number in (7, 4e9, np.int64(5), np.float64(6.0))] == [7, 4 * 10**9, 5, 6]
     for text in ("4 apples", "-4GiB", "1e9", ""):
         with pytest.raises(ValueError, match="memory must be a size such as 4GiB or 512MiB, got"):

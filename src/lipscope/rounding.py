@@ -127,7 +127,7 @@ def show_bytes(count: int) -> str:
         >>> show_bytes(3 << 30), show_bytes(1536 << 10), show_bytes(12)
         ('3 GiB', '1.5 MiB', '12 B')
     """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
