@@ -106,10 +106,11 @@ def test_data_from_files(tmp_path: Path) -> None:
 def test_nothing_raises_from_the_inside(tmp_path: Path) -> None:
     """A small part of ``checks/fuzz.py``."""
     rng = random.Random(7)
-    places = [tmp_path / name for name in ("api", "files", "cli")]
+    places = [tmp_path / name for name in ("api", "files", "cli", "media")]
     for place in places:
         place.mkdir()
-    cases = [*fuzz.api(rng, places[0], share=0.02), *fuzz.files(rng, places[1], 40), *fuzz.cli(rng, places[2], 6)]
+    cases = [*fuzz.api(rng, places[0], share=0.02), *fuzz.files(rng, places[1], 40), *fuzz.cli(rng, places[2], 6),
+             *fuzz.media(rng, places[3], 60)]  # fmt: skip
     assert len(cases) > 250
     assert sum(case.error is not None for case in cases) > 150
     assert [str(case) for case in cases if case.from_inside] == []

@@ -169,6 +169,13 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
     clip.write_text("no sound")
     with pytest.raises(ValueError, match=r"no WAV file.*16-bit PCM"):
         whisper().record(audio=clip)
+    write_wav(clip, 0.01)
+    clip.write_bytes(clip.read_bytes()[:99])
+    with pytest.raises(ValueError, match="ends after 27 of its 160 samples: it was cut short"):
+        whisper().record(audio=clip)
+    write_wav(clip, 0.01, rate=2**31 - 1)
+    with pytest.raises(ValueError, match=r"no WAV file .*samples of 16 bits at 2147483647 Hz"):
+        whisper().record(audio=clip)
     with pytest.raises(FileNotFoundError, match=r"no file .*--audio"):
         whisper().record(audio=tmp_path / "none.wav")
     with pytest.raises(ValueError, match="no image that can be read"):
@@ -192,6 +199,14 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
             vit().record(features=file)
     save_file({"x": torch.ones(3, 8, 8)}, file)
     assert vit().record(features=file)[0].tokens().shape[1] == 5
+
+
+def test_an_image_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands EPS files to Ghostscript, where that is installed."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png", "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("the program in the file was run"))
+    with pytest.raises(ValueError, match="save it as one of PNG, JPEG"):
+        vit().record(image=tmp_path / "photo.png")
 
 
 def test_the_terminal_shows_a_heat_map_over_the_image_and_a_curve_over_the_clip(tmp_path: Path) -> None:
