@@ -148,6 +148,7 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
     head = lipscope.Attention(W, W, W)
     module = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double().eval()
     model = lipscope.load(module)
+    decoder = lipscope.load(writing())
     row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2, "scope": "attention"}
     run = load_run(lipscope.Run((row, row | {"n": 16})))
     store, rows = directory / "run.db", directory / "rows.json"
@@ -181,9 +182,19 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
         "attack": (lipscope.attack, {"target": head, "lengths": [2, 3, 4], "radius": 1.0, "method": "construct",
                                      "restarts": 1, "steps": 2, "seed": 0, "head": 0}),
         "certify": (lipscope.certify, {"attention": layer, "X": X, "radius": 0.1}),
+        "check": (lipscope.check, {"model": decoder, "n": 3, "inputs": None, "causal": None, "window": None, "seed": 0,
+                                   "documents": None, "padding": None, "batch": True, "cache": False, "use_cache": None}),
+        "sensitivity": (lipscope.sensitivity, {
+            "model": decoder, "text": "python-docs", "perturb": "noise:0.01", "verify": False, "n": 3, "inputs": 1,
+            "input_ids": torch.tensor([[1, 2, 3]]), "per_head": False, "damage": None, "probes": 2,
+            "tokenizer": None, "seed": 0,
+        }),
+        "plot": (lipscope.plot, {"result": run, "title": ""}),
+        "testing.assert_isolated": (lipscope.testing.assert_isolated, {"model": decoder, "inputs": None, "n": 3}),
         "influence": (lipscope.influence, {"map": layer, "X": X, "scope": "attention", "mask": "causal", "rtol": 1e-3}),
         "load": (lipscope.load, {"model": module, "tokenizer": None, "part": None, "dtype": None, "allow_pickle": False,
-                                 "trust_remote_code": False, "check": True}),
+                                 "trust_remote_code": False, "revision": None, "attn_implementation": None,
+                                 "device": None, "stream": False, "processor": None, "check": True}),
         "local_lipschitz": (lipscope.local_lipschitz, {
             "map": layer, "X": X, "scope": "attention", "mask": "causal", "solver": lipscope.Auto(), "dtype": torch.float64,
             "norm": None, "certificate": True, "memory": "1GiB",
@@ -237,6 +248,10 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
                                                          "inputs": 1, "tokens": 4, "thresholds": (), "scope": "attention"}),
         "training.Threshold": (lipscope.training.Threshold, {"quantity": "sigma", "above": 1.0, "below": None,
                                                              "action": "warn", "layers": None}),
+        "training.QKClip": (lipscope.training.QKClip, {"model": decoder.model, "tau": 9.0, "every": 10, "layers": [0],
+                                                        "inputs": 1, "tokens": 4, "base": False}),
+        "training.QKClipCallback": (lipscope.training.QKClipCallback, {"tau": 9.0, "every": 10}),
+        "training.LipschitzCallback": (lipscope.training.LipschitzCallback, {"every": 10, "heads": False, "thresholds": ()}),
         "training.jasmin_penalty": (lipscope.training.jasmin_penalty, {"attention": head, "X": X, "k": 0}),
         "training.max_logit_penalty": (lipscope.training.max_logit_penalty, {"attention": head, "X": X, "limit": 0.0}),
         "training.spectral_penalty": (lipscope.training.spectral_penalty, {"attention": head, "X": X, "solver": None}),
@@ -335,8 +350,11 @@ def cli(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Case]
         "meanfield": ["random", "--lengths", "4,6", "--repeats", "1", "--transport-up-to", "0"],
         "sweep": [str(directory / "plan.toml"), "--dry-run", "--store", str(directory / "none.db")],
         "report": [str(directory)], "export": [str(directory / "run.db")], "smooth": ["gpt2-mini", "--target", "1"],
-        "corpora": [], "models": [],
+        "corpora": [], "models": [], "describe": ["gpt2-mini"], "plan": [str(directory / "saved"), "--lengths", "4"],
+        "check": ["gpt2-mini", "--n", "4"], "view": [str(directory / "none")], "paper": ["--quick", "--bert", "none"],
+        "sensitivity": ["gpt2-mini", "--n", "4", "--inputs", "1", "--probes", "2"],
     }  # fmt: skip
+    writing().save_pretrained(directory / "saved")
     skip = {"--out", "--store", "--save", "--csv", "--debug", "--help", "--workers", "--scheduler", "--open", "--refresh"}
     commands: Any = get_command(app)
     for _ in range(count):
@@ -443,6 +461,11 @@ def media(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Cas
             models[option].record(**{option: path})
 
         yield tried(f"{option} {number} ({name}, {len(content)} bytes: {bytes(content[:48])!r})", call, directory)
+
+
+def writing() -> tf.GPT2LMHeadModel:
+    """A tiny random GPT-2."""
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=9, n_positions=8, n_embd=4, n_layer=1, n_head=1)).eval()
 
 
 def hearing() -> lipscope.Model:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import lipscope
 from cases import EXTRAS, layer, masks, random
 from elsewhere import another_device, moved
 from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.registry import least
+from lipscope.cli.main import app
 
 GPUS = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
 
@@ -43,6 +45,9 @@ def test_options_of_the_hub_are_refused_elsewhere(tmp_path: Path) -> None:
         lipscope.load(tmp_path, revision="main")
     with pytest.raises(ValueError, match="names code of the hub"):
         lipscope.load(tmp_path, attn_implementation="somebody/kernel")
+    for word, message in (("somebody/kernel", "names code of the hub"), ("none", "--attn-implementation 'none' is none of")):
+        done = CliRunner().invoke(app, ["check", str(tmp_path), "--n", "4", "--attn-implementation", word])
+        assert (done.exit_code, message in " ".join(done.stderr.split())) == (2, True)
     plain, eager = lipscope.load(tmp_path), lipscope.load(tmp_path, attn_implementation="eager")
     assert eager.model.config._attn_implementation == "eager"
     ids = torch.arange(6)[None]

@@ -124,6 +124,8 @@ def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str
     attention_mask = arguments.get("attention_mask")
     name, tokens = given[0], cast(Tensor, arguments.get(given[0]))
     if name == "inputs":
+        if hasattr(handle.model, "config") and not any(isinstance(v, Tensor) for v in arguments["inputs"].values()):
+            raise ValueError("inputs hold no tensor: give the model's keyword arguments, such as {'input_ids': …}")
         return arguments["inputs"]
     if name in _MEDIA:
         pieces = [piece.inputs for piece in signals(handle, **{name: arguments.get(name)})]  # type: ignore[arg-type]

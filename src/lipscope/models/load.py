@@ -32,7 +32,7 @@ from lipscope.models.checkpoints import (
     tokenizer_in,
 )
 from lipscope.models.model import Model
-from lipscope.models.refusals import as_device, backbone
+from lipscope.models.refusals import as_device, backbone, refuse_kernels_of_the_hub
 from lipscope.models.stored import Checkpoint, fits
 from lipscope.models.streaming import Stream, skeleton
 
@@ -353,8 +353,7 @@ def load(
     if isinstance(model, nn.Module):
         return Model(model, tokenizer, part=part, dtype=dtype, device=place, check=check, processor=processor)
     name, options = os.fspath(model), {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    if "/" in (attn_implementation or ""):
-        raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")
+    refuse_kernels_of_the_hub(attn_implementation)
     given = Path(name).expanduser()
     if stream is None:
         at = given if given.is_dir() else cached_directory(name, revision) if _of_hub(name) else None

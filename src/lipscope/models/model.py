@@ -158,7 +158,7 @@ class Model(Shown):
         """
         if isinstance(inputs, str):
             raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
-        inputs = self.token_inputs(**tokens) if inputs is None else inputs
+        inputs = self.token_inputs(**tokens) if inputs is None else self.token_inputs(inputs=inputs)
         if documents is not None and not all(layer.through_seam for layer in self.every):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
         padding, given, real = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds")), None

@@ -157,8 +157,14 @@ def in_dtype(model: nn.Module, dtype: torch.dtype | None, device: torch.device |
 
 def check_ids(ids: Tensor, model: nn.Module) -> None:
     """Refuse token ids outside the vocabulary."""
-    if ids.is_floating_point():
+    if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"input_ids must be integers, got {ids.dtype}; embedded tokens go into inputs_embeds")
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(vocabulary, int) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(f"input_ids must lie between 0 and {vocabulary - 1}, got {int(ids.min())} … {int(ids.max())}")
+
+
+def refuse_kernels_of_the_hub(attn_implementation: str | None) -> None:
+    """Transformers would fetch and run the code that ``owner/name`` stands for."""
+    if "/" in (attn_implementation or ""):
+        raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")

@@ -150,7 +150,9 @@ def sensitivity(
         source = os.fspath(text)
         input_ids = chunks_of(handle, read_text(source), n, inputs, seed)
         about = f"{counted(inputs, 'input')} of {n} tokens from {source}"
-    given = input_ids if isinstance(input_ids, dict) else handle.token_inputs(input_ids=input_ids)
+    given = (
+        handle.token_inputs(inputs=input_ids) if isinstance(input_ids, dict) else handle.token_inputs(input_ids=input_ids)
+    )
     work = _Work(handle, module, given, per_head, seed)
     rows: list[Row] = []
     together: dict[str, dict[str, float]] = {}
@@ -337,7 +339,7 @@ class _Work:
 
     def _perturbed(self, p: Perturbation, index: int, place: Place, x: Tensor, draw: int = 0) -> Tensor:
         if p.kind == "noise":
-            key = (self.seed, draw, index, *place[0].encode(), place[1])
+            key = (self.seed % 2**64, draw, index, *place[0].encode(), place[1])
             generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             return x + torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) * p.spread(x)
         if p.kind != "worst":
