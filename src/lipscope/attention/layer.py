@@ -228,7 +228,6 @@ class Attention(Layer):
         return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
 
     def with_mask(self, mask: MaskLike) -> Self:
-        """The same layer under another mask."""
         return derived(self, mask=as_mask(mask))
 
     def head(self, index: int) -> Attention:
@@ -372,7 +371,6 @@ class Attention(Layer):
         return group_queries(joined.reshape(*G.shape[:2], self.heads, -1).transpose(1, 2), self.kv_heads)
 
     def __call__(self, X: Tensor) -> Tensor:
-        """Apply the layer to tokens (n, d) or (B, n, d)."""
         Y = self.merge_heads(self.core(X if X.ndim == 3 else X[None]).o)
         if self.out_bias is not None:
             Y = Y + self.out_bias.detach()

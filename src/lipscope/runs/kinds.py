@@ -80,7 +80,6 @@ class Signals(Text):
                 yield Pass(identity, payload, piece.n, 1, name, settings)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
-        """One forward pass."""
         with _tiling(payload):
             return handle.record(payload["signal"].inputs)
 

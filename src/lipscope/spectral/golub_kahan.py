@@ -158,15 +158,12 @@ class DeflatedOperator(DerivedOperator):
         self.right, self.left, self._floor = right, left, floor
 
     def matvec(self, u: Tensor) -> Tensor:
-        """The deflated J·u."""
         return self._above(without(self.base.matvec(without(u, self.right)), self.left), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The deflated Jᵀ·g."""
         return self._above(without(self.base.rmatvec(without(g, self.left)), self.right), g)
 
     def select(self, items: Tensor) -> DeflatedOperator:
-        """Keep the listed items."""
         return DeflatedOperator(self.base.select(items), self.right[items], self.left[items], self._floor[items])
 
     def _above(self, product: Tensor, x: Tensor) -> Tensor:
