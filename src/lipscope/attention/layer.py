@@ -26,6 +26,7 @@ from lipscope.attention.rotary import Rotary, Rotation
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import AnyLinearisation, core_at
 from lipscope.attention.validation import derived, moved, validate
+from lipscope.doors import at_least
 from lipscope.spectral.operator import Operator
 
 # What ``Attention.operator`` linearises.
@@ -188,12 +189,8 @@ class Attention(Layer):
             out_bias: output bias.
             transposed: weights are stored (in, out), as in GPT-2's ``Conv1D``.
             **options: any other field of ``Attention``.
-
-        Returns:
-            The layer.
         """
-        if heads < 1:
-            raise ValueError(f"heads must be at least 1, got {heads}")
+        at_least(1, heads=heads)
         if transposed:
             qkv, out = qkv.mT, None if out is None else out.mT
         shared = kv_heads or heads
