@@ -107,7 +107,6 @@ class HeadsOperator(DerivedOperator):
         return self.base.rmatvec(full.flatten(1))
 
     def select(self, items: Tensor) -> HeadsOperator:
-        """Keep the listed items."""
         return HeadsOperator(self.base.select(items), self.head[items], self.heads)
 
 

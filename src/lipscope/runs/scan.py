@@ -77,9 +77,6 @@ def scan(
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
 
-    Returns:
-        The rows.
-
     Raises:
         ValueError: when the text is too short, a length exceeds the model's positions, or a layer, head or scope does not
             exist.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.bounds.domain import Domain, domain_of
 from lipscope.doors import at_least
-from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
+from lipscope.measure.gradient import sigma_gradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
 from lipscope.rounding import interval
 from lipscope.spectral.basis import scaled_norm, unit_rows
@@ -186,7 +186,6 @@ class _Search:
 
     def __init__(self, layer: Attention | Variant, domain: Domain, z: Tensor, seed: int) -> None:
         self.layer, self.domain, self.z, self.seed = layer, domain, z, seed
-        self.gradient: Any = SigmaGradient(layer) if isinstance(layer, Attention) else VariantSigmaGradient(layer)
         self.active = torch.arange(z.shape[0])
         operator = self._at(z)
         self.pair = cold_pair(operator, seed=seed)
@@ -250,7 +249,7 @@ class _Search:
         self.direction[items] = self._direction(operator, pair)
 
     def _direction(self, operator: AttentionOperator, pair: TopPair) -> Tensor:
-        g = self.domain.pull_back(self.gradient(operator, pair.left, pair.right))
+        g = self.domain.pull_back(sigma_gradient(operator, pair.left, pair.right))
         norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         # Tokens whose gradient is rounding stay where they are.
         floor = 1e3 * torch.finfo(g.dtype).eps * norms.amax(1, keepdim=True)

@@ -161,9 +161,6 @@ def growth(
         seed: see ``maximise``.
         progress: called with (lengths done, lengths, what).
 
-    Returns:
-        A ``Growth``.
-
     Raises:
         ValueError: when a length is below 2, the method is unknown, or the set is not given.
 
