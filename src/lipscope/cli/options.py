@@ -56,7 +56,10 @@ Layers = Annotated[str, option("'all', or indices such as 0,6,-1.", default=True
 Head = Annotated[int | None, option("One head, before W_O; the whole layer by default.")]
 HeadChoice = Annotated[str | None, option("Which heads of the layers, I[,J]; all by default.")]
 PerHead = Annotated[bool, option("Measure every head on its own (scope head).", "--per-head")]
-Scope = Annotated[str | None, option("head, attention, norm+attention, attention+residual, block or model.")]
+Scope = Annotated[
+    str | None,
+    option("head, attention, norm+attention, attention+residual, block or model; cross-queries, cross-keys of a decoder."),
+]
 Radius = Annotated[
     float | None,
     option(
@@ -139,7 +142,7 @@ class Group:
 class Loading(Group):
     """How a model is loaded."""
 
-    part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
+    part: Annotated[str | None, option("'encoder' or 'decoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
     dtype: Annotated[Precision | None, option("Compute in float32 or float64.", panel=FOR_A_MODEL, metavar="TYPE")] = None
     tokenizer: Tokenizer = None
     allow_pickle: AllowPickle = False

@@ -310,7 +310,7 @@ def load(
         model: a name from ``lipscope models`` (``"minilm-l6"``, ``"gpt2-random"``, …), a directory with a saved
             transformers model, a GGUF file, a hub name, or a module in eval mode; quantised weights are de-quantised.
         tokenizer: replaces the model's own; a tokenizer, or the name or directory of one.
-        part: ``"encoder"`` of an encoder–decoder model.
+        part: ``"encoder"`` or ``"decoder"`` of an encoder–decoder model.
         dtype: float32 or float64; that of the weights by default, float32 for half precision.
         allow_pickle: accept pickled weights, which can run code when opened.
         trust_remote_code: run model code from the hub.

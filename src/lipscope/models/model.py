@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
-from lipscope.models.anatomy import Layer, find_layers
+from lipscope.models.anatomy import Layer, decoder_of, find_layers
 from lipscope.models.capture import double_throughout, model_device, model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.claims import claims_causality, own_pass
@@ -41,7 +41,7 @@ class Model(Shown):
         tokenizer: its tokenizer, needed for text.
         name: how rows call it.
         notes: remarks every row carries (random weights, de-quantised weights, …).
-        part: ``"encoder"`` of an encoder–decoder model.
+        part: ``"encoder"`` or ``"decoder"`` of an encoder–decoder model.
         dtype: dtype of the computation, float32 or float64; that of the model by default (float32 for half precision).
         device: where to compute; where the model is by default.
         check: run the self-tests.
@@ -161,6 +161,8 @@ class Model(Shown):
         inputs = self.token_inputs(**tokens) if inputs is None else self.token_inputs(inputs=inputs)
         if documents is not None and not all(layer.through_seam for layer in self.every):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
+        if decoder_of(self.model) and (documents is not None or {"attention_mask", "decoder_attention_mask"} & {*inputs}):
+            raise ValueError("a decoder is measured without padding and packing: give texts of one length")
         padding, given, real = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds")), None
         if isinstance(padding, Tensor) and given is not None and padding.shape == given.shape[:2] and not padding.all():
             real = padding.bool()
@@ -264,5 +266,6 @@ class Model(Shown):
             # The name is empty when the layer is the whole module.
             heads = f"{layer.mixer} as a whole" if layer.mixer else heads
             words = [layer.name, heads, layer.mask if layer.mask.startswith("no ") else f"mask {layer.mask}", norm]
+            words += ["with cross-attention"] if layer.cross else []
             lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)

@@ -29,7 +29,7 @@ from lipscope.attention.row_statistics import row_statistics
 from lipscope.bounds.registry import least
 from lipscope.doors import checked
 from lipscope.measure.columns import COLUMNS
-from lipscope.measure.scopes import LAYER_SCOPES, Certificate, check_scope
+from lipscope.measure.scopes import CROSS_SCOPES, LAYER_SCOPES, Certificate, check_scope
 from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
@@ -253,7 +253,7 @@ class RecordedLayer:
             operator,
             solver,
             scope=scope,
-            mask=self.mask,
+            mask="full" if scope in CROSS_SCOPES else self.mask,
             shape=None if chosen is None else (operator.batch // len(chosen), len(chosen)),
             layer=self.attention if known else None,
             X=self.tokens(scope),

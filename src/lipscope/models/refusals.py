@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import watching
+from lipscope.models.anatomy import decoder_of, watching
 from lipscope.models.capture import last_hidden_state, model_dtype
 from lipscope.rounding import counted
 from lipscope.spectral.autodiff import refuse_training_dropout
@@ -106,21 +106,26 @@ def backbone(model: nn.Module, part: str | None) -> nn.Module:
             raise ValueError(f"{type(model).__name__} has two towers: say which, --part text or --part vision (part=…)")
         return backbone(cast(nn.Module, towers[part]), None)
     get_encoder: Any = getattr(model, "get_encoder", None)
-    # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
-    both = isinstance(getattr(model, "encoder", None), nn.Module) and isinstance(getattr(model, "decoder", None), nn.Module)
     config = getattr(model, "config", None)
-    if config is not None and (both or getattr(config, "is_encoder_decoder", False)) and get_encoder is not None:
+    # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
+    if (
+        config is not None
+        and (decoder_of(model) or getattr(config, "is_encoder_decoder", False))
+        and get_encoder is not None
+    ):
         encoder: nn.Module = get_encoder()
         if encoder is model:
             return model
         if part is None:
             raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' or --part encoder "
-                "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
+                f"{type(model).__name__} is an encoder–decoder model: say which part, --part encoder or decoder (part=…)"
             )
-        if part != "encoder":
-            raise ValueError(f"part must be 'encoder', got {part!r}: cross-attention has two inputs and is not measured")
-        return encoder
+        if part not in ("encoder", "decoder"):
+            raise ValueError(f"part must be 'encoder' or 'decoder', got {part!r}")
+        whole = cast(nn.Module, getattr(model, "base_model", model))
+        if part == "decoder" and (decoder_of(whole) is None or hasattr(whole, "lm_head")):
+            raise ValueError(f"{type(whole).__name__} does not show a decoder without its head: load it without (AutoModel)")
+        return encoder if part == "encoder" else whole
     if part is not None and part != "encoder":
         raise ValueError(f"part applies to encoder–decoder models; {type(model).__name__} has one part")
     base = getattr(model, "base_model", model)

@@ -6,7 +6,7 @@ things that off-loading by accelerate does not do are here: a unit stays until a
 calls of one layer, and a forward pass stops behind a block and goes on later.
 
 A pass goes on in the model's own code: calls of units that are done are answered from what they returned, so that masks,
-positions and what else a model hands to its blocks need not be known. Of the blocks only the last answer is kept; the
+positions and what else a model hands to its blocks need not be known. Of a list of blocks only the last answer is kept; the
 others are tensors without storage, and a model that looks at one again fails instead of going on with wrong numbers.
 """
 
@@ -68,7 +68,7 @@ class Stream:
 
         self.model, self.checkpoint, self.device = model, checkpoint, device
         self.keep: Path | None = None  # a file that holds how far the last pass came, so that another process can go on
-        self.going: tuple[str, list[tuple[bool, Any]]] = "", []  # the last pass and its answers: see ``StreamedPass``
+        self.going: tuple[str, list[tuple[str, Any]]] = "", []  # the last pass and its answers: see ``StreamedPass``
         self.held: nn.Module | None = None
         self._stored = _names(whole, model, checkpoint)
         self.blocks = blocks_of(model)
@@ -158,7 +158,9 @@ def _names(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[s
     missing = []
     for name, tensor in model.state_dict().items():
         full = f"{inner}{name}"
-        spellings = [full, f"{prefix}.{full}", full.removeprefix(f"{prefix}."), tied.get(full, full)]
+        spellings = [
+            s for one in (full, tied.get(full, full)) for s in (one, f"{prefix}.{one}", one.removeprefix(f"{prefix}."))
+        ]
         spellings += [
             s.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for s in spellings
         ]
@@ -202,11 +204,11 @@ class StreamedPass:
     def __init__(self, handle: Model, run: Callable[[], Any], documents: tuple[int, ...] | None, key: str) -> None:
         assert handle.stream is not None
         self.handle, self.stream, self.run, self.documents, self.key = handle, handle.stream, run, documents, key
-        self.hosts, self.blocks, self.outputs = (Passing(self.go_to) for _ in range(3))
-        # Whether a block gave it, and what it was. A worker gets a pass layer by layer: it goes on where it stands.
+        self.hosts, self.blocks, self.outputs, self.crosses = (Passing(self.go_to) for _ in range(4))
+        # The list of the block that gave it, if one did, and what it was. A worker gets a pass layer by layer, and goes on.
         if self.stream.going[0] != key:
             self.stream.going = key, self._kept()
-        self.answers: list[tuple[bool, Any]] = self.stream.going[1]
+        self.answers: list[tuple[str, Any]] = self.stream.going[1]
 
     def go_to(self, index: int) -> None:
         """Record a layer; the pass starts again when it is further already."""
@@ -218,9 +220,10 @@ class StreamedPass:
             seen = self._advance(layer)
         assert seen is not None
         found = record_found([seen], torch.empty(0), self.run)
-        for mine, new in ((self.hosts, found.hosts), (self.blocks, found.blocks), (self.outputs, found.outputs)):
+        for name in ("hosts", "blocks", "outputs", "crosses"):
+            mine: Passing = getattr(self, name)
             mine.clear()
-            mine.update(new)
+            mine.update(getattr(found, name))
 
     def _advance(self, layer: Layer) -> Sighting | None:
         """Go on until the layer's block has returned; None when that call is behind us."""
@@ -242,7 +245,7 @@ class StreamedPass:
                 raise ReachedError(output)
             return output
 
-        parts = (layer.host, layer.block, layer.out)
+        parts = layer.parts
         with replaying(self.handle.model, self.documents), watching(parts) as events, ExitStack() as intercepted:
             for unit in self.stream.units:
                 intercepted.callback(setattr, unit, "forward", unit.forward)
@@ -258,11 +261,11 @@ class StreamedPass:
         raise RuntimeError(f"the pass never reached layer {layer.index} ({layer.name})")
 
     def _answer(self, unit: nn.Module, output: Any) -> None:
-        of_block = unit in self.stream.blocks
-        for k, (block, answer) in enumerate(self.answers if of_block else ()):
-            if block:
-                self.answers[k] = (True, tree_map_only(Tensor, partial(torch.empty_like, device="meta"), answer))
-        self.answers.append((of_block, tree_map_only(Tensor, Tensor.detach, output)))
+        blocks = self.stream.blocks.get(unit, "").rpartition(".")[0]
+        for k, (known, answer) in enumerate(self.answers if blocks else ()):
+            if known == blocks:
+                self.answers[k] = (blocks, tree_map_only(Tensor, partial(torch.empty_like, device="meta"), answer))
+        self.answers.append((blocks, tree_map_only(Tensor, Tensor.detach, output)))
 
     def _keep(self) -> None:
         """Write down where the pass stands, for another process."""
@@ -275,7 +278,7 @@ class StreamedPass:
         except (OSError, RuntimeError) as error:
             raise OSError(f"the state of the pass cannot be written to {self.stream.keep}: {error}") from None
 
-    def _kept(self) -> list[tuple[bool, Any]]:
+    def _kept(self) -> list[tuple[str, Any]]:
         """The answers that were written down for these inputs, if there are any; a damaged file only costs time."""
         try:
             assert self.stream.keep is not None
@@ -294,4 +297,4 @@ def streamed_recording(
     for name, value in sorted(inputs.items()):
         key.update(f"{name} {value.tolist() if isinstance(value, Tensor) else value!r}".encode())
     going = StreamedPass(handle, run, documents, key.hexdigest())
-    return Recording(going.hosts, going.blocks, going.outputs, torch.empty(0), real, run, documents)
+    return Recording(going.hosts, going.blocks, going.outputs, torch.empty(0), real, run, documents, going.crosses)

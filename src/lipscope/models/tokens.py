@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lipscope.measure.influence import influence
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.models.inputs import TokenArguments
 from lipscope.models.media import Signal
 from lipscope.models.model import Model
@@ -69,6 +70,8 @@ def token_view(
         raise ValueError(
             "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
         )
+    if scope in CROSS_SCOPES:
+        raise ValueError(f"scope {scope} has other tokens where it begins than where it ends: its σ is in lipscope scan")
     if isinstance(text, Signal):
         inputs = text.inputs
     else:
@@ -93,7 +96,7 @@ def token_view(
             text.labels if len(text.labels) == len(result.token_energy) else list(map(str, range(len(result.token_energy))))
         )
     else:
-        readable = readable_tokens(handle.tokenizer, inputs["input_ids"][0].tolist())
+        readable = readable_tokens(handle.tokenizer, inputs.get("decoder_input_ids", inputs["input_ids"])[0].tolist())
     return TokenView(readable, result.token_energy, matrix, result, at.index, head)
 
 

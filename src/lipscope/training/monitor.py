@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.doors import at_least
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models.model import Model
 from lipscope.models.recorded import Recorded, RecordedLayer
@@ -97,7 +98,7 @@ def _reading(layer: int, head: int | None, result: SpectralNorm, items: Any, sta
     return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations, logit_head=loudest)
 
 
-SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
+SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model", *CROSS_SCOPES))
 
 
 class Monitor:
