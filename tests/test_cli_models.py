@@ -64,15 +64,17 @@ def test_scan_prints_writes_and_agrees(tmp_path: Path) -> None:
     assert "causal" in table.output
 
 
+# After five of six tasks one layer has the three lengths that a fit takes, and the other has two.
+@pytest.mark.parametrize("done", [3, 5])
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ArithmeticError("nine is not a good number")])
 def test_a_scan_that_is_stopped_shows_and_keeps_what_it_has_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException, done: int
 ) -> None:
     whole = json.loads(runner.invoke(app, [*SCAN, "--json"]).output)
     measure, calls = Text.measure, itertools.count()
 
     def stopped(*arguments: Any) -> list[dict[str, Any]]:
-        if next(calls) == 3:
+        if next(calls) == done:
             raise how
         return measure(*arguments)
 
@@ -84,9 +86,9 @@ def test_a_scan_that_is_stopped_shows_and_keeps_what_it_has_and_goes_on(
     assert json.loads((tmp_path / "run.json").read_text())["about"]["stopped"] == (str(how) or "interrupted")
     for file in ("rows.json", "rows.csv"):
         (tmp_path / file).unlink()  # as after a kill: the store has them
-    assert len(Run.read(tmp_path)) == 6
+    assert len(Run.read(tmp_path)) == 2 * done
     again = runner.invoke(app, [*SCAN, "--out", str(tmp_path), "--json"])
-    assert next(calls) == 3 + 1 + 3  # the task that failed, and those after it
+    assert next(calls) == done + 1 + (6 - done)  # the task that failed, and those after it
     timeless = [[row | {"seconds": 0} for row in rows] for rows in (json.loads(again.stdout), whole)]
     assert timeless[0] == timeless[1]
     assert "stopped" not in json.loads((tmp_path / "run.json").read_text())["about"]
@@ -102,6 +104,29 @@ def test_what_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path: Pat
         result = runner.invoke(app, [*SCAN, "--out", str(place)])
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_heads_that_say_nothing_leave_the_table_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, files: object) -> Loaded:
+        model = FAMILIES["gpt2"]()
+        model.resize_token_embeddings(256)
+        model.get_submodule("h.1.attn.c_attn").weight.data[:, -16:] = 0.0  # no values in layer 1: σ is 0
+        return Loaded(model, ByteTokenizer(), name)
+
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
+    result = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert len((tmp_path / "fits.csv").read_text().splitlines()) == 2  # the names, and layer 0
+    assert {row["estimate"] > 0 for row in Run.read(tmp_path).rows if row["layer"] == 1} == {False}
+
+
+def test_ctrl_c_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lipscope.cli.show.load_model", interrupted)
+    result = runner.invoke(app, ["describe", "tiny"])
+    assert (result.exit_code, result.stderr) == (130, "lipscope: interrupted\n")
 
 
 def test_the_table_is_printed_whatever_becomes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

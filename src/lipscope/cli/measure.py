@@ -127,6 +127,9 @@ def scan(
         echo(result.csv_text(), data=True)
     else:
         _print_scan(result, result.about["text"], top, handle if sort is Sort.max_logit else None)
+    if (why := result.about.get("stopped")) is not None:
+        on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
+        echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
     # After the table, which is there whatever becomes of the files.
     if out is not None:
         asked: dict[str, Any] = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths}
@@ -135,9 +138,7 @@ def scan(
         command = command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out})
         write_run(result, out, command=command, environment=environment(get_num_threads()))
         notice(f"rows are in {out}")
-    if (why := result.about.get("stopped")) is not None:
-        on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
-        echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
+    if why is not None:
         raise typer.Exit(130 if why == "interrupted" else 2)
 
 
@@ -330,7 +331,7 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     names = [*place, "median σ", "lower", "upper"]
     if for_logits is None:
         names += ["|x|", "entropy", "on first"]
-        fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
+        fits = result.fit()
     else:
         if all(s["max_logit"] is None for s in summaries):
             raise ValueError(f"scope {first['scope']} has no logits to sort by")
@@ -346,8 +347,10 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         cells += [f"{s['radius_rms']:.3g}"] if for_logits is None else []
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
-            fit = fits[(s["layer"], s["head"])]
-            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit.is_decided else "too few lengths")
+            if (fit := fits.get((s["layer"], s["head"]))) is None:  # σ is 0, or the scan was stopped
+                cells.append("–")
+            else:
+                cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit.is_decided else "too few lengths")
         if for_logits is not None:
             cells += logit_cells(for_logits, s)
         rows.append(cells)

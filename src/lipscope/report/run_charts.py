@@ -24,8 +24,8 @@ _SCATTERS = (
     ("max_logit", "max-logit", "σ and the largest logit", "largest visible logit"),
     ("entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
     ("sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
-    ("typical", "typical", "σ and the typical gain", "typical gain: root mean square over random directions"),
-    ("stable_rank", "stable-rank", "σ and the stable rank", "stable rank: directions about as bad as the worst one"),
+    ("typical", "typical", "σ and the typical gain", "gain of random directions, r.m.s."),
+    ("stable_rank", "stable-rank", "σ and the stable rank", "stable rank: directions about as bad"),
 )
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from lipscope.measure.atlas import standing
 from lipscope.measure.scopes import SCOPES
-from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
+from lipscope.report.settings import Cell, Setting
 from lipscope.rounding import counted, enclosure, number, span
-from lipscope.runs.fit import TOO_FEW, GrowthFit
+from lipscope.runs.fit import FEWEST_LENGTHS, TOO_FEW, GrowthFit
 from lipscope.runs.run import Row, Run, at_longest
 
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).

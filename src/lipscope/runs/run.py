@@ -183,13 +183,11 @@ class Run(Shown):
         return json.dumps(list(self.rows), indent=1)
 
     def fit(self, *, level: float = 0.95, seed: int = 0) -> dict[tuple[int, int | None], GrowthFit]:
-        """σ against n for every (layer, head): a power law, and a saturating curve to compare; see ``fit_growth``."""
-        from lipscope.runs.fit import fit_growth
+        """σ against n: a power law, and a saturating curve to compare, for every (layer, head) that ``fit_growth`` takes."""
+        from lipscope.runs.fit import can_fit, fit_growth
 
-        return {
-            place: fit_growth([r["n"] for r in rows], [r["estimate"] for r in rows], level=level, seed=seed)
-            for place, rows in by_place(self.rows).items()
-        }
+        points = {place: [[r[of] for r in rows] for of in ("n", "estimate")] for place, rows in by_place(self.rows).items()}
+        return {place: fit_growth(*found, level=level, seed=seed) for place, found in points.items() if can_fit(*found)}
 
     def worst(self) -> list[Row]:
         """One summary per (layer, head), the largest median σ at the longest length first."""
