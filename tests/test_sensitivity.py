@@ -294,6 +294,35 @@ def test_classes_instead_of_tokens(tmp_path):
     assert all(row["measured"] == pytest.approx(row["predicted"], rel=0.05) for row in found.to_rows())
 
 
+def test_labels_that_do_not_exclude_each_other_are_no_distribution():
+    model = bert(tf.BertForSequenceClassification, num_labels=3, problem_type="multi_label_classification")
+    found = lipscope.sensitivity(model, input_ids=IDS, perturb="bf16", probes=3)
+    assert "last hidden state" in found.damage
+    with pytest.raises(ValueError, match="no logits that are one distribution"):
+        lipscope.sensitivity(model, input_ids=IDS, perturb="bf16", damage="kl")
+
+
+@pytest.mark.parametrize("damage", ["kl", "hidden"])
+def test_padding_suffers_no_damage(damage):
+    model = bert()
+    padded = torch.cat([ONE, torch.zeros(1, 4, dtype=torch.long)], 1)
+    given = {"input_ids": padded, "attention_mask": (torch.arange(10) < 6).long()[None]}
+    how = {"perturb": ["bf16-kv", "bf16-weights"], "damage": damage, "probes": None, "verify": True}
+    alone, among = (lipscope.sensitivity(model, input_ids=ids, **how).to_rows() for ids in (ONE, given))
+    for one, other in zip(alone, among, strict=True):
+        assert other["predicted"] == pytest.approx(one["predicted"], rel=1e-6)
+        assert other["measured"] == pytest.approx(one["measured"], rel=1e-6)
+
+
+def test_a_layer_that_puts_out_nothing_suffers_nothing():
+    model = gpt2()
+    nn.init.zeros_(model.transformer.h[0].attn.c_proj.weight)
+    nn.init.zeros_(model.transformer.h[0].attn.c_proj.bias)
+    rows = lipscope.sensitivity(model, input_ids=ONE, perturb=["bf16", "noise:0.01"], verify=True, probes=2).to_rows()
+    assert [(row["size"], row["predicted"], row["measured"]) for row in rows[::2]] == [(0, 0, 0)] * 2
+    assert all(row["size"] > 0 for row in rows[1::2])
+
+
 def test_heads_of_checkpoints(tmp_path):
     gpt2().save_pretrained(tmp_path / "head")
     assert type(load_with_head(str(tmp_path / "head")).model) is tf.GPT2LMHeadModel

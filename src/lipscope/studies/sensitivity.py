@@ -118,7 +118,7 @@ def sensitivity(
         input_ids: token ids (B, n) instead of a text, or the keyword arguments of the model as they are (images, …).
         per_head: every key head on its own; for keys and values.
         damage: ``kl``, the mean of KL(p‖p') over positions in nats, or ``hidden``, ‖H' − H‖²_F/‖H‖²_F of the last hidden
-            state; by default ``kl`` where there are logits.
+            state; by default ``kl`` where there are logits. Padding does not count.
         probes: backward passes; None for one per output number, which gives ½ δᵀFδ up to rounding.
         tokenizer: replaces the model's own.
         seed: of the place in the text, of probes and of noise.
@@ -252,10 +252,13 @@ def correlations(settings: Sequence[Sequence[Row]]) -> dict[str, tuple[float, fl
 class _Clean:
     """The outputs of the unperturbed model, how far others are from them, and directions ξ with E⟨ξ, ·⟩² their distance."""
 
-    def __init__(self, output: Any, damage: str | None, model: str) -> None:
-        self.kl = _has_distribution(output)
+    def __init__(self, output: Any, real: Tensor | None, damage: str | None, model: str) -> None:
+        self.kl, self.real = _has_distribution(output), real
         if damage == "kl" and not self.kl:
-            raise ValueError(f"{model} has no logits, so there is no KL: give a model with its head, or take damage hidden")
+            raise ValueError(
+                f"{model} has no logits that are one distribution, so there is no KL: give a model with such a head, or "
+                "take damage hidden"
+            )
         self.graph = self._read(output)
         self.values = self.graph.detach().double()
         if not bool(torch.isfinite(self.values).all()):
@@ -268,7 +271,8 @@ class _Clean:
 
     def _read(self, output: Any) -> Tensor:
         found: Tensor = output.logits if self.kl else last_hidden_state(output)
-        return found
+        # What a model puts out at padding is nobody's.
+        return found if self.real is None or found.shape[:-1] != self.real.shape else found[self.real]
 
     def probe(self, number: int | None, generator: torch.Generator) -> Tensor:
         """A random ξ, or the one that belongs to an output number."""
@@ -289,7 +293,8 @@ class _Work:
 
     def __init__(self, handle: Model, module: nn.Module, given: dict[str, Any], per_head: bool, seed: int) -> None:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
-        self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
+        recording = handle.record(given)
+        self.per_head, self.seed, self.recorded, self.real = per_head, seed, list(recording), recording.real
         scope = "head" if per_head else "attention"
         self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False, typical=True) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
@@ -311,7 +316,7 @@ class _Work:
             return x + leaves[index][place]
 
         with touching(self.layers, touch), torch.enable_grad():
-            self.clean = _Clean(self.run(), damage, self.name)
+            self.clean = _Clean(self.run(), self.real, damage, self.name)
         for p in asked:
             self._find_deltas(p)
         flat = [leaf for found in leaves for leaf in found.values()]
@@ -373,7 +378,7 @@ class _Work:
                 worst = max(sigmas, key=lambda row: row["estimate"]) | {"head": head}
                 ends = damage_interval(mine, draws=NOISE_DRAWS if p.kind == "noise" else None, exact=self.exact)
                 value, low, high = (end * self.clean.scale for end in ends)
-                own: Row = {"shift": shift, "size": shift / norm, "predicted": value, "predicted_low": low}
+                own: Row = {"shift": shift, "size": shift / norm if norm else 0.0, "predicted": value, "predicted_low": low}
                 own |= {"predicted_high": high, "measured": self.measure(p, {layer.index}, head) if verify else None}
                 yield study_row(worst, kind=p.name, **own)
 
@@ -417,7 +422,9 @@ def _open(model: Any, tokenizer: Any, damage: str | None) -> tuple[Model, nn.Mod
         module = with_tied_head(module)
     with torch.no_grad():
         kept = damage != "hidden" and _has_distribution(runner(module, probe_inputs(handle.model))())
-    return handle, module if kept else handle.model
+    # Labels that do not exclude each other are no distribution.
+    labels = getattr(getattr(module, "config", None), "problem_type", None)
+    return handle, module if kept and labels != "multi_label_classification" else handle.model
 
 
 def _has_distribution(output: Any) -> bool:
