@@ -16,6 +16,9 @@ from lipscope.cli.main import app
 from lipscope.models.capture import double_throughout
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.load import load_with_head, with_tied_head
+from lipscope.report.page import Page
+from lipscope.report.settings import report_data
+from lipscope.runs.run import load_run
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.sensitivity import NOISE_DRAWS, Perturbation, correlations, damage_interval
 from model_families import FAMILIES, enlarge
@@ -427,6 +430,26 @@ def test_rounding():
     assert Perturbation.parse("noise:1e-3").size == 0.001
 
 
+def test_the_report_says_what_a_perturbation_does_to_the_outputs(tmp_path):
+    found = lipscope.sensitivity(gpt2(), input_ids=ONE, perturb=["bf16-k", "bf16"], verify=True, probes=4)
+    page = Page(report_data([load_run(lipscope.Run(found.rows))]))
+    captions = [page.charts[f"{k}-damage"]["caption"] for k in range(2)]
+    for name, caption in zip(("bf16", "bf16-k"), captions, strict=True):
+        layers = sorted(found.matter(name))
+        assert f"Half of the predicted damage of {name} is in {len(layers)} of 2 layers ({layers[0]}" in caption
+        rows = found.to_rows(name)
+        inside = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in rows)
+        assert f"interval of the prediction in {inside} of 2 places" in caption
+        assert f"Fisher prediction {found.correlations(name)['predicted'][0]:.2f} [" in caption
+    # Rows of others may lack anything.
+    lacking = [{k: v for k, v in row.items() if k not in ("shift", "measured", "damage")} for row in found.rows]
+    assert "Rank" not in Page(report_data([load_run(lipscope.Run(lacking))])).charts["0-damage"]["caption"]
+    odd = [row | {"shift": None, "predicted": 0.0, "measured": float("inf")} for row in found.rows]
+    assert "0-damage" in Page(report_data([load_run(lipscope.Run(odd))])).charts
+    plain = [row | {"predicted_low": None} for row in found.rows]
+    assert "0-damage" not in Page(report_data([load_run(lipscope.Run(plain))])).charts
+
+
 def test_command(tmp_path):
     run = CliRunner().invoke
     command = ["sensitivity", "gpt2-mini", "--text", "alice", "--n", "16", "--inputs", "2", "--probes", "4"]
@@ -435,16 +458,26 @@ def test_command(tmp_path):
     for words in (
         "4 backward passes for all layers",
         "nats of KL per position",
-        "rank correlation",
-        "half of the predicted",
+        "Rank correlation with it, and its 95 % interval: σ -",
+        "Half of the predicted damage of fp8-kv is in",
     ):
         assert words in " ".join(shown.output.split())
     written = run(app, [*command, "--perturb", "bf16-k,noise:0.01", "--json", "--out", str(tmp_path / "rows")])
-    rows = json.loads(written.stdout)
+    found = json.loads(written.stdout)
+    assert found == json.loads((tmp_path / "rows/sensitivity.json").read_text())
+    assert found["backward_passes"] == 4
+    assert set(found["perturbations"]) == {"bf16-k", "noise:0.01"}
+    rows = found["rows"]
     assert {row["kind"] for row in rows} == {"bf16-k", "noise:0.01"}
     assert rows == json.loads((tmp_path / "rows/rows.json").read_text())
     assert run(app, ["report", str(tmp_path / "rows"), "--out", str(tmp_path / "page.html")]).exit_code == 0
     assert "noise:0.01" in (tmp_path / "page.html").read_text()
+    both = json.loads(run(app, [*command, "--verify", "--emit", "vllm", "--json"]).stdout)
+    assert both["vllm"].startswith("--kv-cache-dtype fp8_e4m3")
+    about = both["perturbations"]["fp8-kv"]
+    assert about["matter"] == [int(layer) for layer in both["vllm"].split("layers ")[1].split()]
+    assert set(about["correlations"]) == {"estimate", "sigma_shift", "typical", "stable_rank", "max_logit", "predicted"}
+    assert about["together"]["spared"] < about["together"]["all"]
     emitted = run(app, [*command, "--verify", "--emit", "vllm"])
     assert "--kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers" in emitted.output
     assert "verified on 32 tokens of alice, and on nothing else" in " ".join(emitted.output.split())
