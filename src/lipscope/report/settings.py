@@ -34,6 +34,8 @@ ABOUT = {
     "sink_mass": "on first token and sinks",
     "typical": "typical gain",
     "stable_rank": "stable rank",
+    "predicted": "predicted damage",
+    "measured": "measured damage",
 }
 
 

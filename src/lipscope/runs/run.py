@@ -40,9 +40,11 @@ SCAN_STORE = "rows.db"
 _SQLITE = b"SQLite format 3\x00"
 _WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
 _NEEDED = ("layer", "n", "lower", "estimate", "upper")
-_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
+_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options", "damage")
+# What a perturbation of a layer does to the outputs.
+_DAMAGE = ("predicted", "predicted_low", "predicted_high", "measured", "shift", "size")
 _ROW: dict[str, Any] = {
-    **dict.fromkeys(COLUMNS, float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
+    **dict.fromkeys((*COLUMNS, *_DAMAGE), float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
     **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
 }  # fmt: skip
 _STORY = dict.fromkeys(("about", "environment"), Row | None) | dict.fromkeys(("command", "created"), str | None)
@@ -55,7 +57,7 @@ _VIEW: dict[str, Any] = {
 
 
 _BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
-_ABOUT = ("radius_rms", "max_logit", "entropy", "sink_mass", "typical", "stable_rank")
+_ABOUT = ("radius_rms", "max_logit", "entropy", "sink_mass", "typical", "stable_rank", "predicted", "measured")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lipscope.bounds.registry import BoundTable
 from lipscope.models.layer_bounds import LayerBounds
 from lipscope.report.charts import Chart, Group, Look, Panel, Series
 from lipscope.report.palette import CYCLE
-from lipscope.report.run_charts import growth
+from lipscope.report.run_charts import damage_chart, growth
 from lipscope.rounding import interval, round_down, round_up
 from lipscope.runs.run import Run
 from lipscope.spectral.result import SpectralNorm
@@ -99,18 +99,11 @@ def bounds_chart(found: BoundTable | LayerBounds, title: str) -> Chart:
     return Chart("bounds", title, [panel], f"{len(rows)} bounds: {', '.join(names)}.")
 
 
-def damage_chart(found: Sensitivity, title: str) -> Chart:
-    """Predicted damage of every layer, or head, with its interval, and the measured one."""
-    series = []
-    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in found.rows)):
-        rows, colour = found.to_rows(kind), CYCLE[number % len(CYCLE)]
-        x = [row["layer"] for row in rows]
-        y, low, high = ([row[name] for row in rows] for name in ("predicted", "predicted_low", "predicted_high"))
-        series.append(Series(f"{kind}, predicted", x, y, "points", colour, low, high))
-        known = [(row["layer"], row["measured"]) for row in rows if row["measured"] is not None]
-        series.append(Series(f"{kind}, measured", [k for k, _ in known], [y for _, y in known], "marks", colour))
-    series = [one for one in series if len(one.x)]
-    return Chart("sensitivity", title, [Panel(series, "layer", found.damage, y_log=True)], f"Damage to {found.model}.")
+def sensitivity_chart(found: Sensitivity, title: str) -> Chart:
+    """Predicted and measured damage of every layer or head."""
+    chart = damage_chart(found.rows, title)
+    assert chart is not None
+    return chart
 
 
 def comparison_chart(comparison: Comparison, title: str) -> Chart:
@@ -267,6 +260,6 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
 
 _CHARTS: dict[type, Callable[[Any, str], Chart]] = {
     Run: run_chart, SpectralNorm: values_chart, BoundTable: bounds_chart, LayerBounds: bounds_chart,
-    Sensitivity: damage_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
+    Sensitivity: sensitivity_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
     Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart,
 }  # fmt: skip

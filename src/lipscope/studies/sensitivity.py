@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from lipscope.models.load import load_with_head, with_tied_head
 from lipscope.models.model import Model
 from lipscope.models.refusals import in_dtype
 from lipscope.models.text import chunks_of
+from lipscope.report.summary import LEVEL, carriers, correlations
 from lipscope.rounding import Shown, counted
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.rows import Row, study_row
@@ -41,9 +40,7 @@ PLACES = {"k": ("k",), "v": ("v",), "kv": ("k", "v"), "input": ("input",), "outp
 FLOATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # The same rounding of keys and values in vLLM's words (vllm/config/cache.py: CacheDType, kv_cache_dtype_skip_layers).
 VLLM = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": "int8_per_token_head"}
-PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
-              "max_logit": "largest logit", "predicted": "Fisher prediction"}  # fmt: skip
-LEVEL, NOISE_DRAWS, RESAMPLES, SOLVER = 0.95, 8, 1000, Auto(rtol=1e-3, interval=0.05)
+NOISE_DRAWS, SOLVER = 8, Auto(rtol=1e-3, interval=0.05)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def sensitivity(
         input_ids: token ids (B, n) instead of a text, or the keyword arguments of the model as they are (images, …).
         per_head: every key head on its own; for keys and values.
         damage: ``kl``, the mean of KL(p‖p') over positions in nats, or ``hidden``, ‖H' − H‖²_F/‖H‖²_F of the last hidden
-            state; by default ``kl`` where there are logits.
+            state; by default ``kl`` where there are logits. Padding does not count.
         probes: backward passes; None for one per output number, which gives ½ δᵀFδ up to rounding.
         tokenizer: replaces the model's own.
         seed: of the place in the text, of probes and of noise.
@@ -200,7 +197,7 @@ class Sensitivity(Shown):
 
     def matter(self, name: str | None = None) -> list[int]:
         """The fewest layers that carry at least half of the predicted damage, most first."""
-        return _matter(self.to_rows(name or self.rows[0]["kind"]))
+        return carriers(self.to_rows(name or self.rows[0]["kind"]))
 
     def vllm(self, name: str | None = None) -> str:
         """The options with which vLLM rounds its cache but spares the layers that matter.
@@ -221,6 +218,16 @@ class Sensitivity(Shown):
             )
         return f"--kv-cache-dtype {VLLM[p.kind]} --kv-cache-dtype-skip-layers {' '.join(map(str, spared))}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """All that was found, as JSON values: by perturbation the layers that matter and, if verified, rank correlations."""
+        found: dict[str, Any] = {
+            name: {"matter": self.matter(name)} for name in dict.fromkeys(row["kind"] for row in self.rows)
+        }
+        found |= {name: found[name] | {"correlations": self.correlations(name), "together": self.together[name]}
+                  for name in self.together}  # fmt: skip
+        about = {name: value for name, value in vars(self).items() if name != "together"}
+        return about | {"perturbations": found, "rows": self.to_rows()}
+
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(row["kind"] for row in self.rows))
         return f"Sensitivity({self.model}: {kinds}, on {self.text}, by {self.backward_passes} backward passes)"
@@ -228,36 +235,16 @@ class Sensitivity(Shown):
     __repr__ = __str__
 
 
-def correlations(settings: Sequence[Sequence[Row]]) -> dict[str, tuple[float, float, float]]:
-    """Rank correlation of measured damage with each predictor: mean over settings, and a 95 % bootstrap over layers.
-
-    Every setting holds rows of the same layers (or heads) in the same order. Predictors without numbers are left out.
-    """
-    layers = len(settings[0])
-    draws = np.vstack([np.arange(layers), np.random.default_rng(0).integers(layers, size=(RESAMPLES, layers))])
-
-    def ranks(rows: Sequence[Row], column: str) -> Any:
-        values = [row["estimate"] * row["shift"] if column == "sigma_shift" else row.get(column) for row in rows]
-        centred = stats.rankdata(np.array(values, dtype=float)[draws], axis=1) - (layers + 1) / 2
-        return centred / np.linalg.norm(centred, axis=1, keepdims=True)
-
-    found = {}
-    with np.errstate(invalid="ignore"):  # a draw of equal values has no ranks
-        for name in PREDICTORS:
-            means = np.mean([(ranks(rows, name) * ranks(rows, "measured")).sum(1) for rows in settings], axis=0)
-            if np.isfinite(means[0]):
-                low, high = np.nanquantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-                found[name] = float(means[0]), float(low), float(high)
-    return found
-
-
 class _Clean:
     """The outputs of the unperturbed model, how far others are from them, and directions ξ with E⟨ξ, ·⟩² their distance."""
 
-    def __init__(self, output: Any, damage: str | None, model: str) -> None:
-        self.kl = _has_distribution(output)
+    def __init__(self, output: Any, real: Tensor | None, damage: str | None, model: str) -> None:
+        self.kl, self.real = _has_distribution(output), real
         if damage == "kl" and not self.kl:
-            raise ValueError(f"{model} has no logits, so there is no KL: give a model with its head, or take damage hidden")
+            raise ValueError(
+                f"{model} has no logits that are one distribution, so there is no KL: give a model with such a head, or "
+                "take damage hidden"
+            )
         self.graph = self._read(output)
         self.values = self.graph.detach().double()
         if not bool(torch.isfinite(self.values).all()):
@@ -270,7 +257,8 @@ class _Clean:
 
     def _read(self, output: Any) -> Tensor:
         found: Tensor = output.logits if self.kl else last_hidden_state(output)
-        return found
+        # What a model puts out at padding is nobody's.
+        return found if self.real is None or found.shape[:-1] != self.real.shape else found[self.real]
 
     def probe(self, number: int | None, generator: torch.Generator) -> Tensor:
         """A random ξ, or the one that belongs to an output number."""
@@ -291,7 +279,8 @@ class _Work:
 
     def __init__(self, handle: Model, module: nn.Module, given: dict[str, Any], per_head: bool, seed: int) -> None:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
-        self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
+        recording = handle.record(given)
+        self.per_head, self.seed, self.recorded, self.real = per_head, seed, list(recording), recording.real
         scope = "head" if per_head else "attention"
         self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False, typical=True) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
@@ -313,7 +302,7 @@ class _Work:
             return x + leaves[index][place]
 
         with touching(self.layers, touch), torch.enable_grad():
-            self.clean = _Clean(self.run(), damage, self.name)
+            self.clean = _Clean(self.run(), self.real, damage, self.name)
         for p in asked:
             self._find_deltas(p)
         flat = [leaf for found in leaves for leaf in found.values()]
@@ -375,9 +364,9 @@ class _Work:
                 worst = max(sigmas, key=lambda row: row["estimate"]) | {"head": head}
                 ends = damage_interval(mine, draws=NOISE_DRAWS if p.kind == "noise" else None, exact=self.exact)
                 value, low, high = (end * self.clean.scale for end in ends)
-                own: Row = {"shift": shift, "size": shift / norm, "predicted": value, "predicted_low": low}
+                own: Row = {"shift": shift, "size": shift / norm if norm else 0.0, "predicted": value, "predicted_low": low}
                 own |= {"predicted_high": high, "measured": self.measure(p, {layer.index}, head) if verify else None}
-                yield study_row(worst, kind=p.name, **own)
+                yield study_row(worst, kind=p.name, damage=self.clean.words, **own)
 
     def measure(self, p: Perturbation, layers: set[int], head: int | None = None) -> float:
         """The damage when these layers are perturbed; of noise, the mean over some draws."""
@@ -398,7 +387,7 @@ class _Work:
         return math.fsum(found) / len(found)
 
     def together(self, p: Perturbation, rows: Sequence[Row]) -> dict[str, float]:
-        layers, spared = {row["layer"] for row in rows}, _matter(rows)
+        layers, spared = {row["layer"] for row in rows}, carriers(rows)
         ranked = dict.fromkeys(row["layer"] for row in sorted(rows, key=lambda row: -row["estimate"]))
         left = {"all": layers, "spared": layers - {*spared}, "spared_by_sigma": layers - {*list(ranked)[: len(spared)]}}
         return {name: self.measure(p, which) for name, which in left.items()}
@@ -419,7 +408,9 @@ def _open(model: Any, tokenizer: Any, damage: str | None) -> tuple[Model, nn.Mod
         module = with_tied_head(module)
     with torch.no_grad():
         kept = damage != "hidden" and _has_distribution(runner(module, probe_inputs(handle.model))())
-    return handle, module if kept else handle.model
+    # Labels that do not exclude each other are no distribution.
+    labels = getattr(getattr(module, "config", None), "problem_type", None)
+    return handle, module if kept and labels != "multi_label_classification" else handle.model
 
 
 def _has_distribution(output: Any) -> bool:
@@ -442,11 +433,3 @@ def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = 
         freedom = 2 * mean**2 / float(squares.sum(1).var())
         low, high = (mean * float(stats.f.ppf(tail, draws * freedom, probes * freedom)) for tail in tails)
     return mean, low, high
-
-
-def _matter(rows: Sequence[Row]) -> list[int]:
-    totals: Counter[int] = Counter()
-    for row in rows:
-        totals[row["layer"]] += row["predicted"]
-    ranked = [layer for layer, _ in totals.most_common()]
-    return next(ranked[:k] for k in count(1) if 2 * sum(totals[i] for i in ranked[:k]) >= totals.total())
