@@ -57,8 +57,9 @@ class LipschitzCallback(Watching, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
         record, save, stop = self.after_step(state.global_step, joint=args.world_size > 1)
-        if record is not None and self.monitor is not None:
+        if record is not None:
             _log(record.scalars(), control)
+        if self.monitor is not None and (record is not None or save or stop):
             _kept(state)[self._key] = self.monitor.state_dict()
         control.should_save = control.should_save or save
         control.should_training_stop = control.should_training_stop or stop
