@@ -7,7 +7,7 @@ from typing import Any
 
 from lipscope.training.monitor import Monitor, check_options
 from lipscope.training.qk_clip import QKClip, check_clip
-from lipscope.training.readings import JointDecision
+from lipscope.training.readings import ALARM, JointDecision
 
 
 class Following:
@@ -54,6 +54,8 @@ class Watching(Following):
             raise TypeError(f"{min(unknown)!r} is no option of lipscope.training.Monitor")
         check_options(every=every, **options)
         super().__init__({"every": every, **options})
+        lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
+        self.key = f"lipscope monitor ({lines})"  # what a checkpoint keeps its state under
 
     @property
     def monitor(self) -> Monitor | None:
@@ -63,6 +65,7 @@ class Watching(Following):
 
     def attach(self, model: Any, *, first: bool) -> None:
         """Put a monitor on the model; only the first process measures and writes, all read the backward bound."""
+        self._finish()
         options = self._options if first else self._options | {"csv": None, "writer": None}
         self._at_work = Monitor(model, **options, measures=first)
 
