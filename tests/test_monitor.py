@@ -7,6 +7,7 @@ import csv
 import json
 import pickle
 import random
+import re
 import warnings
 
 import numpy as np
@@ -19,7 +20,7 @@ import lipscope
 from dense_oracle import Oracle
 from lipscope.training import Monitor, QKClip, Threshold
 from lipscope.training.attach import undisturbed
-from lipscope.training.readings import COLUMNS
+from lipscope.training.readings import ALARM, COLUMNS
 from model_families import FAMILIES, enlarge
 
 GPT2 = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
@@ -216,15 +217,68 @@ def test_a_probe_with_nan_switches_the_monitor_off():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_weights_that_become_nan_switch_the_monitor_off():
-    model = gpt2()
-    monitor = Monitor(model, every=1)
+def test_weights_that_become_nan_raise_the_alarm_and_switch_the_monitor_off():
+    model, heard = gpt2(), []
+    lines = (*ALARM, Threshold("sigma", above=1e9, action="stop"))
+    monitor = Monitor(model, every=1, thresholds=lines, on_alarm=heard.append)
     train(model, monitor, steps=1)
     with torch.no_grad():
         model.transformer.h[1].attn.c_attn.weight[0, 0] = float("nan")
-    with pytest.warns(UserWarning, match=r"layer 1.*NaN"):
-        monitor.measure()
+    with pytest.warns(UserWarning, match="NaN") as said:
+        record = monitor.measure(step=2)
+    words = [str(warning.message) for warning in said]
+    assert "layer 1: what it gives is NaN or infinite since step 2, not at step 1: go back to a checkpoint" in words[0]
+    assert re.search(r"switched itself off.*layer 1.*NaN", words[-1])
+    # One alarm for each action that was asked for.
+    assert [alarm.action for alarm in record.alarms] == [alarm.action for alarm in heard] == ["warn", "stop"]
+    assert record.stop
     assert model.training
+    assert monitor.step(step=3).alarms == ()
+
+
+def test_logits_too_large_for_sigma_raise_the_alarm_all_the_same():
+    model = llama()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p *= 1e6 if "q_proj" in name or "k_proj" in name else 1.0
+    monitor = Monitor(model, every=1, backward=False, heads=True)
+    with pytest.warns(UserWarning, match=r"max_logit is .*e\+.*, above 50 at the first reading"):
+        records, _ = train(model, monitor, steps=2)
+    assert monitor.reason is None
+    reading = records[0].readings[0]
+    assert reading.max_logit > 1e6
+    assert reading.estimate is None
+    assert "no digits of σ" in str(records[0])
+    assert not any("sigma" in name for name in records[0].scalars())
+
+
+def test_logits_are_looked_at_between_two_measurements_of_sigma(monkeypatch):
+    model, heard = gpt2(), []
+    line = Threshold("max_logit", above=20.0, action="save")
+    (ids,) = batches(1)
+    monitor = Monitor(model, probe=ids, every=20, thresholds=[line], on_alarm=heard.append)
+    records = [monitor.step() for _ in range(6)]
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[:, :32] *= 30.0
+    with pytest.warns(UserWarning, match="max_logit is"):
+        records += [monitor.step() for _ in range(14)]
+    assert [record.step for record in records if record.readings] == [1, 20]
+    ((step, alarm),) = [(record.step, record.alarms[0]) for record in records if record.alarms]
+    assert (step, alarm.layer, alarm.since, alarm.fine) == (8, 1, 8, 6)
+    assert heard == [alarm]
+    assert records[7].save
+
+
+def test_thresholds_that_the_model_cannot_cross_are_said_once():
+    torch.manual_seed(0)
+    config = tf.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    model = tf.BloomForCausalLM(config)
+    monitor = Monitor(model, every=1)
+    with pytest.warns(UserWarning, match="say nothing") as said:
+        train(model, monitor, steps=3)
+    ours = [str(warning.message) for warning in said if "lipscope" in str(warning.message)]
+    assert len(ours) == 1
+    assert "thresholds on max_logit, logit_change say nothing" in ours[0]
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def fit(
     run = lightning.Trainer(
         max_steps=steps, accelerator="cpu", accumulate_grad_batches=2, logger=logger, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=path, precision=precision,
-        callbacks=[] if callback is None else [callback], num_sanity_val_steps=0,
+        callbacks=callback, num_sanity_val_steps=0,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(4)
     data = torch.utils.data.DataLoader(Sentences(), batch_size=3, shuffle=True, generator=generator)
@@ -327,6 +327,16 @@ def test_lightning_saves_stops_and_validates(tmp_path):
     fit(tmp_path, callback, validate=True)
     assert callback.monitor.reason is None
     assert [reading.layer for reading in callback.records[0].readings] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+def test_a_lightning_callback_that_is_attached_twice_counts_once(tmp_path):
+    callback, other = LightningCallback(every=2), LightningCallback(every=2)
+    module, run = fit(tmp_path, [callback, callback, other])
+    run.save_checkpoint(tmp_path / "twice.ckpt")
+    for each in (callback, other):
+        assert [record.step for record in each.records] == [1, 2, 4]
+    assert hooks(module) == hooks(Module())
 
 
 @pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")

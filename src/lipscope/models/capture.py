@@ -272,13 +272,21 @@ def model_device(model: nn.Module) -> torch.device:
     return device
 
 
-def check_finite(layer: Layer, output: Tensor) -> None:
-    """Refuse NaN or infinite activations, naming the layer where they first appear."""
-    if not bool(torch.isfinite(output).all()):
-        raise FloatingPointError(
+class NotFiniteError(FloatingPointError):
+    """A layer's activations are NaN or infinite."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__(
             f"layer {layer.index} ({layer.name}) produces NaN or infinite values on this input. The weights may be damaged "
             "or the dtype too narrow: try float64."
         )
+        self.layer = layer.index
+
+
+def check_finite(layer: Layer, output: Tensor) -> None:
+    """Refuse NaN or infinite activations, naming the layer where they first appear."""
+    if not bool(torch.isfinite(output).all()):
+        raise NotFiniteError(layer)
 
 
 def _keep(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from lipscope.doors import refuse_options
 from lipscope.training.monitor import Monitor, check_options
 from lipscope.training.qk_clip import QKClip, check_clip
-from lipscope.training.readings import JointDecision
+from lipscope.training.readings import ALARM, JointDecision
 
 
 class Following:
@@ -52,6 +52,8 @@ class Watching(Following):
         refuse_options(Monitor, {"every": every, **options})
         check_options(every=every, **options)
         super().__init__({"every": every, **options})
+        lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
+        self.key = f"lipscope monitor ({lines})"  # what a checkpoint keeps its state under
 
     @property
     def monitor(self) -> Monitor | None:
@@ -61,6 +63,7 @@ class Watching(Following):
 
     def attach(self, model: Any, *, first: bool) -> None:
         """Put a monitor on the model; only the first process measures and writes, all read the backward bound."""
+        self._finish()
         options = self._options if first else self._options | {"csv": None, "writer": None}
         self._at_work = Monitor(model, **options, measures=first)
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from lipscope.training.callbacks import Clipping, Watching
-from lipscope.training.readings import ALARM, Alarm
+from lipscope.training.readings import Alarm
 
 
 class LipschitzCallback(Watching, TrainerCallback):
@@ -38,8 +38,6 @@ class LipschitzCallback(Watching, TrainerCallback):
         super().__init__(every, options)
         self._training = False
         self._watched: nn.Module | None = None
-        lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
-        self._key = f"lipscope monitor ({lines})"
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Watch the model from the beginning, so that its first batch becomes the probe."""
@@ -49,7 +47,7 @@ class LipschitzCallback(Watching, TrainerCallback):
         """Watch the model that is trained; in a resumed training, go on with its probe and thresholds."""
         self._training, self._last = True, None
         self._watch(state, kwargs.get("model"))
-        if self.monitor is not None and (saved := _kept(state).get(self._key)) is not None:
+        if self.monitor is not None and (saved := _kept(state).get(self.key)) is not None:
             self.monitor.load_state_dict(saved)
         if self.monitor is not None and "trackio" in (args.report_to or ()) and _alert not in self.monitor.on_alarm:
             self.monitor.on_alarm.append(_alert)
@@ -57,9 +55,10 @@ class LipschitzCallback(Watching, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After every optimiser step (not after every batch of an accumulated one)."""
         record, save, stop = self.after_step(state.global_step, joint=args.world_size > 1)
-        if record is not None and self.monitor is not None:
+        if record is not None:
             _log(record.scalars(), control)
-            _kept(state)[self._key] = self.monitor.state_dict()
+        if self.monitor is not None and (record is not None or save or stop):
+            _kept(state)[self.key] = self.monitor.state_dict()
         control.should_save = control.should_save or save
         control.should_training_stop = control.should_training_stop or stop
 
@@ -79,7 +78,6 @@ class LipschitzCallback(Watching, TrainerCallback):
         # A second call of train() begins with new hooks; one that switched itself off stays off.
         again = self.monitor is not None and self.monitor.closed and self.monitor.reason is None
         if self._watched is not model or again:
-            self._finish()
             self._watched = model
             self.attach(model, first=state.is_world_process_zero)
 

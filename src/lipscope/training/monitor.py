@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from lipscope.doors import at_least
 from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
+from lipscope.models.capture import NotFiniteError
 from lipscope.models.model import Model
-from lipscope.models.recorded import Recorded, RecordedLayer
+from lipscope.models.recorded import Recorded
 from lipscope.models.refusals import backbone
 from lipscope.runs.writing import csv_lines, open_log, refuse_special
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SolverOutput, SpectralNorm
+from lipscope.spectral.result import SolverOutput
 from lipscope.spectral.solvers import Solver
 from lipscope.training.attach import (
     OwnHook,
@@ -44,7 +45,7 @@ from lipscope.training.attach import (
     without_adapters,
 )
 from lipscope.training.backward_bound import LayerGain, paused, watched_layers
-from lipscope.training.readings import ALARM, COLUMNS, Alarm, Guard, Reading, Record, Threshold
+from lipscope.training.readings import ALARM, COLUMNS, Alarm, Guard, Reading, Record, Threshold, read_layer
 
 # Seeds between two measurements: one solve may use as many as it has steps.
 _STRIDE = 100_003
@@ -76,29 +77,9 @@ class WarmStart:
         return output
 
 
-def read_layer(layer: RecordedLayer, scope: str, heads: bool, solver: Solver) -> list[Reading]:
-    """σ of a layer and, if asked for, of its heads, and what attention looks like there."""
-    result = layer.sigma(scope, solver=solver, certificate=False)
-    readings = [_reading(layer.index, None, result, slice(None), layer.statistics)]
-    if heads:
-        result = layer.sigma("head", solver=solver, certificate=False)
-        for h in range(layer.heads):
-            of_head = {name: values[:, h : h + 1] for name, values in layer.statistics.items()}
-            readings.append(_reading(layer.index, h, result, (slice(None), h), of_head))
-    return readings
-
-
-def _reading(layer: int, head: int | None, result: SpectralNorm, items: Any, statistics: dict[str, Tensor]) -> Reading:
-    """The largest σ over the inputs, as an interval, and what attention looks like on all of them."""
-    shape = {name: float(values.max() if name == "max_logit" else values.mean()) for name, values in statistics.items()}
-    lower, estimate, upper = (float(end[items].max()) for end in (result.lower, result.estimate, result.upper))
-    logit, entropy, sink = map(shape.get, ("max_logit", "entropy", "sink_mass"))
-    iterations = int(torch.as_tensor(result.iterations)[items].max())
-    loudest = None if logit is None or head is not None else int(statistics["max_logit"].amax(0).argmax())
-    return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations, logit_head=loudest)
-
-
 SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model", *CROSS_SCOPES))
+# Between two measurements of σ the logits are looked at so many times, for the alarm: one forward pass of the probe.
+LOOKS = 10
 
 
 class Monitor:
@@ -108,7 +89,8 @@ class Monitor:
         model: the model, also compiled or data-parallel, or a module with a transformers model inside.
         probe: the probe batch: the model's arguments, token ids (B, n), or embedded tokens (B, n, d). By default the
             beginning of the first batch that the model sees.
-        every: measure at the first step and whenever the number of the step is a multiple of this.
+        every: measure at the first step and whenever the number of the step is a multiple of this; thresholds on logits,
+            entropy and sinks are looked at ten times as often.
         heads: also measure every head.
         layers: which layers; by default all, or those with low-rank adapters where there are any.
         scope: attention, norm+attention, attention+residual or block.
@@ -173,6 +155,7 @@ class Monitor:
         self.steps = 0
         self.closed = False
         self._guard = Guard(thresholds)
+        self._looks = bool(self._guard.looks)
         self._batch: Any = probe
         self._handle: Model | None = None
         self._probe: dict[str, Tensor] | None = None
@@ -181,7 +164,7 @@ class Monitor:
         self._peak: dict[int, float] = {}
         self._measured = False
         self._base: dict[str, float] | None = None
-        self._earlier: dict[str, list[Any]] = {}
+        self._earlier: dict[str, tuple[int, float]] = {}
         self._call: Any = None  # arguments of the model's first call
         self._capture: Any = None
         try:
@@ -231,7 +214,9 @@ class Monitor:
         """
         self.steps = self.steps + 1 if step is None else step
         first = not self._measured
-        record = self._record(batch, measured=first or self.steps % self.every == 0)
+        measured = first or self.steps % self.every == 0
+        look = self._looks and self.steps % max(1, self.every // LOOKS) == 0
+        record = self._record(batch, measured=measured, look=look)
         if first and self._gains and not record.backward:
             self.notes.append("no backward bound: no gradient has come (was the model compiled after it was attached?)")
         return record
@@ -239,7 +224,7 @@ class Monitor:
     def measure(self, batch: Any = None, *, step: int | None = None) -> Record:
         """Measure now, in training or not; see ``step``."""
         self.steps = self.steps if step is None else step
-        return self._record(batch, measured=True)
+        return self._record(batch, measured=True, look=True)
 
     def backward_gains(self) -> dict[int, float]:
         """By layer, the largest ‖dL/dx‖/‖dL/dy‖ of the backward passes since this was last asked; see ``backward_bound``."""
@@ -263,8 +248,7 @@ class Monitor:
             for name, known in self._guard.state.items():
                 known |= {str(key): int(step) for key, step in state["thresholds"][name].items()}
             self._earlier = {
-                str(name): [None if value is None else float(value) for value in before]
-                for name, before in state.get("earlier", {}).items()
+                str(name): (int(step), float(value)) for name, (step, value) in state.get("earlier", {}).items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             say(f"lipscope.training: the monitor's state in the checkpoint cannot be read, it starts anew: {error!r}")
@@ -297,33 +281,48 @@ class Monitor:
         self.close()
         say(f"lipscope.training has switched itself off, training goes on without it: {self.reason}")
 
-    def _record(self, batch: Any, measured: bool) -> Record:
+    def _record(self, batch: Any, *, measured: bool, look: bool) -> Record:
         if self.reason is not None:
             return Record(self.steps, scope=self.scope)
         try:
             backward = self.backward_gains()
             for layer, gain in backward.items():
                 self._peak[layer] = max(gain, self._peak.get(layer, 0.0))
-            readings = self._readings(batch) if measured and self.measures else ()
+            readings = self._readings(batch, measured) if (measured or look) and self.measures else ()
             record = Record(self.steps, readings, backward, dict(self._peak), scope=self.scope)
-            if measured:
-                self._measured, self._peak = True, {}
-            record = replace(record, alarms=self._guard.check(record))
-            for words in self._guard.warnings(record.alarms, self.steps):
-                say(f"lipscope.training, step {self.steps}: {words}")
-            for alarm, told in ((alarm, told) for alarm in record.alarms for told in self.on_alarm):
-                try:
-                    told(alarm)
-                except Exception as error:
-                    say(f"lipscope.training: on_alarm failed: {error}")
-            if measured:
-                self._write(record)
+            record = replace(record, alarms=self._tell(self._guard.check(record)))
+            if not measured:
+                return replace(record, readings=())
+            if not self._measured and self.measures:
+                self._say_what_is_not_there(readings)
+            self._measured, self._peak = True, {}
+            self._write(record)
             return record
         except Exception as error:
+            alarms = self._tell(self._guard.lost(error.layer, self.steps)) if isinstance(error, NotFiniteError) else ()
             self.switch_off(error)
-            return Record(self.steps, scope=self.scope)
+            return Record(self.steps, alarms=alarms, scope=self.scope)
 
-    def _readings(self, batch: Any) -> tuple[Reading, ...]:
+    def _tell(self, alarms: tuple[Alarm, ...]) -> tuple[Alarm, ...]:
+        for words in self._guard.warnings(alarms, self.steps):
+            say(f"lipscope.training, step {self.steps}: {words}")
+        for alarm, told in ((alarm, told) for alarm in alarms for told in self.on_alarm):
+            try:
+                told(alarm)
+            except Exception as error:
+                say(f"lipscope.training: on_alarm failed: {error}")
+        return alarms
+
+    def _say_what_is_not_there(self, readings: tuple[Reading, ...]) -> None:
+        """Thresholds that can never be crossed, since the model does not show what they are about."""
+        self._looks = any(reading.max_logit is not None for reading in readings) and self._looks
+        if self._guard.looks and not self._looks:
+            say(
+                "lipscope.training: this model keeps its logits to itself, so thresholds on "
+                f"{', '.join(self._guard.looks)} say nothing; σ is measured: give Threshold('sigma', above=…)"
+            )
+
+    def _readings(self, batch: Any, measured: bool) -> tuple[Reading, ...]:
         handle = self._handle
         assert handle is not None
         with undisturbed(self.model), paused():
@@ -334,8 +333,10 @@ class Monitor:
                 self._probe, self._batch = probe_batch(handle, given, self.inputs, self.tokens), None
                 self._uncapture()
             self._follow_weights(handle)
-            self._solver.begin()
             recorded = handle.record(self._probe, fresh=True)
+            if not measured:
+                return tuple(map(self._beside_earlier, self._read(recorded, None)))
+            self._solver.begin()
             readings = self._read(recorded, self._solver)
             if self._base is None:
                 # Once: the base model does not change.
@@ -343,21 +344,29 @@ class Monitor:
                 if adapters(handle.model):
                     with without_adapters(handle.model):
                         found = self._read(handle.record(self._probe, fresh=True), self._solver.config)
-                    self._base = {reading.name: reading.estimate for reading in found}
+                    self._base = {reading.name: reading.estimate for reading in found if reading.estimate is not None}
             return tuple(map(self._beside_earlier, readings))
 
-    def _read(self, recorded: Recorded, solver: Solver) -> list[Reading]:
+    def _read(self, recorded: Recorded, solver: Solver | None) -> list[Reading]:
         layers = (read_layer(recorded[index], self.scope, self.heads, solver) for index in self._chosen)
         return [reading for layer in layers for reading in layer]
 
     def _beside_earlier(self, reading: Reading) -> Reading:
         """The reading with what has changed since the one before, and beside the base model."""
-        now: list[Any] = [self.steps, reading.estimate, reading.max_logit]
-        before, self._earlier[reading.name] = self._earlier.get(reading.name, [self.steps, None, None]), now
-        known = [self.steps > before[0] and a is not None and b is not None for a, b in zip(now, before, strict=True)]
-        changes = [(now[i] - before[i]) / (self.steps - before[0]) if known[i] else None for i in (1, 2)]
+        changes = [
+            self._change(f"{reading.name}/{name}", value)
+            for name, value in (("sigma", reading.estimate), ("logit", reading.max_logit))
+        ]
         base = (self._base or {}).get(reading.name)
         return replace(reading, sigma_change=changes[0], logit_change=changes[1], sigma_base=base)
+
+    def _change(self, name: str, value: float | None) -> float | None:
+        """Per step since the same was read before."""
+        before = self._earlier.get(name, (self.steps, 0.0))
+        if value is None:
+            return None
+        self._earlier[name] = self.steps, value
+        return (value - before[1]) / (self.steps - before[0]) if self.steps > before[0] else None
 
     def _follow_weights(self, handle: Model) -> None:
         """Half-precision weights are measured in a float32 copy, which follows them."""

@@ -7,13 +7,18 @@ the backward bound of its own batches, and all of them act at the same step on w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
+from lipscope.models.recorded import RecordedLayer
 from lipscope.rounding import interval, round_down, round_up
+from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.solvers import Solver
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,10 @@ class Reading:
 
     layer: int
     head: int | None  # index of the head, or None for the whole layer
-    lower: float  # σ is at least this: a direction attains it
-    estimate: float  # best estimate of σ
-    upper: float  # σ is at most this, except with probability ``delta``
+    # None where scores are so large that they leave no correct digits for σ: what follows is read all the same
+    lower: float | None  # σ is at least this: a direction attains it
+    estimate: float | None  # best estimate of σ
+    upper: float | None  # σ is at most this, except with probability ``delta``
     delta: float | None  # failure probability of the upper end, None when it is exact
     # Largest visible logit, after scale, soft-cap and bias; None when the model does not show its queries
     max_logit: float | None
@@ -32,7 +38,7 @@ class Reading:
     sink_mass: float | None  # attention on the first token and on sinks, mean over rows (and heads)
     iterations: int  # operator pairs (J, Jᵀ) spent, the most over the inputs
     sigma_change: float | None = None  # change of the estimate per step since the reading before, None at the first
-    logit_change: float | None = None  # the same of the largest logit
+    logit_change: float | None = None  # the same of the largest logit, since it was last looked at
     sigma_base: float | None = None  # estimate of σ without low-rank adapters, in the base model on the same probe
     logit_head: int | None = None  # of a whole layer, the head that has the largest logit
 
@@ -40,6 +46,41 @@ class Reading:
     def name(self) -> str:
         """``layer_2`` or ``layer_2/head_5``."""
         return f"layer_{self.layer}" + ("" if self.head is None else f"/head_{self.head}")
+
+
+def read_layer(layer: RecordedLayer, scope: str, heads: bool, solver: Solver | None) -> list[Reading]:
+    """σ of a layer and, if asked for, of its heads, and what attention looks like there; without a solver only that."""
+    readings = [_reading(layer.index, None, _sigma(layer, scope, solver), slice(None), layer.statistics)]
+    if heads:
+        result = _sigma(layer, "head", solver)
+        for h in range(layer.heads):
+            of_head = {name: values[:, h : h + 1] for name, values in layer.statistics.items()}
+            readings.append(_reading(layer.index, h, result, (slice(None), h), of_head))
+    return readings
+
+
+def _sigma(layer: RecordedLayer, scope: str, solver: Solver | None) -> SpectralNorm | None:
+    """σ, unless scores are so large that they leave no digits for it: that is when the others are wanted most."""
+    try:
+        return None if solver is None else layer.sigma(scope, solver=solver, certificate=False)
+    except FloatingPointError:
+        if not layer.statistics:
+            raise
+        return None
+
+
+def _reading(
+    layer: int, head: int | None, result: SpectralNorm | None, items: Any, statistics: dict[str, Tensor]
+) -> Reading:
+    """The largest σ over the inputs, as an interval, and what attention looks like on all of them."""
+    shape = {name: float(values.max() if name == "max_logit" else values.mean()) for name, values in statistics.items()}
+    logit, entropy, sink = map(shape.get, ("max_logit", "entropy", "sink_mass"))
+    loudest = None if logit is None or head is not None else int(statistics["max_logit"].amax(0).argmax())
+    if result is None:
+        return Reading(layer, head, None, None, None, None, logit, entropy, sink, 0, logit_head=loudest)
+    lower, estimate, upper = (float(end[items].max()) for end in (result.lower, result.estimate, result.upper))
+    iterations = int(torch.as_tensor(result.iterations)[items].max())
+    return Reading(layer, head, lower, estimate, upper, result.delta, logit, entropy, sink, iterations, logit_head=loudest)
 
 
 @dataclass(frozen=True)
@@ -78,7 +119,7 @@ class Record:
                 **{name: getattr(reading, name) for name in _SCALARS},
             }  # fmt: skip
             numbers |= {f"{prefix}/{reading.name}/{name}": value for name, value in values.items() if value is not None}
-        layers = [reading.estimate for reading in self.readings if reading.head is None]
+        layers = [reading.estimate for reading in self.readings if reading.head is None and reading.estimate is not None]
         if layers:
             numbers[f"{prefix}/sigma_max"] = max(layers)
         return numbers | {f"{prefix}/layer_{layer}/sigma_backward": gain for layer, gain in self.backward_peak.items()}
@@ -94,7 +135,8 @@ class Record:
     def __str__(self) -> str:
         lines = [f"step {self.step}, scope {self.scope}"]
         for reading in self.readings:
-            about = [f"σ ∈ {interval(reading.lower, reading.upper)}"]
+            lower, upper = reading.lower, reading.upper
+            about = ["no digits of σ" if lower is None or upper is None else f"σ ∈ {interval(lower, upper)}"]
             for name, value in (("max logit", reading.max_logit), ("entropy", reading.entropy), ("sink", reading.sink_mass)):
                 about += [] if value is None else [f"{name} {value:.3g}"]
             if reading.sigma_base is not None:
@@ -110,7 +152,8 @@ COLUMNS = ("step", "scope", *Reading.__dataclass_fields__, "backward")
 
 
 Action = Literal["warn", "save", "stop"]
-_QUANTITIES = ("sigma", "max_logit", "logit_change", "entropy", "sink_mass", "backward")
+_LOOKS = ("max_logit", "logit_change", "entropy", "sink_mass")
+_QUANTITIES = ("sigma", *_LOOKS, "backward")
 
 
 @dataclass(frozen=True)
@@ -176,7 +219,7 @@ class Alarm:
 
     layer: int
     head: int | None  # index of the head, or None
-    value: float  # what was read
+    value: float  # what was read; NaN where the layer gives NaN or infinite values
     threshold: Threshold  # the line
     since: int = 0  # the step at which it was first seen beyond the line
     fine: int | None = None  # the last step at which it was not, None when there was none
@@ -197,19 +240,23 @@ class Alarm:
         """One line: where, what, since when, and what to do."""
         line = self.threshold
         where = f"layer {self.layer}" + ("" if self.worst_head is None else f", head {self.worst_head}")
+        before = "at the first reading" if self.fine is None else f"since step {self.since}, not at step {self.fine}"
+        if math.isnan(self.value):
+            return f"{where}: what it gives is NaN or infinite {before}: {self.remedy}"
         what, value = f"{line.quantity} is", f"{self.value:.4g}"
         if line.quantity == "sigma":
             what = f"σ is at {'least' if line.above is not None else 'most'}"
         if line.quantity in ("sigma", "backward"):
             value = round_down(self.value) if line.above is not None else round_up(self.value)
         limit = line.describe().removeprefix(f"{line.quantity} ")
-        before = "at the first reading" if self.fine is None else f"since step {self.since}, not at step {self.fine}"
         return f"{where}: {what} {value}, {limit} {before}: {self.remedy}"
 
     @property
     def remedy(self) -> str:
         """What to do about it, as far as benchmarks/blowups supports it."""
         line = self.threshold
+        if math.isnan(self.value):
+            return "go back to a checkpoint before it, and lower the learning rate"
         remedy = _REMEDIES.get((line.quantity, line.above is not None), "look at what the step before it changed")
         if line.quantity == "max_logit" and line.above is not None and 0 < line.above < self.value:
             which = "of its worst head" if self.worst_head is None else f"of head {self.worst_head}"
@@ -236,12 +283,16 @@ class Guard:
         for threshold in self.thresholds:
             if not isinstance(threshold, Threshold):
                 raise TypeError(f"thresholds must be Threshold objects, got {type(threshold).__name__}")
+        # What they are about beside σ: a forward pass shows it.
+        self.looks = [name for name in _LOOKS if any(line.quantity == name for line in self.thresholds)]
+        self._last: int | None = None  # the step of the last reading
         # Since when which place is beyond a line, when it last was not, and when a line last spoke: a checkpoint keeps it.
         self.state: dict[str, dict[str, int]] = {"beyond": {}, "fine": {}, "spoken": {}}
 
     def check(self, record: Record) -> tuple[Alarm, ...]:
         """The alarms that this record raises."""
         alarms, beyond, fine = [], self.state["beyond"], self.state["fine"]
+        self._last = record.step if record.readings else self._last
         loudest = {reading.layer: reading.logit_head for reading in record.readings if reading.head is None}
         for threshold in self.thresholds:
             for layer, head, value in threshold.values(record):
@@ -255,6 +306,11 @@ class Guard:
                     beyond[alarm.place] = record.step
                     alarms.append(replace(alarm, fine=fine.get(alarm.place)))
         return tuple(alarms)
+
+    def lost(self, layer: int, step: int) -> tuple[Alarm, ...]:
+        """The alarms of a layer that gives NaN or infinite values, which are beyond every line: one for each action."""
+        asked = {line.action: line for line in self.thresholds}
+        return tuple(Alarm(layer, None, math.nan, line, step, self._last) for line in asked.values())
 
     def warnings(self, alarms: Sequence[Alarm], step: int) -> list[str]:
         """What to say: of every line the worst place, and nothing of a place again before its pause is over."""
