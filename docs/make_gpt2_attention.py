@@ -134,7 +134,8 @@ def say() -> None:
             borders = sorted(math.floor(r["log_growth"] / math.log(10)) for r in mine if r["what"] == "head")
             lines.append([
                 weights, str(layer), f"{tokens}, R = {last['radius']:.3g}", f"10^{borders[0]} … 10^{borders[-1]}",
-                exponent(fit), verdict(fit.alpha_low, fit.alpha_high), f"{worst(mine, CLIMBED[-1], *BUILT):.3g}",
+                exponent(fit.alpha, fit.alpha_low, fit.alpha_high), verdict(fit.alpha_low, fit.alpha_high),
+                f"{worst(mine, CLIMBED[-1], *BUILT):.3g}",
                 f"{climbed[-1]:.3g}", f"{last['refined']:.1e}", f"{last['castin2024']:.1e}",
             ])  # fmt: skip
             if weights == "GPT-2":
