@@ -17,6 +17,7 @@ from lipscope.studies.paper import analysis
 from lipscope.studies.paper.analysis import NEAR, RIVALS, UNDECIDED, WIDEST, verdict
 from lipscope.studies.paper.charts import charts
 from lipscope.studies.paper.findings import MASKS, MODELS, NORM, SCRIPTS, TEXT, WORST, findings
+from lipscope.studies.paper.pages import reproduction_page
 from lipscope.studies.paper.run import write_results
 from paper_audit import CHECKS, Audit, line, read_lines, sentences
 from paper_cases import CAST, TINY, text_rows
@@ -165,7 +166,7 @@ def test_a_bent_curve_is_called_an_average() -> None:
 
 def test_an_interval_that_almost_reaches_a_half_does_not_lie_below_it() -> None:
     """The same curve is not counted as √n, and as growing more slowly."""
-    text = said(text_rows("gpt2-random", 0, 1.0, 0.495), TEXT)
+    text = said(text_rows("gpt2-random", 0, 1.0, 0.486), TEXT)
     assert "grows like √n in 1" in text
     assert "more slowly than √n" not in text
 
@@ -313,6 +314,8 @@ def test_results_are_written_from_rows(tmp_path: Path) -> None:
     page = (tmp_path / "reproduction.md").read_text(encoding="utf-8")
     assert "not measured: no model here has it" in page
     assert "1.25" not in page  # the method, and no copy of the numbers
+    assert "| Proposition 3.4: σ at its tokens grows like √n | adversarial | agrees |" in page
+    assert "| Theorem 3.3: upper bound for n tokens | border | not measured here |" in page
     names = [s.name for chart in charts(rows, CAST) for s in chart.series]
     assert "0.445·n^0.25, drawn in the public repository" in names
     with (tmp_path / "FINDINGS.csv").open(encoding="utf-8", newline="") as file:
@@ -329,17 +332,35 @@ def test_results_are_written_from_rows(tmp_path: Path) -> None:
     assert "https://" not in html
 
 
+def test_what_agrees_with_the_paper_is_told_by_the_rows() -> None:
+    def agreement(rows: list[dict[str, Any]], start: str) -> str:
+        tables = (section.table for section in reproduction_page(rows, CAST, TINY, ABOUT).sections)
+        lines = (row for table in tables if table for row in table.rows)
+        return next(row[2] for row in lines if row[0].startswith(start))
+
+    growing, level = adversarial(0.5, castin2024=99.0), [row | {"layer": 0} for row in adversarial(0.1)]
+    assert agreement(growing, "Proposition 3.4") == "agrees"
+    assert agreement(growing + level, "Proposition 3.4") == "agrees on some curves"
+    assert agreement(level, "Proposition 3.4") == "not seen"
+    assert agreement(growing, "Theorem 3.3") == "holds at all constructed tokens"
+    assert agreement([row | {"castin2024": 0.1} for row in growing], "Theorem 3.3") == "does not hold: a fault"
+    assert agreement(growing, "σ against n on AG_NEWS") == "not measured here"
+    own = text_rows("gpt2-random", 6, 0.2, 0.1, companion=(0.445, 0.25))
+    assert agreement(own, "the fit 0.445") == "σ does not follow it"
+    assert agreement([row | {"estimate": row["companion"]} for row in own], "the fit 0.445") == "see the findings"
+
+
 def test_fit_table_has_both_estimators() -> None:
     table = analysis.fit_table(text_rows("bert-random", 0, 2.0, 0.1, companion=(1.0, 0.3)))
     assert [(one.table, round(one.value, 6)) for one in table] == [("exponent of σ", 0.1), ("exponent of companion", 0.3)]
 
 
 def test_pages_escape_what_they_show(tmp_path: Path) -> None:
-    page = Document("a < b", ["`x | y`"], [Section("h", table=Table(["<t>"], [["a|b"]]))])
+    page = Document("a < b", ["`x | **y**` **[z](y.md)**"], [Section("h", table=Table(["<t>"], [["a|b"]]))])
     assert "| a\\|b |" in page.to_markdown()
     html = page.to_html(tmp_path)
     assert "a &lt; b" in html
-    assert "<code>x | y</code>" in html
+    assert "<code>x | **y**</code> <strong>z (<code>y.md</code>)</strong>" in html
     assert "&lt;t&gt;" in html
 
 
@@ -358,8 +379,9 @@ def test_no_sentence_of_the_published_page_is_stronger_than_its_interval() -> No
     assert len(title.split()) < 150
 
 
-def test_the_readme_says_what_the_page_says() -> None:
-    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+@pytest.mark.parametrize("file", ["README.md", "docs/index.md"])
+def test_what_leads_to_the_page_says_what_it_says(file: str) -> None:
+    readme = " ".join((DOCS.parent / file).read_text(encoding="utf-8").split())
     table = Audit(read_lines(DOCS / "FINDINGS.csv")).text()
     slower = [one for one in table if one.high < 0.5 - NEAR and one.high - one.low <= WIDEST]
     (count,) = re.findall(r"lies below ½ in all (\d+) curves", readme)

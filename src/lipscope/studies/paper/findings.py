@@ -21,7 +21,7 @@ from lipscope.studies.paper.cast import GPT2, SUFFIX, Cast
 from lipscope.studies.paper.plan import ADVERSARIAL, PUBLISHED
 
 # How near nine of ten inputs have to lie to a curve to follow it, and a number to another one to be called unchanged.
-_CLOSE, _CHANGED = 0.1, 0.1
+CLOSE, _CHANGED = 0.1, 0.1
 
 TEXT, SCRIPTS, WORST, MASKS, NORM, MODELS = (
     "What σ does on real text", "What the published scripts compute instead", "The worst case, and where it ends",
@@ -57,7 +57,7 @@ _GROWTH = {
     "between ½ and 1": "grows faster than √n but more slowly than n", "1": "grows like n", "above 1": "grows faster than n",
     UNDECIDED: "is undecided",
 }  # fmt: skip
-_LIKE_ROOT = ("½", "between ½ and 1", "1", "above 1")
+LIKE_ROOT = ("½", "between ½ and 1", "1", "above 1")
 
 
 def _counts(table: Sequence[Number]) -> str:
@@ -144,9 +144,9 @@ def _published(numbers: Sequence[Number]) -> Iterator[str]:
     parts = []
     for estimator, name in ((COMPANION, "the scripts' number"), (SIGMA, "σ")):
         for one in _named(numbers, analysis.DISTANCE + estimator):
-            if one.high <= _CLOSE:
+            if one.high <= CLOSE:
                 parts.append(f"follows {name} (nine of ten inputs lie within {_percent(one.high, round_up)})")
-            elif one.low > _CLOSE:
+            elif one.low > CLOSE:
                 away = _percent(one.low, round_down)
                 parts.append(f"does not follow {name} (nine of ten inputs lie more than {away} away)")
             else:
@@ -182,20 +182,20 @@ _POINTS = {
 }  # fmt: skip
 
 
-def _worst_case(numbers: Sequence[Number]) -> Iterator[str]:
-    placed, rest = EXPONENT + SIGMA, r"R = [^,]*, "
+def at_radii(numbers: Sequence[Number], points: str) -> list[Number]:
+    """Exponents at constructed tokens of the paper's radii."""
     radii = {one.condition for one in _named(numbers, analysis.LOG_BORDER)}
+    found = _named(numbers, EXPONENT + SIGMA, f"R = [^,]*, {points}")
+    return [one for one in found if one.condition.split(",")[0] in radii or not radii]
 
-    def of_radii(points: str) -> list[Number]:
-        found = _named(numbers, placed, rest + points)
-        return [one for one in found if one.condition.split(",")[0] in radii] if radii else found
 
-    table = of_radii("groups")
-    if rising := sum(one.verdict in _LIKE_ROOT for one in table):
+def _worst_case(numbers: Sequence[Number]) -> Iterator[str]:
+    table = at_radii(numbers, "groups")
+    if rising := sum(one.verdict in LIKE_ROOT for one in table):
         many = _all(rising, len(table), "curve")
         yield f"**At tokens built to make σ large it grows like √n or faster in {many}**: one head at one radius R each."
     for points, words in _POINTS.items():
-        if table := of_radii(points):
+        if table := at_radii(numbers, points):
             yield f"{words} it {_counts(table)}."
     if table := _named(numbers, analysis.ASCENT_RATIO):
         (larger, _, inputs), most = _totals(table), max(one.high for one in table)

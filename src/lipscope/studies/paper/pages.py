@@ -9,28 +9,15 @@ from lipscope.report.charts import Chart
 from lipscope.report.html import Document, Section, Table
 from lipscope.rounding import counted, duration, span
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.analysis import Row
+from lipscope.studies.paper.analysis import SIGMA, UNDECIDED, Row
 from lipscope.studies.paper.cast import Cast
 from lipscope.studies.paper.differences import VARIANTS
-from lipscope.studies.paper.findings import MASKS, NORM, SCRIPTS, TEXT, WORST, findings
-from lipscope.studies.paper.plan import DIFFERENCES, GROWTH, SECOND, Settings
+from lipscope.studies.paper.findings import CLOSE, LIKE_ROOT, MASKS, NORM, SCRIPTS, TEXT, WORST, at_radii, findings
+from lipscope.studies.paper.plan import DIFFERENCES, GROWTH, LONG, SECOND, Settings
 
 _PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
 # One figure a topic; the others are in the directory of figures.
 FIGURES = {TEXT: "exponents", SCRIPTS: "published", WORST: "border", MASKS: "masks", NORM: "layernorm"}
-# Statements and plots of the paper by their content: their numbers are known here for the theorems only.
-_PLOTS = (
-    ("σ against n on real text; random, pretrained, masked and unmasked", "growth-random, growth-pretrained, masks",
-     "numbers differ: the scripts' number is not σ; what σ does instead is the first finding"),
-    ("the fit 0.445·n^0.25 for random GPT-2, layer 6 (public repository)", "published",
-     "follows the scripts' number where the findings say so, not σ"),
-    ("σ against n on long text", "long-range", "measured for models of BERT's kind"),
-    ("Proposition 3.4: σ at constructed tokens grows like √n", "adversarial, border", "agrees, up to the border 1 + e^E"),
-    ("Theorem 3.3: upper bound for n tokens", "border", "agrees; a sharper one is drawn beside it"),
-    ("Theorem 3.5: upper bound for every n", "—", "in `docs/theory`: its exponent is optimal for W_1, halved for W_2"),
-    ("norms of tokens against n", "radius", "measured"),
-    ("LayerNorm before attention", "layernorm", "measured; no plot of the paper is known to us"),
-)  # fmt: skip
 
 
 def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn: Sequence[Chart]) -> Document:
@@ -64,16 +51,13 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
         "compute; it is not σ. Exponents are those of σ ≈ c·n^α with a 95 % bootstrap interval.",
     ]
     measured = {row["variant"] for row in analysis.of(rows, DIFFERENCES)}
-    second = len(analysis.of(rows, SECOND))
-    news = ("exponents", f"measured, {counted(second, 'row')}") if second else ("—", "not measured here")
-    plots = [*_PLOTS, ("σ against n on AG_NEWS", *news)]
     sections = [
         Section("What was measured", table=_measured(rows)),
         Section("The models", bullets=_models(rows, cast)),
         Section(
             "Which plot is which",
-            ["Plots of the paper are named by their content, theorems by their number."],
-            table=Table(["in the paper", "here, in `figures/`", "what agrees"], plots),
+            ["Plots of the paper are named by their content, as we do not know their numbers; theorems by their number."],
+            table=Table(["in the paper", "here, in `figures/`", "what agrees"], _plots(rows)),
         ),
         Section(
             "Differences from the published scripts",
@@ -87,6 +71,40 @@ def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about
         Section("Choices of ours", bullets=_choices(rows, settings, about)),
     ]  # fmt: skip
     return Document("The paper's experiments, measured again", lead, sections)
+
+
+def _plots(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Which plot or statement of the paper is which of ours, and whether the rows agree with it."""
+    numbers = analysis.every_number(rows)
+    lines = {name: [one for one in numbers if one.table == name] for name in {one.table for one in numbers}}
+
+    def like_root(points: str) -> str:
+        verdicts = [one.verdict in LIKE_ROOT for one in at_radii(numbers, points) if one.verdict != UNDECIDED]
+        return "agrees" if verdicts and all(verdicts) else "agrees on some curves" if any(verdicts) else "not seen"
+
+    def known(name: str, words: str) -> str:
+        return words if lines.get(name) else "not measured here"
+
+    above = lines.get(analysis.PAPER_BOUND_RATIO, ())
+    holds = (
+        "holds at all constructed tokens" if above and not any(one.smaller for one in above) else "does not hold: a fault"
+    )
+    drawn = lines.get(analysis.DISTANCE + SIGMA, ())
+    return [
+        ("σ against n on real text, random and pretrained", "growth-random, growth-pretrained, exponents",
+         known(analysis.COMPANION_RATIO, "numbers differ where the scripts' number does; see the findings")),
+        ("the same masked and unmasked", "masks", known(analysis.MASK_RATIO, "measured on the same weights and text")),
+        ("the fit 0.445·n^0.25 for random GPT-2, layer 6 (public repository)", "published",
+         known(analysis.DISTANCE + SIGMA, "σ does not follow it" if drawn and drawn[0].low > CLOSE else "see the findings")),
+        ("σ against n on AG_NEWS", "exponents", "measured" if analysis.of(rows, SECOND) else "not measured here"),
+        ("σ against n on long text", "long-range", "measured for models of BERT's kind" if analysis.of(rows, LONG) else "—"),
+        ("Proposition 3.4: σ at its tokens grows like √n", "adversarial", like_root("proposition 3[.]4")),
+        ("√n growth in the worst case", "adversarial, border", f"{like_root('groups')}, with the best groups"),
+        ("Theorem 3.3: upper bound for n tokens", "border", known(analysis.PAPER_BOUND_RATIO, holds)),
+        ("Theorem 3.5: upper bound for every n", "—", "not measured; in `docs/theory`"),
+        ("norms of tokens against n", "radius", "measured"),
+        ("LayerNorm before attention", "layernorm", "measured; no plot of the paper is known to us"),
+    ]  # fmt: skip
 
 
 def _measured(rows: Sequence[Row]) -> Table:
