@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import lipscope
 from lipscope.cli.main import app
 from lipscope.cli.measure import logit_cells, masks_of
+from lipscope.cli.terminal import progress_bar
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
@@ -149,6 +150,19 @@ def test_progress_in_a_pipe_is_a_line_now_and_then_and_quiet_is_quiet(
     assert " left" in told.stderr
     quiet = runner.invoke(app, [*SCAN, "--quiet", "--out", str(tmp_path / "other")])
     assert (quiet.stderr, quiet.stdout) == ("", told.stdout)
+
+
+def test_the_time_left_is_told_by_what_was_done_since_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A minute of looking at models, and half of the work kept from before, say nothing about the rate."""
+    now = iter([0.0, 60.0, 70.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with progress_bar() as show:
+        show(50, 100, "resumed")
+        show(60, 100, "task")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["resumed: 50% done after 60 s", "task: 60% done after 70 s, about 40 s left"]
 
 
 def test_describe_says_what_can_be_measured_and_what_it_takes() -> None:

@@ -324,11 +324,11 @@ def _print_damage(found: Sensitivity, name: str) -> None:
 
 
 def _print_paper(done: Reproduction) -> None:
-    from lipscope.studies.paper.analysis import REAL_TEXT, exponent, fit_table
+    from lipscope.studies.paper.analysis import EXPONENT, REAL_TEXT, exponent, fit_table
 
     cells = [
-        [row.curve.model, str(row.curve.layer), row.estimator, exponent(row.fit), row.verdict]
-        for row in fit_table(done.rows) if row.curve.condition == REAL_TEXT
+        [one.model, str(one.layer), one.table.removeprefix(EXPONENT), exponent(one.value, one.low, one.high), one.verdict]
+        for one in fit_table(done.rows) if one.condition == REAL_TEXT
     ]  # fmt: skip
     if cells:
         names = ["model", "layer", "of", "α and its 95 % interval", "verdict"]
