@@ -46,6 +46,12 @@ def made(kind: str, **changed: Any) -> Any:
         case "t5":
             small = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 260}
             return transformers.T5ForConditionalGeneration(transformers.T5Config(**small | changed))
+        case "gptj":  # its positions are in a buffer that is made on loading
+            small = {"n_embd": 48, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 8, "vocab_size": 260}
+            return transformers.GPTJModel(transformers.GPTJConfig(**small | changed))
+        case "mixtral":
+            experts = {"num_key_value_heads": 2, "num_local_experts": 3}
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size | experts | changed))
     config = transformers.GPT2Config(n_embd=48, n_layer=LAYERS, n_head=4, vocab_size=260, n_positions=64, **changed)
     return transformers.GPT2LMHeadModel(config)
 
@@ -68,7 +74,7 @@ def rows_of(model: Any, scope: str, **how: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5", "mixtral", "gptj"])
 def test_rows_are_those_of_the_model_in_memory_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     directory = saved(tmp_path / kind, kind)
     options: dict[str, Any] = {"part": "encoder"} if kind == "t5" else {}
@@ -102,6 +108,22 @@ def test_buffers_that_a_checkpoint_holds_are_read_too(tmp_path: Path) -> None:
     whole, streamed = (lipscope.load(tmp_path, stream=stream) for stream in (False, True))
     for scope in ("attention", "block"):
         assert rows_of(streamed, scope) == rows_of(whole, scope)
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    """Experts are stored one by one, and are one tensor in the model."""
+    saved(tmp_path, "mixtral")
+    held = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
+    shard = tmp_path / held[name]
+    good = load_file(shard)
+    for wrong in (None, good[name][:, :-1].contiguous()):
+        tensors = {k: v for k, v in (good | {name: wrong}).items() if v is not None}
+        save_file(tensors, shard)
+        with pytest.raises(
+            ValueError, match=r"safetensors: layers\.2\.mlp\.experts\.down_proj is not made of what is stored"
+        ):
+            lipscope.load(tmp_path, stream=True)
 
 
 def test_float64_streams_too(tmp_path: Path) -> None:
