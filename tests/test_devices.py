@@ -26,7 +26,7 @@ def model() -> transformers.GPT2Model:
     ).eval()
 
 
-@pytest.mark.parametrize("device", ["cuda:7", "mps:3", "nonsense", "xpu"])
+@pytest.mark.parametrize("device", ["cuda:7", "mps:3", "nonsense", "xpu", "meta"])
 def test_a_device_that_does_not_exist_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="device"):
         lipscope.load(model(), device=device)

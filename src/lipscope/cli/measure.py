@@ -45,6 +45,7 @@ def scan(
     head: opt.HeadChoice = None,
     lengths: opt.LengthsOrNone = None,
     inputs: opt.Inputs = 4,
+    batch_size: opt.BatchSize = None,
     scope: opt.Scope = None,
     pack: opt.Pack = False,
     rtol: opt.Rtol = 1e-3,
@@ -72,6 +73,8 @@ def scan(
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if scope is not None:
         check_scope(scope)
     media = media_given(text, audio, image, features)
@@ -80,8 +83,8 @@ def scan(
     look_first(model, text, chosen, out=out)
     from torch import get_num_threads
 
+    from lipscope.models import memory as model_memory
     from lipscope.models.media import signals
-    from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
     from lipscope.runs.files import write_run
     from lipscope.runs.run import SCAN_STORE
@@ -110,16 +113,20 @@ def scan(
         else:
             longest = max(cut or ())
             handle.check_lengths([longest])
-            batch = batch_size(longest, inputs, pack=pack)
+            batch = model_memory.batch_size(longest, inputs, pack=pack, asked=batch_size or 0)
         places = handle.check_layers(chosen, what)
-        announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
+        announce(
+            longest,
+            memory,
+            lambda: model_memory.plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory),
+        )
         if certificate == "verified":
             announce_verified((handle.probe_recording[i].attention for i in places), longest, what, memory)
         with progress_bar() as progress:
             result = run(
                 handle, text, **media, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                 solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate, views=looks,
-                memory=memory, store=store, partial=True, progress=progress,
+                memory=memory, batch_size=batch_size or 0, store=store, partial=True, progress=progress,
             )  # fmt: skip
     if as_json:
         echo(result.to_json(), data=True)
@@ -133,7 +140,7 @@ def scan(
     # After the table, which is there whatever becomes of the files.
     if out is not None:
         asked: dict[str, Any] = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths}
-        asked |= {"inputs": inputs, "scope": scope, "stream": stream, **media}
+        asked |= {"inputs": inputs, "batch_size": batch_size, "scope": scope, "stream": stream, **media}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         command = command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out})
         write_run(result, out, command=command, environment=environment(get_num_threads()))
@@ -146,33 +153,45 @@ def plan(
     model: opt.ModelName,
     lengths: opt.Lengths = "128",
     inputs: opt.Inputs = 1,
+    part: opt.Part = None,
     dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
 ) -> None:
     """Say what a scan of a saved model would take: in memory and streamed, from its configuration and headers alone."""
     look_first(model)
     from lipscope.models.load import saved_model
     from lipscope.models.memory import batch_size
+    from lipscope.models.refusals import as_device, backbone
     from lipscope.models.stored import fits, free_memory
-    from lipscope.models.streaming import blocks_of
+    from lipscope.models.streaming import NotStreamedError, blocks_of, sources
     from lipscope.models.text import parse_lengths
     from lipscope.runs.estimate import READ_RATE, product_rate, ways
 
-    checkpoint, skeleton = saved_model(model, as_dtype(dtype), trust_remote_code=trust_remote_code)
+    if inputs < 1:
+        raise ValueError(f"inputs must be at least 1, got {inputs}")
+    place, precision = as_device(device or "cpu"), as_dtype(dtype)
+    checkpoint, whole = saved_model(model, precision, revision=revision, trust_remote_code=trust_remote_code)
+    skeleton, only = backbone(whole, part), ""
+    try:
+        sources(whole, skeleton, checkpoint)
+    except NotStreamedError as error:
+        only = f", or not at all: {error}"
     stored = sum(tensor.size for tensor in checkpoint.tensors.values())
     count = sum(p.numel() for p in skeleton.parameters())
     about = f"{count:,} parameters in {len(blocks_of(skeleton))} layers, {show_bytes(stored)} on disk"
-    rows = []
+    rows, rate = [], product_rate(place)
     for n in parse_lengths(lengths):
-        for way, (size, seconds) in ways(skeleton, stored, n, batch_size(n, inputs), product_rate()).items():
-            rows.append([str(n), way, show_bytes(size), duration(seconds)])
-    caption = (
-        f"scope attention; time at the speed of products on this machine, and of a disk of {show_bytes(READ_RATE)} a second"
-    )
+        for way, (size, seconds) in ways(skeleton, stored, n, batch_size(n, inputs), rate).items():
+            if way == "in memory" or not only:
+                rows.append([str(n), way, show_bytes(size), duration(seconds)])
+    where = device or "this machine"
+    caption = f"scope attention; time at the speed of products on {where}, and of a disk of {show_bytes(READ_RATE)} a second"
     print_table(["n", "way", "peak memory", "time"], rows, text=["way"], title=f"{model}: {about}", caption=caption)
-    taken = "in memory" if fits(checkpoint.directory, as_dtype(dtype)) else "streamed"
-    free = free_memory()
-    echo(f"lipscope scan takes it {taken}" + ("." if free is None else f": {show_bytes(free)} of memory are free."))
+    taken = "in memory" if only or fits(checkpoint.directory, precision, place) else "streamed"
+    free = free_memory(place)
+    echo(f"lipscope scan takes it {taken}{only}" + ("." if free is None else f": {show_bytes(free)} of memory are free."))
 
 
 def measure(

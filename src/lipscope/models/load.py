@@ -280,7 +280,10 @@ def saved_model(
 ) -> tuple[Checkpoint, nn.Module]:
     """The headers and the skeleton of a saved model: a directory, or a hub name."""
     if name in ZOO:
-        raise ValueError(f"{name} cannot be streamed: layers are read from a directory with safetensors files")
+        raise ValueError(
+            f"{name} cannot be streamed: layers are read from a directory with safetensors files. It is loaded whole, and "
+            f"lipscope describe {name} says what a scan takes"
+        )
     directory = _directory(name, revision)
     refuse_directory(directory, allow_pickle=False)
     if (method := quantised_by(directory)) is not None:
@@ -357,7 +360,7 @@ def load(
     given = Path(name).expanduser()
     if stream is None:
         at = given if given.is_dir() else cached_directory(name, revision) if _of_hub(name) else None
-        stream = at is not None and name not in ZOO and quantised_by(at) is None and not fits(at, dtype)
+        stream = at is not None and name not in ZOO and quantised_by(at) is None and not fits(at, dtype, place)
     if stream:
         if allow_pickle:
             raise ValueError("a pickle cannot be streamed: layers are read from safetensors files")

@@ -110,9 +110,9 @@ def _named(mask: str) -> bool:
     return mask in ("full", "causal") or mask.startswith("window")
 
 
-def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False) -> int:
-    """Inputs of n tokens in one forward pass of a scan."""
-    return 1 if pack else min(inputs, max(1, batch_tokens // n))
+def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False, asked: int = 0) -> int:
+    """Inputs of n tokens in one forward pass of a scan: as many as are asked for, else as hold so many tokens."""
+    return 1 if pack else min(inputs, asked or max(1, batch_tokens // n))
 
 
 def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:

@@ -21,7 +21,10 @@ def refuse_unmeasurable(model: nn.Module) -> None:
     """Refuse sharded, off-loaded, damaged or training-mode models, and packed weights of unknown form, with the reason."""
     for name, p in model.named_parameters():
         if p.device.type == "meta" or type(p).__name__ == "DTensor":
-            raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
+            raise ValueError(
+                f"parameter {name} is sharded or off-loaded: load the whole model on one device, or give its directory to "
+                "lipscope.load(…, stream=True), which keeps one layer in memory (--stream)"
+            )
         if not p.is_floating_point():
             raise ValueError(f"parameter {name} is {p.dtype}: quantised in a form that lipscope cannot de-quantise")
         # A sum is finite in one pass without copies; only one that is not, which may be overflow, is looked at closely.
@@ -142,7 +145,7 @@ def as_device(device: str | torch.device, dtype: torch.dtype | None = None) -> t
         wanted = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be auto, cpu, cuda, cuda:1 or mps, got {str(device)!r}") from None
-    if wanted.type != "meta" and f"{wanted.type}:{wanted.index or 0}" not in there and wanted.type not in there:
+    if f"{wanted.type}:{wanted.index or 0}" not in there and wanted.type not in there:
         raise ValueError(f"there is no device {str(device)!r} here; there are {', '.join(there)}")
     if wanted.type == "mps" and dtype == torch.float64:
         raise ValueError("device mps has no float64: measure in float32 there, or on the CPU")

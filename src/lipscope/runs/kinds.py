@@ -146,7 +146,7 @@ def _passes(block: Block, handle: Model, *, packed: bool) -> Iterator[Pass]:
             pieces = Chunker(documents, handle.tokenizer).chunks(block.sizes, block.inputs, block.seed)
         for settings in groups:
             for n, inputs in pieces.items():
-                together = 1 if packed else batch_size(n, block.inputs, block.batch_tokens)
+                together = batch_size(n, block.inputs, block.batch_tokens, packed, block.batch_size)
                 limit = _limit(block, handle, settings, n, together)
                 together = 1 if limit and limit["alone"] else together
                 for first in range(0, len(inputs), together):
