@@ -42,6 +42,12 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     The parameters of the skeleton need no storage; ``stored`` are their bytes on disk, ``rate`` is that of products.
     """
     config: Any = skeleton.config
+    for name in ("hidden_size", "num_attention_heads"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ValueError(
+                f"no plan can be made of {type(skeleton).__name__}, whose configuration gives no one {name}: "
+                "`lipscope describe` loads the model and measures a layer"
+            )
     dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(config.num_attention_heads)
     blocks = list(blocks_of(skeleton))
     inside = {part for block in blocks for part in block.modules()}
