@@ -74,8 +74,8 @@ def how_to_ask(handle: Model) -> str:
     if takes not in _TAKES:
         return f"{handle.name} {words}: give it with --text TEXT (text=… in Python)"
     return (
-        f"{handle.name} {words}, not text: give --{option} {file} ({option}=… in Python), or its {takes} with --features "
-        "x.safetensors (features=…)"
+        f"{handle.name} {words}, not text: `lipscope scan` and `tokens` take --{option} {file} ({option}=… in Python), or "
+        f"its {takes} with --features x.safetensors (features=…)"
     )
 
 
@@ -177,7 +177,9 @@ def read_wav(path: Path, rate: int) -> tuple[Any, str]:
             channels, width, own, frames = file.getparams()[:4]
             data = file.readframes(frames)
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path} is no WAV file with PCM samples ({error}): save the clip as 16-bit PCM WAV") from None
+        raise ValueError(
+            f"{path} is no WAV file with PCM samples ({str(error) or 'it ends too soon'}): save the clip as 16-bit PCM WAV"
+        ) from None
     if channels != 1:
         raise ValueError(
             f"{path} has {channels} channels, and the model hears one: save one of them, or their mean, as mono"
