@@ -15,6 +15,7 @@ from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
+from lipscope.doors import at_least
 from lipscope.measure.scopes import check_scope
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
 from lipscope.runs.run import grouped
@@ -72,6 +73,7 @@ def scan(
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
+    at_least(1, top=top)
     if scope is not None:
         check_scope(scope)
     media = media_given(text, audio, image, features)
@@ -377,7 +379,8 @@ def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
     layers = {mask: sorted({row["layer"] for row in found}) for mask, found in by_mask.items()}
     if len(layers) == 1:
         return str(*layers)
-    return ", ".join(f"{mask} (layers {', '.join(map(str, which))})" for mask, which in layers.items())
+    named = {mask: f"layer{'s' * (len(which) > 1)} {', '.join(map(str, which))}" for mask, which in layers.items()}
+    return ", ".join(f"{mask} ({which})" for mask, which in named.items())
 
 
 def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:
