@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
-from lipscope.cli.measure import logit_cells, masks_of
+from lipscope.cli.measure import logit_cells
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
+from lipscope.report.summary import masks_of
 from lipscope.runs.kinds import Text
 from lipscope.runs.run import Run
 from model_families import FAMILIES
