@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
-from lipscope.cli.measure import logit_cells, masks_of
+from lipscope.cli.measure import logit_cells
 from lipscope.cli.terminal import progress_bar
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
+from lipscope.report.summary import masks_of
 from lipscope.runs.kinds import Text
 from lipscope.runs.run import Run
 from model_families import FAMILIES
@@ -191,7 +192,7 @@ def test_a_table_for_those_whose_logits_explode(monkeypatch: pytest.MonkeyPatch)
 
 def test_masks_that_alternate_and_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"layer": layer, "mask": mask} for layer, mask in ((0, "causal"), (1, "window:4"), (2, "causal"), (0, "causal"))]
-    assert masks_of(rows) == "causal (layers 0, 2), window:4 (layers 1)"
+    assert masks_of(rows) == "causal (layers 0, 2), window:4 (layer 1)"
     assert masks_of(rows[:1]) == "causal"
     said = runner.invoke(app, ["scan", "tiny", "--scope", "model", "--lengths", "6", "--inputs", "1"]).output
     assert "scope model" in said
@@ -214,6 +215,8 @@ def test_tokens_as_json_and_in_a_file(tmp_path: Path) -> None:
         (["scan", "gpt2-mini", "--text", "nothing.txt"], "'nothing.txt' is neither a corpus"),
         (["scan", "gpt2-mini", "--layers", "9"], "layer must lie between 0 and 3, got 9"),
         (["tokens", "gpt2-mini", "--layer", "-5"], "layer must lie between 0 and 3, got -5"),
+        (["scan", str(Path(__file__).parent)], "holds no config.json, so it is not a saved transformers model"),
+        (["scan", "gpt2-mini", "--top", "-1"], "top must be at least 1, got -1"),
         (["bounds", "/no/model"], "no directory '/no/model'"),
         (["smooth", "gpt2-mini", "--target", "-1"], "--target must be positive"),
         (["sweep", "--model", "~/nowhere", "--text", "alice"], "no directory '~/nowhere'"),

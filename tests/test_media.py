@@ -96,6 +96,14 @@ def test_sigma_is_that_of_a_dense_jacobian(kind: str, tmp_path: Path) -> None:
         assert str(next(iter(given.values()))) in result.about["text"]
 
 
+def test_towers_find_the_processor_beside_their_weights(tmp_path: Path) -> None:
+    towers().float().save_pretrained(tmp_path / "clip")
+    sees = {"size": {"height": 8, "width": 8}, "image_processor_type": "ViTImageProcessorPil"}
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps(sees))
+    handle = lipscope.load(tmp_path / "clip", part="vision")
+    assert handle.record(image=photo(tmp_path / "photo.png"))[0].tokens().shape == (1, 5, 16)
+
+
 def test_the_text_tower_reads_text_alone(tmp_path: Path) -> None:
     handle = lipscope.load(towers(), part="text")
     with pytest.raises(ValueError, match=r"image is not for this model: .*reads text"):
@@ -180,11 +188,11 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
         whisper().record(audio=tmp_path / "none.wav")
     with pytest.raises(ValueError, match="no image that can be read"):
         vit().record(image=clip)
-    with pytest.raises(ValueError, match=r"image is not for this model: .*hears audio, not text: give --audio clip.wav"):
+    with pytest.raises(ValueError, match=r"image is not for this model: .*hears audio, not text: .* take --audio clip.wav"):
         whisper().record(image=image)
     with pytest.raises(ValueError, match="image is not for this model: gpt2-mini reads text"):
         lipscope.load("gpt2-mini").record(image=image)
-    with pytest.raises(ValueError, match=r"hears audio, not text: give --audio clip.wav"):
+    with pytest.raises(ValueError, match=r"hears audio, not text: `lipscope scan` and `tokens` take --audio clip.wav"):
         lipscope.scan(whisper(), "python-docs")
     with pytest.raises(ValueError, match="lengths cannot be chosen here"):
         lipscope.scan(vit(), image=image, lengths=[4])

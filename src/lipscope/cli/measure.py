@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +15,9 @@ from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
 from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
+from lipscope.doors import at_least
 from lipscope.measure.scopes import check_scope
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
-from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ def scan(
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if scope is not None:
-        check_scope(scope)
+    at_least(1, top=top, **({} if batch_size is None else {"batch_size": batch_size}))
+    check_scope(scope or "attention")
     media = media_given(text, audio, image, features)
     if not media:
         text, lengths = text or DEFAULT_TEXT, lengths or "16:128:log"
@@ -339,7 +337,7 @@ _SOFT_CAP, _QK_CLIP = 8.71, 100.0
 
 def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = None) -> None:
     """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
-    from lipscope.report.summary import atlas_sentence, directions_sentence
+    from lipscope.report.summary import atlas_sentence, directions_sentence, masks_of
 
     first = result.rows[0]
     summaries = result.worst()
@@ -366,10 +364,9 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         cells += [f"{s['radius_rms']:.3g}"] if for_logits is None else []
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
-            if (fit := fits.get((s["layer"], s["head"]))) is None:  # σ is 0, or the scan was stopped
-                cells.append("–")
-            else:
-                cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit.is_decided else "too few lengths")
+            fit = fits.get((s["layer"], s["head"]))  # None where σ is 0, or the scan was stopped
+            unknown = "–" if fit is None else "too few lengths"
+            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit and fit.is_decided else unknown)
         if for_logits is not None:
             cells += logit_cells(for_logits, s)
         rows.append(cells)
@@ -388,15 +385,6 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
         echo("Some estimates were not shown to have converged; their intervals are valid but wide.")
-
-
-def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The mask, or which layers have which."""
-    by_mask = grouped(rows, lambda row: row["mask"])
-    layers = {mask: sorted({row["layer"] for row in found}) for mask, found in by_mask.items()}
-    if len(layers) == 1:
-        return str(*layers)
-    return ", ".join(f"{mask} (layers {', '.join(map(str, which))})" for mask, which in layers.items())
 
 
 def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from lipscope.models.seam import CoreCall, observing_core
+from lipscope.rounding import counted
 
 TimedCore = tuple[int, CoreCall]  # a call of the attention core, after its place in time
 
@@ -31,7 +32,7 @@ class Cut:
     at: Literal["input", "output"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """One attention layer of a model."""
 
@@ -60,6 +61,9 @@ class Layer:
     def parts(self) -> tuple[nn.Module, ...]:
         """The modules whose calls are recorded: host, block, W_O and, of a decoder, cross-attention."""
         return (self.host, self.block, self.out, *(self.cross or ())[:1])
+
+    def __repr__(self) -> str:
+        return f"<Layer {self.index}: {self.name}, {self.mixer or counted(self.heads, 'head')}, mask {self.mask}>"
 
 
 @dataclass(eq=False)
@@ -354,6 +358,8 @@ def _mask(event: Event, core: TimedCore | None) -> tuple[str, bool]:
     mask = mask_of(event.args, event.kwargs)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(torch.float32).min / 2
+    elif mask is not None and mask.shape[-2] == mask.shape[-1] and not mask.diagonal(dim1=-2, dim2=-1).any():
+        mask = ~mask  # no token sees itself, so True says what is hidden (MPT)
     causal = claims or _hides_future(mask)
     # Its own code may hide more than the mask it was given (GPT-Neo's local layers do).
     return ("causal" if causal else "full") + " (the model's own)", causal

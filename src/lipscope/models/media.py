@@ -76,8 +76,8 @@ def how_to_ask(handle: Model) -> str:
     if takes not in _TAKES:
         return f"{handle.name} {words}: give it with --text TEXT (text=… in Python)"
     return (
-        f"{handle.name} {words}, not text: give --{option} {file} ({option}=… in Python), or its {takes} with --features "
-        "x.safetensors (features=…)"
+        f"{handle.name} {words}, not text: `lipscope scan` and `tokens` take --{option} {file} ({option}=… in Python), or "
+        f"its {takes} with --features x.safetensors (features=…)"
     )
 
 

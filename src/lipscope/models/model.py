@@ -255,8 +255,9 @@ class Model(Shown):
         torch_module = isinstance(first.out, nn.MultiheadAttention)
         own = "torch's nn.MultiheadAttention" if torch_module else "the model's own eager attention"
         core = "the lipscope attention core" if first.through_seam else own
-        kind = "layer without attention" if first.mixer else "attention layer"
-        lines = [f"{self.name}: {counted(len(self.layers), kind)}, through {core}, {str(self.dtype)[6:]}"]
+        found = f"{counted(len(self.layers), 'attention layer')}, through {core}"
+        found = f"{counted(len(self.layers), 'layer')} without attention" if first.mixer else found
+        lines = [f"{self.name}: {found}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
         for layer in self.every:
             heads = counted(layer.heads, "head")

@@ -107,7 +107,9 @@ def backbone(model: nn.Module, part: str | None) -> nn.Module:
     if all(isinstance(tower, nn.Module) for tower in towers.values()):
         if part not in towers:
             raise ValueError(f"{type(model).__name__} has two towers: say which, --part text or --part vision (part=…)")
-        return backbone(cast(nn.Module, towers[part]), None)
+        tower: Any = backbone(cast(nn.Module, towers[part]), None)
+        tower.name_or_path = getattr(model, "name_or_path", "")  # where the processor of both lies
+        return cast(nn.Module, tower)
     get_encoder: Any = getattr(model, "get_encoder", None)
     config = getattr(model, "config", None)
     # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.

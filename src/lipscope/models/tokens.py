@@ -17,6 +17,7 @@ from lipscope.models.inputs import TokenArguments
 from lipscope.models.media import Signal
 from lipscope.models.model import Model
 from lipscope.models.scopes import HeadsOperator
+from lipscope.rounding import Shown, interval, printable
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
@@ -28,8 +29,8 @@ _SINGULAR_VALUES = 8
 _MOST_INFLUENCE = 256
 
 
-@dataclass(frozen=True, eq=False)
-class TokenView:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenView(Shown):
     """A layer seen token by token."""
 
     tokens: list[str]  # the tokens as the tokenizer writes them
@@ -39,6 +40,18 @@ class TokenView:
     layer: int = 0
     head: int | None = None  # index of the head for scope ``head``, else None
     input: int | None = None  # index of the input in a scan, None for a text of its own
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per token: where it stands, and its share of the worst direction."""
+        shares = enumerate(zip(self.tokens, self.energy.tolist(), strict=True))
+        return [{"position": k, "token": token, "share": share} for k, (token, share) in shares]
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        worst = sorted(self.to_rows(), key=lambda row: -row["share"])[:5]
+        lines = [f"{where}, scope {self.result.scope}: σ ∈ {interval(self.result.lower, self.result.upper)}"]
+        lines += [f"  {row['share']:.0%} of the worst direction on {row['token']!r} ({row['position']})" for row in worst]
+        return printable("\n".join(lines))
 
     def strongest_pairs(self, count: int = 10) -> list[tuple[int, int, float]]:
         """The pairs (output i, input j) of two tokens with the largest influence."""

@@ -18,7 +18,7 @@ from lipscope.measure.scopes import SCOPES
 from lipscope.report.settings import Cell, Setting
 from lipscope.rounding import counted, enclosure, number, span
 from lipscope.runs.fit import FEWEST_LENGTHS, TOO_FEW, GrowthFit
-from lipscope.runs.run import Row, Run, at_longest
+from lipscope.runs.run import Row, Run, at_longest, grouped
 
 # What may predict how much a perturbation of a layer hurts, and what people call it.
 PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
@@ -193,6 +193,15 @@ def atlas_sentence(row: Row, layer: int, n: int, lower: float, upper: float) -> 
     """Where the least smooth layer, at n between these ends, stands in the atlas; ``row`` is one of its rows."""
     found = standing(row["model"], row["scope"], n, lower, upper)
     return None if found is None else f"σ of layer {layer}, the least smooth, is {found}."
+
+
+def masks_of(rows: Iterable[Row]) -> str:
+    """The mask, or which layers have which."""
+    found = {mask: sorted({row["layer"] for row in same}) for mask, same in grouped(rows, lambda row: row["mask"]).items()}
+    if len(found) == 1:
+        return str(*found)
+    parts = ((mask, "s" * (len(layers) > 1), ", ".join(map(str, layers))) for mask, layers in found.items())
+    return ", ".join("{} (layer{} {})".format(*part) for part in parts)
 
 
 def growth_sentence(cell: Cell) -> str:

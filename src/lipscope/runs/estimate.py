@@ -45,6 +45,11 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     config = (
         config.get_text_config() if hasattr(config, "get_text_config") and not hasattr(config, "hidden_size") else config
     )
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError(
+            f"no plan can be made of {type(skeleton).__name__}, whose configuration gives no one hidden_size: "
+            "`lipscope describe` loads the model and measures a layer"
+        )
     # Without attention the mixers are measured: of no more weights than their blocks have.
     dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(getattr(config, "num_attention_heads", 1))
     blocks = list(blocks_of(skeleton))

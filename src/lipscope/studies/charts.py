@@ -9,9 +9,10 @@ from typing import Any
 
 from lipscope.bounds.registry import BoundTable
 from lipscope.models.layer_bounds import LayerBounds
+from lipscope.models.tokens import TokenView
 from lipscope.report.charts import Chart, Group, Look, Panel, Series
 from lipscope.report.palette import CYCLE
-from lipscope.report.run_charts import damage_chart, growth
+from lipscope.report.run_charts import damage_chart, growth, where_chart
 from lipscope.rounding import interval, round_down, round_up
 from lipscope.runs.run import Run
 from lipscope.spectral.result import SpectralNorm
@@ -198,6 +199,13 @@ def regime_chart(found: RegimeMap, title: str) -> Chart:
     return Chart("regimes", title, panels, words, columns=2)
 
 
+def view_chart(view: TokenView, title: str) -> Chart:
+    """The share of every token in the worst direction: over an image, over time, or word by word."""
+    chart = where_chart(view.to_dict() | {"influence": []})
+    assert chart is not None  # a view has tokens
+    return replace(chart, title=title)
+
+
 def history_chart(found: Ascent, title: str) -> Chart:
     """σ of every restart over the steps, the winner in black."""
     steps = list(range(len(found.history)))
@@ -261,5 +269,5 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
 _CHARTS: dict[type, Callable[[Any, str], Chart]] = {
     Run: run_chart, SpectralNorm: values_chart, BoundTable: bounds_chart, LayerBounds: bounds_chart,
     Sensitivity: sensitivity_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
-    Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart,
+    Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart, TokenView: view_chart,
 }  # fmt: skip
