@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -357,6 +358,8 @@ def test_correlations():
     [
         ({"perturb": "fp4-kv"}, "perturb must be fp8"),
         ({"perturb": "noise:2"}, "0 < S < 1"),
+        ({"perturb": "noise:0.00-v"}, "0 < S < 1"),
+        ({"perturb": []}, "perturb must name a perturbation"),
         ({"perturb": "worst:0.1-kv"}, "-input alone"),
         ({"damage": "loss"}, "damage must be kl or hidden"),
         ({"probes": 1}, "probes must be at least 2"),
@@ -478,6 +481,15 @@ def test_command(tmp_path):
     assert about["matter"] == [int(layer) for layer in both["vllm"].split("layers ")[1].split()]
     assert set(about["correlations"]) == {"estimate", "sigma_shift", "typical", "stable_rank", "max_logit", "predicted"}
     assert about["together"]["spared"] < about["together"]["all"]
+    tf.T5ForConditionalGeneration(FAMILIES["t5_encoder"]().config).save_pretrained(tmp_path / "t5")
+    refused = run(app, ["sensitivity", str(tmp_path / "t5"), "--perturb", "bf16"])
+    assert "--part encoder" in " ".join(refused.output.split())
+    asked = run(app, ["sensitivity", str(tmp_path / "t5"), "--perturb", "bf16", "--part", "encoder"])
+    assert "with --tokenizer NAME_OR_DIR" in " ".join(asked.output.split())
+    gpt2(vocab_size=8192).save_pretrained(tmp_path / "bare")
+    words = Path(lipscope.models.__file__).parent / "data/gpt2-mini"
+    given = run(app, ["sensitivity", str(tmp_path / "bare"), "--n", "8", "--probes", "2", "--tokenizer", str(words)])
+    assert "half of" in given.output.lower()
     emitted = run(app, [*command, "--verify", "--emit", "vllm"])
     assert "--kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers" in emitted.output
     assert "verified on 32 tokens of alice, and on nothing else" in " ".join(emitted.output.split())

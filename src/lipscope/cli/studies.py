@@ -163,6 +163,8 @@ def sensitivity(
     inputs: opt.Inputs = 4,
     probes: Annotated[int, option("Backward passes, for all layers together.", default=True)] = 16,
     seed: opt.Seed = 0,
+    part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=opt.FOR_A_MODEL)] = None,
+    tokenizer: opt.Tokenizer = None,
     emit: Annotated[
         str | None, option("vllm: options that spare layers, if --verify supports it.", panel=opt.OUTPUT)
     ] = None,
@@ -171,13 +173,15 @@ def sensitivity(
 ) -> None:
     """Predict what rounding or noise in each layer does to the outputs, beside σ, and verify it."""
     look_first(model, text)
+    from lipscope.models.load import load
     from lipscope.studies.sensitivity import sensitivity as run
 
     if emit not in (None, "vllm"):
         raise ValueError(f"--emit must be vllm, got {emit!r}")
     names = perturb.split(",")
     asked: dict[str, Any] = {"verify": verify, "n": n, "inputs": inputs, "per_head": per_head, "damage": damage}
-    found = run(model, text, perturb=names, probes=probes, seed=seed, **asked)
+    source = load(model, part=part, tokenizer=tokenizer) if part else model
+    found = run(source, text, perturb=names, probes=probes, tokenizer=tokenizer, seed=seed, **asked)
     content = found.to_dict()
     if out is not None:
         from lipscope.studies.charts import plot

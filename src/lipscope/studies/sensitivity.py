@@ -25,7 +25,7 @@ from lipscope.models.capture import Place, last_hidden_state, replaying, touchin
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import probe_inputs, runner
-from lipscope.models.load import load_with_head, with_tied_head
+from lipscope.models.load import load_tokenizer, load_with_head, with_tied_head
 from lipscope.models.model import Model
 from lipscope.models.refusals import in_dtype
 from lipscope.models.text import chunks_of
@@ -66,7 +66,8 @@ class Perturbation:
     def parse(cls, text: str) -> Perturbation:
         """A perturbation as it is written."""
         found = re.fullmatch(r"(fp8|e4m3|e5m2|bf16|int8|(noise|worst):(0?\.\d+|\de-\d+))(?:-(\w+))?", text)
-        if found is None or (found[4] or "k") not in PLACES or (found[2] == "worst" and found[4] not in (None, "input")):
+        known = found is not None and (found[4] or "k") in PLACES and float(found[3] or 1) > 0
+        if found is None or not known or (found[2] == "worst" and found[4] not in (None, "input")):
             raise ValueError(
                 "perturb must be fp8, e5m2, bf16, int8, noise:S or worst:S with 0 < S < 1, then -k, -v, -kv, -input, "
                 f"-output or -weights (worst:S takes -input alone), as in fp8-kv or noise:0.01, got {text!r}"
@@ -135,6 +136,8 @@ def sensitivity(
         [True, True]
     """
     asked = [Perturbation.parse(name) for name in ([perturb] if isinstance(perturb, str) else perturb)]
+    if not asked:
+        raise ValueError("perturb must name a perturbation, as in fp8-kv or noise:0.01")
     if damage not in (None, "kl", "hidden"):
         raise ValueError(f"damage must be kl or hidden, got {damage!r}")
     if probes is not None and probes < 2:
@@ -324,7 +327,7 @@ class _Work:
             found = {place: self._perturbed(p, index, place, x) - x for place, x in values.items() if place[0] in p.places}
             self.deltas.setdefault(p.name, []).append(found)
         if not any(bool(delta.any()) for found in self.deltas[p.name] for delta in found.values()):
-            raise ValueError(f"{p.name} changes nothing in {self.name}: what it rounds has no more digits than it keeps")
+            raise ValueError(f"{p.name} changes nothing in {self.name}: it is below the last digit of what it touches")
 
     def _perturbed(self, p: Perturbation, index: int, place: Place, x: Tensor, draw: int = 0) -> Tensor:
         if p.kind == "noise":
@@ -403,6 +406,8 @@ def _open(model: Any, tokenizer: Any, damage: str | None) -> tuple[Model, nn.Mod
         given = isinstance(model, nn.Module)
         loaded = Loaded(model, None, type(model).__name__) if given else load_with_head(os.fspath(model))
         module = in_dtype(loaded.model, None)
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = load_tokenizer(os.fspath(tokenizer))
         handle = Model(module, tokenizer or loaded.tokenizer, name=loaded.name, notes=loaded.notes)
     if module is handle.model and handle.layers[0].causal:
         module = with_tied_head(module)
