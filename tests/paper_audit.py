@@ -238,10 +238,8 @@ def _masked_exponents(audit: Audit, found: re.Match[str]) -> None:
     audit.count(found, [1 for free, masked in both if masked.low > free.high], len(both))
 
 
-def _scope(audit: Audit, found: re.Match[str]) -> None:
-    scope = "norm+attention" if found["what"].startswith("Norm") else "attention+residual"
-    table = audit.of(f"over σ of attention: {scope}")
-    audit.totals(found, table)
+def _normalised(audit: Audit, found: re.Match[str]) -> None:
+    audit.totals(found, audit.of("over σ of attention: norm+attention"))
     mixed = min(int(found["larger"]), int(found["smaller"])) > 0.1 * int(found["inputs"])
     assert mixed == ("no single effect" in found.string)
 
@@ -263,6 +261,19 @@ def _companion(audit: Audit, found: re.Match[str]) -> None:
     assert ("another number" in found.string) == (int(found["larger"]) + int(found["smaller"]) > 0)
 
 
+def _built(audit: Audit, found: re.Match[str]) -> None:
+    words = {"two groups": "groups", "Proposition 3.4": r"proposition 3\.4", "gradient ascent": "ascent"}
+    count = ALL.replace("?P<all>", "").replace("?P<some>", "").replace("?P<of>", "")
+    each = rf"(two groups|Proposition 3\.4|gradient ascent)\D*? in {count} curves?(?: \((\d+) undecided\))?"
+    parts = re.findall(each, found["parts"])
+    assert {words[part[0]] for part in parts} == {points for points, table in audit.placed.items() if table}
+    for name, every, some, among, undecided in parts:
+        verdicts = [verdict_of(one) for one in audit.placed[words[name]]]
+        rising = sum(one in ("½", "between ½ and 1", "1", "above 1") for one in verdicts)
+        assert (int(every or some), int(every or among)) == (rising, len(verdicts)), found.string
+        assert int(undecided or 0) == verdicts.count(UNDECIDED)
+
+
 def _ascent(audit: Audit, found: re.Match[str]) -> None:
     table = audit.of("ascent over the best construction")
     audit.count(found, range(sum(one.larger for one in table)), sum(one.inputs for one in table))
@@ -273,9 +284,8 @@ def _ascent(audit: Audit, found: re.Match[str]) -> None:
 TIMES = rf"(?P<low>{NUMBER})(?: to (?P<high>{NUMBER}))?"
 Check = Callable[[Audit, "re.Match[str]"], None]
 CHECKS: tuple[tuple[str, Check], ...] = (
-    (rf"On real text σ grows more slowly than √n, if at all, in {ALL} curves?\.",
+    (rf"On real text σ grows more slowly than √n, if at all, in {ALL} curves?, a layer each\.",
      lambda a, f: a.count(f, _slower(a.text()), len(a.text()))),
-    (r"A curve is one layer of one model\.", lambda a, f: None),
     (rf"σ {COUNTS}\.", lambda a, f: a.verdicts(f, a.text())),
     (r"α goes from .*", _examples),
     (r"α is an average over these lengths: of (?P<pairs>\d+) curves? that both halves of them decide, growth is slower on "
@@ -293,29 +303,22 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     (r"Whether the published figures came from that revision is unknown\.", lambda a, f: None),
     (r"Of (?P<kinds>\d+) differences between the scripts and σ, each measured alone, (?P<moved>\d+) change the number of "
      r"some model by more than 10 ?% at every input(?: \(.*\))?\.", _differences),
-    (rf"At tokens built to make σ large it grows like √n or faster in {ALL} curves?: one head at one radius R each\.",
-     lambda a, f: a.count(f, [one for one in a.placed["groups"] if verdict_of(one) in (
-         "½", "between ½ and 1", "1", "above 1")], len(a.placed["groups"]))),
-    (rf"At the best split of the tokens into two groups of equal ones it {COUNTS}\.",
-     lambda a, f: a.verdicts(f, a.placed["groups"])),
-    (rf"At the tokens of the paper's Proposition 3\.4 it {COUNTS}\.",
-     lambda a, f: a.verdicts(f, a.placed[r"proposition 3\.4"])),
-    (rf"After a short gradient ascent, at few lengths, it {COUNTS}\.", lambda a, f: a.verdicts(f, a.placed["ascent"])),
+    (r"At tokens built to make σ large it grows like √n or faster: (?P<parts>.*), one head at one radius R each\.", _built),
     (rf"The worst case lies higher still: the ascent found a larger σ than the best construction in {ALL} runs?, intervals "
      rf"apart, (?P<times>{NUMBER}) times as large at most\.", _ascent),
-    (r"Tokens of bounded norm allow growth like √n up to some n only, the border of the mean-field regime\.",
+    (r"Tokens of bounded norm allow growth like √n up to some n only; one bound holds for all longer inputs \(.*\)\.",
      lambda a, f: None),
-    (rf"At these radii it is proved up to n = 10\^(?P<power>{NUMBER}) or more(?:, beyond every length measured here)?\.",
+    (rf"At these radii growth is proved up to n = 10\^(?P<power>{NUMBER}) or more(?:, beyond every length measured here)?\.",
      _proved),
-    (rf"With tokens so short that the border lies within these lengths, the proven upper bound is {TIMES} times the σ "
+    (rf"With tokens so short that this n lies within the lengths measured, the proven upper bound is {TIMES} times the σ "
      r"attained, on both sides of it\.", _near_the_border),
     (rf"Under the causal mask σ is larger in {ALL} comparisons? of the same weights on the same text, intervals apart, and "
      rf"smaller in (?P<smaller>\d+): {TIMES} times, the layers' medians (?P<least>{NUMBER})(?: to (?P<most>{NUMBER}))?\.",
      _masked),
     (rf"It also grows faster with n, in {ALL} layers?: intervals of the exponents apart\.", _masked_exponents),
-    (r"(?P<what>Normalisation before attention|The residual) (?:has no single effect: it )?raises σ in "
+    (r"Normalisation before attention (?:has no single effect: it )?raises σ in "
      rf"(?P<larger>\d+) of (?P<inputs>\d+) comparisons? and lowers it in (?P<smaller>\d+), intervals apart \({TIMES} times "
-     r"that of attention alone\)\.", _scope),
+     r"σ of attention alone\)\.", _normalised),
     (rf"Normalised tokens are bounded, so one constant holds for all inputs of a layer; the proven one is {TIMES} times the "
      r"σ measured\.", lambda a, f: a.totals(f, a.of("global bound over σ"))),
     (r"Nothing here is a measurement of [^:]*: .* stands in for .*\.", lambda a, f: None),

@@ -25,13 +25,13 @@ def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
     second = ", and σ on a second text" if analysis.second_curves(rows) else ""
     made = [
         _chart("exponents", "Exponents α of σ ≈ c·n^α on real text", _exponents(fits),
-               f"A place per layer, with 95 % intervals: σ, {_SCRIPTS}{second}. Dotted: 0, ¼ and ½."),
+               f"One place per layer, with 95 % intervals: σ, {_SCRIPTS}{second}. Dotted: 0, ¼ and ½."),
         _chart("published", "Random GPT-2, layer 6, on real text", _growth(own, cast.members),
                f"Against n: σ with its interval and its certified upper bound, {_SCRIPTS}, and the curve drawn in the "
                "public repository."),
         _chart("border", "Worst-case σ of one head, where proved √n growth ends (dotted)", _border(rows, cast),
-               "The largest σ lies between the constructed tokens and the upper bounds; a closed form bounds what the best "
-               "groups attain from below. Tokens have norm R, so short that the border lies within these lengths."),
+               "Against n, with tokens of norm R: the largest σ lies between the constructed tokens and the upper bounds; "
+               "what the best groups attain has a lower bound in closed form."),
         _chart("masks", "σ under the causal mask over σ without it, against n", _masks(rows),
                "Same weights, same text; median and range over inputs. Above 1 the masked layer is the less smooth one."),
         _chart("layernorm", "σ of attention alone, with the normalisation before it, and with the residual around both",

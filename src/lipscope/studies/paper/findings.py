@@ -87,10 +87,11 @@ def _on_text(numbers: Sequence[Number]) -> Iterator[str]:
     if not table:
         return
     if slower := _slower(table):
-        yield f"**On real text σ grows more slowly than √n, if at all, in {_all(len(slower), len(table), 'curve')}.**"
-    yield f"A curve is one layer of one model. σ {_counts(table)}."
+        many = _all(len(slower), len(table), "curve")
+        yield f"**On real text σ grows more slowly than √n, if at all, in {many}**, a layer each."
+    yield f"σ {_counts(table)}."
     if decided := sorted(_decided(table), key=lambda one: one.value):
-        own = [f"; it is {_shown(one)}, which the paper draws" for one in decided[1:-1] if one.is_published]
+        own = [f"; it is {_shown(one)}, whose curve is published" for one in decided[1:-1] if one.is_published]
         yield f"α goes from {_shown(decided[0])} to {_shown(decided[-1])}{''.join(own)}."
     halves = [_named(_decided(numbers), EXPONENT + SIGMA, half) for half in (analysis.SHORTER, analysis.LONGER)]
     first, last = ({(one.model, one.layer): one for one in half} for half in halves)
@@ -165,7 +166,7 @@ def _differences(numbers: Sequence[Number]) -> Iterator[str]:
     moved.sort(key=lambda one: -abs(math.log(one.value)))
     strongest = list({one.table: one for one in reversed(moved)}.values())[::-1]
     examples = ", ".join(
-        f"{one.table.removeprefix(analysis.DIFFERENCE)}: {one.value:.2g} times for {one.model}" for one in strongest[:3]
+        f"{one.table.removeprefix(analysis.DIFFERENCE)}: {one.value:.2g} times for {one.model}" for one in strongest[:2]
     )
     if table:
         yield (
@@ -176,9 +177,9 @@ def _differences(numbers: Sequence[Number]) -> Iterator[str]:
 
 
 _POINTS = {
-    "groups": "At the best split of the tokens into two groups of equal ones",
-    "proposition 3[.]4": "At the tokens of the paper's Proposition 3.4",
-    "ascent": "After a short gradient ascent, at few lengths,",
+    "groups": "at the best split into two groups of equal tokens",
+    "proposition 3[.]4": "at those of the paper's Proposition 3.4",
+    "ascent": "after a short gradient ascent, at few lengths,",
 }  # fmt: skip
 
 
@@ -190,13 +191,16 @@ def at_radii(numbers: Sequence[Number], points: str) -> list[Number]:
 
 
 def _worst_case(numbers: Sequence[Number]) -> Iterator[str]:
-    table = at_radii(numbers, "groups")
-    if rising := sum(one.verdict in LIKE_ROOT for one in table):
-        many = _all(rising, len(table), "curve")
-        yield f"**At tokens built to make σ large it grows like √n or faster in {many}**: one head at one radius R each."
+    parts = []
     for points, words in _POINTS.items():
         if table := at_radii(numbers, points):
-            yield f"{words} it {_counts(table)}."
+            rising, open_ = sum(one.verdict in LIKE_ROOT for one in table), len(table) - len(_decided(table))
+            parts.append(f"{words} in {_all(rising, len(table), 'curve')}" + (f" ({open_} undecided)" if open_ else ""))
+    if parts:
+        groups = [one.verdict in LIKE_ROOT for one in _decided(at_radii(numbers, "groups"))]
+        mark = "**" if groups and all(groups) else ""
+        claim = f"{mark}At tokens built to make σ large it grows like √n or faster{mark}"
+        yield f"{claim}: {_listed(parts)}, one head at one radius R each."
     if table := _named(numbers, analysis.ASCENT_RATIO):
         (larger, _, inputs), most = _totals(table), max(one.high for one in table)
         if larger:
@@ -212,13 +216,14 @@ def _border(numbers: Sequence[Number]) -> Iterator[str]:
         last = max(one.high for one in _named(numbers, analysis.LENGTHS, ADVERSARIAL))
         words = ", beyond every length measured here" if least > math.log10(last) else ""
         yield (
-            "Tokens of bounded norm allow growth like √n up to some n only, the border of the mean-field regime. At these "
-            f"radii it is proved up to n = 10^{math.floor(10 * least) / 10:g} or more{words}."
+            "Tokens of bounded norm allow growth like √n up to some n only; one bound holds for all longer inputs (the "
+            "mean-field regime). At these radii growth is "
+            f"proved up to n = 10^{math.floor(10 * least) / 10:g} or more{words}."
         )
     near = _named(numbers, analysis.BORDER_RATIO)
     if {one.condition for one in near} == {analysis.BEFORE, analysis.BEYOND} and min(one.low for one in near) >= 1:
         yield (
-            "With tokens so short that the border lies within these lengths, the proven upper bound is "
+            "With tokens so short that this n lies within the lengths measured, the proven upper bound is "
             f"{_reach(near)} times the σ attained, on both sides of it."
         )
 
@@ -239,14 +244,15 @@ def _masks(numbers: Sequence[Number]) -> Iterator[str]:
 
 
 def _normalisation(numbers: Sequence[Number]) -> Iterator[str]:
-    for scope, words in (("norm+attention", "Normalisation before attention"), ("attention+residual", "The residual")):
-        if table := _named(numbers, analysis.SCOPE_RATIO + scope):
-            larger, smaller, inputs = _totals(table)
-            mixed = min(larger, smaller) > _CHANGED * inputs
-            yield (f"**{words} has no single effect**: it" if mixed else words) + (
-                f" raises σ in {larger} of {counted(inputs, 'comparison')} and lowers it in {smaller}, intervals apart "
-                f"({_reach(table)} times that of attention alone)."
-            )
+    if table := _named(numbers, analysis.SCOPE_RATIO + "norm+attention"):
+        larger, smaller, inputs = _totals(table)
+        mixed = min(larger, smaller) > _CHANGED * inputs
+        yield (
+            "**Normalisation before attention has no single effect**: it" if mixed else "Normalisation before attention"
+        ) + (
+            f" raises σ in {larger} of {counted(inputs, 'comparison')} and lowers it in {smaller}, intervals apart "
+            f"({_reach(table)} times σ of attention alone)."
+        )
     if (table := _named(numbers, analysis.GLOBAL_RATIO)) and min(one.low for one in table) >= 1:
         yield (
             "Normalised tokens are bounded, so one constant holds for all inputs of a layer; the proven one is "

@@ -15,7 +15,7 @@ from lipscope.studies.paper.differences import VARIANTS
 from lipscope.studies.paper.findings import CLOSE, LIKE_ROOT, MASKS, NORM, SCRIPTS, TEXT, WORST, at_radii, findings
 from lipscope.studies.paper.plan import DIFFERENCES, GROWTH, LONG, SECOND, Settings
 
-_PAPER = "Castin, Ablin, Peyré, *How Smooth Is Attention?*, ICML 2024, arXiv 2312.14820"
+PAPER = "*How Smooth Is Attention?* (Castin, Ablin, Peyré, ICML 2024)"
 # One figure a topic; the others are in the directory of figures.
 FIGURES = {TEXT: "exponents", SCRIPTS: "published", WORST: "border", MASKS: "masks", NORM: "layernorm"}
 
@@ -30,12 +30,13 @@ def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn:
     lengths = [row["n"] for row in analysis.of(rows, GROWTH)]
     reach = f" ({min(lengths)} … {max(lengths)} tokens on real text)" if lengths else ""
     lead = [
-        "σ is the local Lipschitz constant of an attention layer at an input: how many times larger a small change of the "
-        "tokens can come out. Its growth with the number n of tokens is told by the exponent α of σ ≈ c·n^α, over the "
-        f"lengths measured{reach} and no others. A claim on α needs a 95 % interval no wider than {analysis.WIDEST:g}, "
-        "which covers at most one of 0, ¼, ½ and 1; otherwise a curve is counted as undecided.",
-        f"Written by `lipscope paper --{about['mode']}` from {counted(len(rows), 'row')}; every count is of lines in "
-        "`FINDINGS.csv`. [How it was measured](reproduction.md).",
+        f"The experiments of {PAPER}, measured again. σ is the local Lipschitz constant of an attention layer at an input: "
+        "how many times larger a small change of the tokens can come out. The paper proves that it grows with the number n "
+        "of tokens like √n at most, and reports about n^¼ on real text.",
+        f"Growth is told by the exponent α of σ ≈ c·n^α over the lengths measured{reach}. A claim needs a 95 % interval no "
+        f"wider than {analysis.WIDEST:g}, which covers at most one of 0, ¼, ½ and 1; other curves are undecided. Written by "
+        f"`lipscope paper --{about['mode']}` from {counted(len(rows), 'row')}; every count is of lines in `FINDINGS.csv`. "
+        "[How it was measured](reproduction.md).",
     ]
     return Document("How smooth is attention? What was found", lead, sections)
 
@@ -43,8 +44,8 @@ def findings_page(rows: Sequence[Row], cast: Cast, about: dict[str, Any], drawn:
 def reproduction_page(rows: Sequence[Row], cast: Cast, settings: Settings, about: dict[str, Any]) -> Document:
     """What was measured, on which models, and what each difference from the published scripts is."""
     lead = [
-        f"The experiments of {_PAPER}, measured again by `lipscope paper --{about['mode']}`, which wrote this page. What "
-        "was found is in [FINDINGS.md](FINDINGS.md), every number in `FINDINGS.csv` beside it.",
+        f"The experiments of {PAPER}, arXiv 2312.14820, measured again by `lipscope paper --{about['mode']}`, which wrote "
+        "this page. What was found is in [FINDINGS.md](FINDINGS.md), every number in `FINDINGS.csv` beside it.",
         _circumstances(about),
         "σ is the local Lipschitz constant ‖J(X)‖₂ at scope `attention` (all heads and W_O, without residual and "
         "normalisation) unless a scope is named. The *companion estimator* is √‖Jᵀf(X)‖, what the paper's public scripts "
@@ -80,7 +81,9 @@ def _plots(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
     def like_root(points: str) -> str:
         verdicts = [one.verdict in LIKE_ROOT for one in at_radii(numbers, points) if one.verdict != UNDECIDED]
-        return "agrees" if verdicts and all(verdicts) else "agrees on some curves" if any(verdicts) else "not seen"
+        if not verdicts:
+            return "undecided"
+        return "agrees" if all(verdicts) else "agrees on some curves" if any(verdicts) else "does not agree"
 
     def known(name: str, words: str) -> str:
         return words if lines.get(name) else "not measured here"
