@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +73,7 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     # Half of the time of calling the tokenizer, which also counts where every token stands in the text.
     backend.no_truncation()
     backend.no_padding()
-    # Every part once: the text is one, or where no token reaches across the end of a word, words and pieces of them are.
+    # Every part once: pieces of words or whole words where no token reaches across the end of one, else the text.
     apart = _ends_tokens_with_words(backend, text)
     pieces = apart and _cuts_as_gpt2(backend, text)
     parts = _pieces(text) if pieces else re.findall(r"\s*\S+|\s+", text) if apart else [text]
@@ -85,7 +84,7 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     others = list(once - known.keys())
     encoded = backend.encode_batch_fast(others, add_special_tokens=False)
     known |= {part: found.ids for part, found in zip(others, encoded, strict=True)}
-    return list(chain.from_iterable(map(known.__getitem__, parts)))
+    return [token for part in parts for token in known[part]]
 
 
 # Words of ASCII in a row or one other word, with the white space before them; what GPT-2's rule cuts ASCII into; and the
