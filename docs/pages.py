@@ -123,6 +123,7 @@ PAGES = (
     Page("paper", "src/lipscope/studies/paper/pages.py",
          ("docs/FINDINGS.md", "docs/FINDINGS.csv", "docs/reproduction.md", "docs/figures"),
          ("-m", "lipscope", "paper", "--full", "--out", "build/paper"), long=True,
+         follows=("src/lipscope/studies/paper/findings.py",),
          copies=(*((f"build/paper/{name}", f"docs/{name}") for name in ("FINDINGS.md", "FINDINGS.csv", "reproduction.md")),
                  *((f"build/paper/figures/{name}.png", f"docs/figures/{name}.png") for name in PAPER_FIGURES))),
 )  # fmt: skip

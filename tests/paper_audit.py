@@ -319,8 +319,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     (r"Normalisation before attention (?:has no single effect: it )?raises σ in "
      rf"(?P<larger>\d+) of (?P<inputs>\d+) comparisons? and lowers it in (?P<smaller>\d+), intervals apart \({TIMES} times "
      r"σ of attention alone\)\.", _normalised),
-    (rf"Normalised tokens are bounded, so one constant holds for all inputs of a layer; the proven one is {TIMES} times the "
-     r"σ measured\.", lambda a, f: a.totals(f, a.of("global bound over σ"))),
+    (r"Normalised tokens are bounded, so one constant holds for all inputs of a length; the proven one is "
+     rf"{TIMES} times the σ measured\.", lambda a, f: a.totals(f, a.of("global bound over σ"))),
     (r"Nothing here is a measurement of [^:]*: .* stands in for .*\.", lambda a, f: None),
     (r"The attention weights of the original gpt2 were measured alone: .*\.", lambda a, f: None),
     (r".* is not on this machine, and nothing that could stand in for it is installed\.", lambda a, f: None),

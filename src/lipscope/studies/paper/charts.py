@@ -37,7 +37,7 @@ def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
         _chart("layernorm", "σ of attention alone, with the normalisation before it, and with the residual around both",
                _layernorm(rows, cast),
                "By layer and by n. Dashed: the longest token that the normalisation lets through (image radius), and the "
-               "bound of attention for all inputs that follows from it."),
+               "bound for all inputs of this length that follows from it."),
         _chart("long-range", "σ on real text, long range", _growth(long, cast.members, log=True), note),
         _chart("radius", "Norm of the tokens that enter attention, against n", _radius(text, cast)),
         _chart("adversarial", "σ at adversarial points, by radius R", _adversarial(rows, cast),

@@ -255,7 +255,7 @@ def _normalisation(numbers: Sequence[Number]) -> Iterator[str]:
         )
     if (table := _named(numbers, analysis.GLOBAL_RATIO)) and min(one.low for one in table) >= 1:
         yield (
-            "Normalised tokens are bounded, so one constant holds for all inputs of a layer; the proven one is "
+            "Normalised tokens are bounded, so one constant holds for all inputs of a length; the proven one is "
             f"{_reach(table)} times the σ measured."
         )
 
