@@ -13,6 +13,9 @@ from cases import EXTRAS, layer, masks, random
 from elsewhere import another_device, moved
 from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.registry import least
+from lipscope.models.model import Model
+from lipscope.models.stored import Checkpoint
+from lipscope.models.streaming import Stream, skeleton
 
 GPUS = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
 
@@ -95,6 +98,19 @@ def test_a_model_needs_no_tensor_of_the_cpu(scope: str) -> None:
             # What rounding may do to a map that is differentiated is drawn, there in other pieces.
             near = 1e-5 if name in ("lower", "upper") else 1e-9
             assert row[name] == (pytest.approx(same[name], rel=near) if isinstance(same[name], float) else same[name])
+
+
+def test_a_streamed_model_needs_no_tensor_of_the_cpu(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    ids, checkpoint = torch.arange(6)[None], Checkpoint(tmp_path)
+    expected = lipscope.load(tmp_path, stream=True).record(input_ids=ids).rows(scope="block")
+    made = skeleton(checkpoint, None)
+    with another_device() as device:
+        streamed = Model(made, stream=Stream(made, made, checkpoint, device))
+        assert streamed.device == device
+        found = streamed.record(input_ids=ids.to(device)).rows(scope="block")
+    for row, same in zip(found, expected, strict=True):
+        assert row["estimate"] == pytest.approx(same["estimate"], rel=1e-9)
 
 
 def test_the_device_that_is_not_there_refuses_tensors_of_the_cpu() -> None:
