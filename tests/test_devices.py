@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -38,6 +39,24 @@ def test_auto_and_cpu_leave_the_callers_model_where_it_is() -> None:
     assert lipscope.load(own, device="cpu").model is own
     assert lipscope.load(own, device="auto").device.type == (GPUS or ["cpu"])[0]
     assert next(own.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_weights_that_accelerate_keeps_elsewhere_are_brought_in(place: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "saved")
+    ids = torch.arange(6)[None]
+    expected = lipscope.load(tmp_path / "saved").record(input_ids=ids).rows(scope="block")
+    if place == "disk":
+        where = {"wte": "cpu", "wpe": "cpu", "h.0": "cpu", "h.1": "disk", "ln_f": "disk"}
+        spread = transformers.GPT2Model.from_pretrained(tmp_path / "saved", device_map=where, offload_folder=tmp_path).eval()
+    else:
+        spread = accelerate.cpu_offload(model(), execution_device=torch.device("cpu"))
+    away = [name for name, p in spread.named_parameters() if p.is_meta]
+    found = lipscope.load(spread).record(input_ids=ids).rows(scope="block")
+    assert [row["estimate"] for row in found] == [row["estimate"] for row in expected]
+    # The caller's model stays as it is.
+    assert away
+    assert [name for name, p in spread.named_parameters() if p.is_meta] == away
 
 
 def test_options_of_the_hub_are_refused_elsewhere(tmp_path: Path) -> None:
