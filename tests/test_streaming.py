@@ -50,6 +50,13 @@ def made(kind: str, **changed: Any) -> Any:
         case "gptj":  # its positions are in a buffer that is made on loading
             small = {"n_embd": 48, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 8, "vocab_size": 260}
             return transformers.GPTJModel(transformers.GPTJConfig(**small | changed))
+        case "llama4":
+            more = {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 2, "intermediate_size_mlp": 48}
+            config = transformers.Llama4TextConfig(**size | more | {"pad_token_id": 0} | changed)
+            model = transformers.Llama4TextModel(config)
+            for p in model.parameters():  # its experts are not drawn
+                p.data.normal_(0, 0.02) if p.ndim == 3 else None
+            return model
         case "mixtral":
             experts = {"num_key_value_heads": 2, "num_local_experts": 3}
             return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size | experts | changed))
@@ -75,7 +82,7 @@ def rows_of(model: Any, scope: str, **how: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5", "mixtral", "gptj"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5", "mixtral", "gptj", "llama4"])
 def test_rows_are_those_of_the_model_in_memory_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     directory = saved(tmp_path / kind, kind)
     options: dict[str, Any] = {"part": "encoder"} if kind == "t5" else {}

@@ -26,7 +26,14 @@ from lipscope.models.inputs import (
 )
 from lipscope.models.quantised import dequantised
 from lipscope.models.recorded import Recorded
-from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
+from lipscope.models.refusals import (
+    backbone,
+    brought_in,
+    in_dtype,
+    refuse_nan_activations,
+    refuse_random_weights,
+    refuse_unmeasurable,
+)
 from lipscope.models.seam import KEEPS_ITS_OWN, plain_experts
 from lipscope.models.selftest import check_layers, check_own_attention
 from lipscope.models.streaming import Stream, streamed_recording
@@ -79,7 +86,7 @@ class Model(Shown):
         self.name = name or type(model).__name__
         self.notes, drawn = tuple(notes), not_in_checkpoint(model)
         if stream is None:
-            model, packed = dequantised(model)
+            model, packed = dequantised(brought_in(model))
             self.notes += packed
             refuse_unmeasurable(model)
         self.tokenizer: Any = tokenizer

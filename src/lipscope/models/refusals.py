@@ -17,6 +17,24 @@ from lipscope.rounding import counted
 from lipscope.spectral.autodiff import refuse_training_dropout
 
 
+def brought_in(model: nn.Module) -> nn.Module:
+    """A copy with the weights that accelerate keeps elsewhere (``device_map="auto"``) in memory; itself without such."""
+    if not any(p.is_meta and hasattr(part, "_hf_hook") for part in model.modules() for p in part.parameters(recurse=False)):
+        return model
+    from accelerate.hooks import ModelHook, remove_hook_from_module  # type: ignore[import-untyped]
+    from accelerate.utils import align_module_device  # type: ignore[import-untyped]
+
+    held: dict[str, Tensor] = {}
+    for name, part in model.named_modules():
+        with align_module_device(part, torch.device("cpu")):
+            held |= {full: tensor.detach().cpu() for full, tensor in part.named_parameters(name, recurse=False)}
+    # The hooks hold the weights too: they are not copied.
+    hooks = [part._hf_hook for part in model.modules() if hasattr(part, "_hf_hook")]
+    made: nn.Module = remove_hook_from_module(copy.deepcopy(model, {id(hook): ModelHook() for hook in hooks}), recurse=True)
+    made.load_state_dict(held, strict=False, assign=True)
+    return made
+
+
 def refuse_unmeasurable(model: nn.Module) -> None:
     """Refuse sharded, off-loaded, damaged or training-mode models, and packed weights of unknown form, with the reason."""
     for name, p in model.named_parameters():

@@ -16,7 +16,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -94,6 +94,8 @@ class Stream:
                 self._home.setdefault(module, module)
                 add_hook_to_module(module, Hold())
         model.stream_device = device  # type: ignore[assignment]
+        self.answered = False  # the pass that runs goes on: what was done is answered
+        model.register_forward_pre_hook(self._begin)
 
     @property
     def fingerprint(self) -> str:
@@ -126,6 +128,13 @@ class Stream:
                 if empty.is_meta:
                     self.bring(part, name, empty)
         self.held = unit
+
+    def _begin(self, *_: Any) -> None:
+        """Bring in the embedding, which comes first: some models look for the device of its weights (Llama 4)."""
+        with suppress(AttributeError, NotImplementedError):
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+            if embedding in self._home and not self.answered:
+                self.hold(embedding)
 
     def release(self, but: nn.Module | None = None) -> None:
         """Let the unit go, but for a part that is still measured.
@@ -287,6 +296,8 @@ class StreamedPass:
             for unit in self.stream.units:
                 intercepted.callback(setattr, unit, "forward", unit.forward)
                 unit.forward = partial(called, unit, unit.forward)
+            self.stream.answered = bool(self.answers)
+            intercepted.callback(setattr, self.stream, "answered", False)
             try:
                 with torch.no_grad():
                     self.run()
