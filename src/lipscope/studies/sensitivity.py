@@ -174,7 +174,8 @@ class Sensitivity(Shown):
         text: what was read, in words.
         damage: the unit of damage, in words.
         rows: the columns of a scan at the input with the largest σ, then ``kind`` (the perturbation), ``shift`` ‖δ‖_F and
-            ``size`` ‖δ‖_F/‖x‖_F, ``predicted`` with its 95 % interval ``predicted_low`` to ``predicted_high``, ``measured``.
+            ``size`` ‖δ‖_F/‖x‖_F, ``predicted`` with its 95 % interval ``predicted_low`` to ``predicted_high``, ``measured``,
+            and their unit ``damage``.
             ``head`` counts key heads; σ is then the largest of the heads that share it.
         backward_passes: how many, for all layers and perturbations together.
         together: by perturbation, the damage measured with ``all`` layers perturbed, with the layers ``spared`` that matter,
