@@ -269,6 +269,14 @@ def test_logits_are_looked_at_between_two_measurements_of_sigma(monkeypatch):
     assert records[7].save
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_the_backward_bound_is_read_where_logits_are_looked_at_or_always(always):
+    model = gpt2()
+    lines = [Threshold("backward", above=1e9)] if always else ()
+    records, _ = train(model, Monitor(model, every=30, thresholds=lines), steps=9)
+    assert [record.step for record in records if record.backward] == ([*range(1, 10)] if always else [1, 3, 6, 9])
+
+
 def test_thresholds_that_the_model_cannot_cross_are_said_once():
     torch.manual_seed(0)
     config = tf.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)

@@ -157,6 +157,8 @@ def test_trainer_holds_the_logits(tmp_path):
     assert all(record.loss_before and record.loss_after for record in callback.records)
     logged = [name for row in held.state.log_history for name in row if name.endswith("/qk_clip")]
     assert len(logged) == sum(len(record.heads) for record in callback.records)
+    losses = [row["lipscope/qk_clip_loss_after"] for row in held.state.log_history if "lipscope/qk_clip_loss_after" in row]
+    assert losses == [record.loss_after for record in callback.records]
     assert not held.model._forward_pre_hooks
     two = QKClipCallback(1.0)
     with pytest.raises(ValueError, match="works in one process"):

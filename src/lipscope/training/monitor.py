@@ -1,9 +1,9 @@
 """``Monitor``: σ of every attention layer while a model trains, at a cost one does not notice.
 
 Every k steps σ is measured on a small probe batch, as an interval, together with the largest logit, the entropy and the
-attention on the first token. At every step the backward pass gives a lower bound for free. Training is not disturbed: its
-weights are the same bits with and without the monitor. Nor is it ever stopped by a mistake in here: the monitor switches
-itself off, with one warning that says why.
+attention on the first token. In between, the logits are looked at, and the backward pass gives a lower bound for free.
+Training is not disturbed: its weights are the same bits with and without the monitor. Nor is it ever stopped by a mistake in
+here: the monitor switches itself off, with one warning that says why.
 
 Weights move little in k steps, so the top singular vectors of the last measurement are nearly those of this one. They
 enter the start of the next solve, mixed with a random direction, which keeps the interval valid (see
@@ -96,7 +96,8 @@ class Monitor:
         scope: attention, norm+attention, attention+residual or block.
         inputs: inputs of the probe batch to keep.
         tokens: tokens of each to keep.
-        backward: read the free lower bound from every backward pass; with scope attention only, to which it belongs.
+        backward: read the free lower bound from backward passes, ten times as often as σ, or always where a threshold is
+            about it; with scope attention only, to which it belongs.
         thresholds: lines that must not be crossed, each with an action; by default those of ``readings.ALARM``, a warning
             when the largest logit is above 50 or grows by more than 1.6 a step. ``()`` for none.
         on_alarm: called with every ``Alarm``; what it raises is said, and training goes on.
@@ -156,6 +157,7 @@ class Monitor:
         self.closed = False
         self._guard = Guard(thresholds)
         self._looks = bool(self._guard.looks)
+        self._always = any(line.quantity == "backward" for line in thresholds)
         self._batch: Any = probe
         self._handle: Model | None = None
         self._probe: dict[str, Tensor] | None = None
@@ -214,11 +216,12 @@ class Monitor:
         """
         self.steps = self.steps + 1 if step is None else step
         first = not self._measured
-        measured = first or self.steps % self.every == 0
-        look = self._looks and self.steps % max(1, self.every // LOOKS) == 0
-        record = self._record(batch, measured=measured, look=look)
+        measured, between = first or self.steps % self.every == 0, max(1, self.every // LOOKS)
+        record = self._record(batch, measured=measured, look=self._looks and self.steps % between == 0)
+        for gain in self._gains:
+            gain.watching = self._always or (self.steps + 1) % between == 0
         if first and self._gains and not record.backward:
-            self.notes.append("no backward bound: no gradient has come (was the model compiled after it was attached?)")
+            self.notes.append("no backward bound: no gradient has come (compiled since, or all below is frozen?)")
         return record
 
     def measure(self, batch: Any = None, *, step: int | None = None) -> Record:

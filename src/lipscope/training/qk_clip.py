@@ -51,8 +51,11 @@ class ClipRecord:
     save = stop = False  # it asks for nothing
 
     def scalars(self, prefix: str = "lipscope") -> dict[str, float]:
-        """Numbers for a logger: the factor of every head that was rescaled."""
-        return {f"{prefix}/layer_{c.layer}/head_{c.head}/qk_clip": c.factor for c in self.heads}
+        """Numbers for a logger: the factor of every head that was rescaled, and the loss on the inputs looked at."""
+        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after}
+        return {f"{prefix}/layer_{c.layer}/head_{c.head}/qk_clip": c.factor for c in self.heads} | {
+            f"{prefix}/qk_clip_{name}": value for name, value in losses.items() if value is not None
+        }
 
 
 class QKClip:
