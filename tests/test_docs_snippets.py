@@ -96,8 +96,8 @@ def test_the_demo_installs_what_the_readme_is_tested_with() -> None:
 def test_the_first_lines_of_the_readme_are_measured() -> None:
     words = " ".join((snippets.ROOT / "README.md").read_text(encoding="utf-8").split())
     said = re.search(
-        r"layer (\d+) makes the worst small change of (\d+) tokens of \*Alice\* more than (\d+) times as large, and a random "
-        r"one about (\d+) times",
+        r"layer (\d+) makes the worst small change of (\d+) tokens of \*Alice\* more than (\d+) times as large, and a "
+        r"random one about (\d+) times",
         words,
     )
     assert said is not None
