@@ -595,6 +595,7 @@ def test_a_mask_that_is_no_padding_switches_the_monitor_off(shape):
 
 
 def test_a_monitor_says_what_it_is():
-    with Monitor(FAMILIES["gpt2"](), every=7) as monitor:
-        assert repr(monitor) == "<Monitor of GPT2Model, scope attention: every 7 steps, 0 seen>"
+    monitor = Monitor(FAMILIES["gpt2"](), every=7)
+    assert repr(monitor) == "<Monitor of GPT2Model, scope attention: every 7 steps, 0 seen>"
+    monitor.close()
     assert repr(monitor) == "<Monitor of GPT2Model, scope attention: closed>"
