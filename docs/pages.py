@@ -73,6 +73,7 @@ PAGES = (
     Page("reference", "docs/make_reference.py", ("docs/reference",)),
     Page("architecture", "docs/make_architecture.py", ("docs/architecture.md", "docs/architecture.svg")),
     Page("overview", "docs/make_overview.py", ("docs/overview.svg",)),
+    Page("report-picture", "docs/make_report_picture.py", ("docs/report.png",)),
     concept("certificates", "certificates.md", "certificates.svg"),
     concept("growth", "growth.md", "growth.svg"),
     concept("masks", "masks.md", "masks.svg"),

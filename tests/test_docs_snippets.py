@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import lipscope
 import lock
 import make_reference
 import snippets
@@ -90,6 +91,20 @@ def test_the_demo_installs_what_the_readme_is_tested_with() -> None:
     assert tuple(re.findall(r"--install (.+)", rule[0] + offline[0])) == (DEMO[0], " ".join(DEMO[1:]))
     assert re.search(r"^demo: \$\(VENV\)/\.installed \$\(VENV\)/\.installed-offline$", MAKEFILE, re.MULTILINE)
     assert {"dask", "lightning"} <= beyond_the_demo()
+
+
+def test_the_first_lines_of_the_readme_are_measured() -> None:
+    words = " ".join((snippets.ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"layer (\d+) makes the worst small change of (\d+) tokens of \*Alice\* more than (\d+) times as large, and a "
+        r"random one about (\d+) times",
+        words,
+    )
+    assert said is not None
+    layer, n, worst, typical = map(int, said.groups())
+    [row] = lipscope.scan("smollm2-135m", "alice", layers=[layer], lengths=[n], inputs=1).rows
+    assert row["lower"] > worst
+    assert row["typical"] == pytest.approx(typical, rel=0.05)
 
 
 def beyond_the_demo() -> set[str]:

@@ -164,6 +164,14 @@ def test_plot_draws_every_result_alike() -> None:
     assert list(chart.series[1].y) == [row["measured"] for row in damage.rows]
     study = growth(LAYER, [2, 4], radius=1.2, method="construct")
     assert lipscope.plot(study, "worst").panels[0].series == growth_chart(study, "worst").panels[0].series
+    regimes = regime_map(LAYER, [2, 4], radius=1.2, steps=2)
+    ascended = growth(LAYER, [2, 4], radius=1.2, method="ascend", restarts=2, steps=2).worst[0].ascent
+    for found in (study, regimes, ascended, *study.worst[0].built):
+        assert len(repr(found)) < 1000, repr(found)
+    for found in (study, regimes, ascended):
+        assert len(found.to_pandas()) == len(found.to_rows()) > 1
+        assert "worst σ" in found._repr_html_()
+        lipscope.plot(found)
     view = token_view(lipscope.load("gpt2-mini"), "to be or not to be", 1)
     assert len(repr(view)) < 200
     assert [row["share"] for row in view.to_rows()] == view.energy.tolist()

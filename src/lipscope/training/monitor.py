@@ -263,6 +263,10 @@ class Monitor:
             return self._probe
         return named_arguments(self.model, *self._call) if self._batch is None and self._call is not None else self._batch
 
+    def __repr__(self) -> str:
+        state = self.reason or ("closed" if self.closed else f"every {self.every} steps, {self.steps} seen")
+        return f"<Monitor of {type(self.model).__name__}, scope {self.scope}: {state}>"
+
     def close(self) -> None:
         """Take all hooks off the model."""
         self.closed = True

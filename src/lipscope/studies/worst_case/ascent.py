@@ -34,7 +34,7 @@ from lipscope.bounds.domain import Domain, domain_of
 from lipscope.doors import at_least
 from lipscope.measure.gradient import sigma_gradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
-from lipscope.rounding import interval
+from lipscope.rounding import Shown, interval
 from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -53,8 +53,8 @@ _JITTER = 0.1
 _RADII = (1.0, 0.5, 0.25)
 
 
-@dataclass(frozen=True, eq=False)
-class Ascent:
+@dataclass(frozen=True, eq=False, repr=False)
+class Ascent(Shown):
     """What a search found."""
 
     tokens: Tensor  # the best input (n, d)
@@ -70,6 +70,11 @@ class Ascent:
     # Seed of the start vector that measured ``sigma``, see ``unseen``; with it as the ``seed`` of the solver the tokens give
     # the same interval again.
     start_seed: int
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per restart: where it began, and its σ there and at its end."""
+        found = zip(self.labels, self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [{"label": label, "start": start, "end": end} for label, start, end in found]
 
     def __str__(self) -> str:
         s = self.sigma
