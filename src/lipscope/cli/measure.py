@@ -13,7 +13,7 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
-from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, read_ids
+from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, media_given, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
 from lipscope.doors import at_least
 from lipscope.measure.scopes import check_scope
@@ -278,15 +278,6 @@ def tokens(
     if out is not None:
         write_file(out, content)
         notice(f"the view is in {out}")
-
-
-def media_given(text: str | None, audio: Path | None, image: Path | None, features: Path | None) -> dict[str, Any]:
-    """The clip, image or features that stand in place of a text; refuses more than one of them."""
-    given = {"text": text, "audio": audio, "image": image, "features": features}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"--{' and --'.join(given)} exclude each other: a model reads one of them")
-    return {name: value for name, value in given.items() if name != "text"}
 
 
 def command_line(words: list[str], options: dict[str, Any]) -> str:

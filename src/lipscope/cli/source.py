@@ -155,3 +155,12 @@ def read_ids(model: Model, text: str | None, say: str | None, n: int | None, see
     from lipscope.models.text import chunks_of
 
     return chunks_of(model, read_text(text or DEFAULT_TEXT), DEFAULT_N if n is None else n, seed=seed)[0]
+
+
+def media_given(text: str | None, audio: Path | None, image: Path | None, features: Path | None) -> dict[str, Any]:
+    """The clip, image or features that stand in place of a text; refuses more than one of them."""
+    given = {"text": text, "audio": audio, "image": image, "features": features}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"--{' and --'.join(given)} exclude each other: a model reads one of them")
+    return {name: value for name, value in given.items() if name != "text"}
