@@ -87,6 +87,7 @@ def nonsense(card: Card, scene: Scene) -> None:
         ("calls of Python functions", fuzz.api(scene.rng, scene.made("api"), 0.02 if scene.quick else 0.5)),
         ("commands", fuzz.cli(scene.rng, scene.made("cli"), scene.times(400))),
         ("run directories", fuzz.files(scene.rng, scene.made("files"), scene.times(400))),
+        ("clips and images", fuzz.media(scene.rng, scene.made("media"), scene.times(400))),
     ):
         before = card.tried
         for case in cases:

@@ -1,6 +1,6 @@
-"""Public functions with arguments of the wrong kind, commands with hostile arguments, and damaged files of a run.
+"""Public functions with arguments of the wrong kind, commands with hostile arguments, damaged files of a run, clips, images.
 
-    python checks/fuzz.py [--seed 0] [--share 1.0] [--only api,cli,files]
+    python checks/fuzz.py [--seed 0] [--share 1.0] [--only api,cli,files,media]
 
 Every case takes a call that works and spoils one thing in it. A refusal must come from the door: an error that lipscope
 raises itself, in words, or that names a missing argument. A failure is an error from the inside (raised by Python, torch or
@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import warnings
+import wave
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import torch
+import transformers as tf
+from PIL import Image
 from torch import nn
 
 import lipscope
@@ -145,6 +148,7 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
     head = lipscope.Attention(W, W, W)
     module = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double().eval()
     model = lipscope.load(module)
+    decoder = lipscope.load(writing())
     row = {"model": "m", "layer": 0, "n": 8, "lower": 1.0, "estimate": 1.1, "upper": 1.2, "scope": "attention"}
     run = load_run(lipscope.Run((row, row | {"n": 16})))
     store, rows = directory / "run.db", directory / "rows.json"
@@ -178,9 +182,19 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
         "attack": (lipscope.attack, {"target": head, "lengths": [2, 3, 4], "radius": 1.0, "method": "construct",
                                      "restarts": 1, "steps": 2, "seed": 0, "head": 0}),
         "certify": (lipscope.certify, {"attention": layer, "X": X, "radius": 0.1}),
+        "check": (lipscope.check, {"model": decoder, "n": 3, "inputs": None, "causal": None, "window": None, "seed": 0,
+                                   "documents": None, "padding": None, "batch": True, "cache": False, "use_cache": None}),
+        "sensitivity": (lipscope.sensitivity, {
+            "model": decoder, "text": "python-docs", "perturb": "noise:0.01", "verify": False, "n": 3, "inputs": 1,
+            "input_ids": torch.tensor([[1, 2, 3]]), "per_head": False, "damage": None, "probes": 2,
+            "tokenizer": None, "seed": 0,
+        }),
+        "plot": (lipscope.plot, {"result": run, "title": ""}),
+        "testing.assert_isolated": (lipscope.testing.assert_isolated, {"model": decoder, "inputs": None, "n": 3}),
         "influence": (lipscope.influence, {"map": layer, "X": X, "scope": "attention", "mask": "causal", "rtol": 1e-3}),
         "load": (lipscope.load, {"model": module, "tokenizer": None, "part": None, "dtype": None, "allow_pickle": False,
-                                 "trust_remote_code": False, "check": True}),
+                                 "trust_remote_code": False, "revision": None, "attn_implementation": None,
+                                 "device": None, "stream": False, "processor": None, "check": True}),
         "local_lipschitz": (lipscope.local_lipschitz, {
             "map": layer, "X": X, "scope": "attention", "mask": "causal", "solver": lipscope.Auto(), "dtype": torch.float64,
             "norm": None, "certificate": True, "memory": "1GiB",
@@ -234,6 +248,10 @@ def working_calls(directory: Path) -> dict[str, tuple[Callable[..., Any], dict[s
                                                          "inputs": 1, "tokens": 4, "thresholds": (), "scope": "attention"}),
         "training.Threshold": (lipscope.training.Threshold, {"quantity": "sigma", "above": 1.0, "below": None,
                                                              "action": "warn", "layers": None}),
+        "training.QKClip": (lipscope.training.QKClip, {"model": decoder.model, "tau": 9.0, "every": 10, "layers": [0],
+                                                        "inputs": 1, "tokens": 4, "base": False}),
+        "training.QKClipCallback": (lipscope.training.QKClipCallback, {"tau": 9.0, "every": 10}),
+        "training.LipschitzCallback": (lipscope.training.LipschitzCallback, {"every": 10, "heads": False, "thresholds": ()}),
         "training.jasmin_penalty": (lipscope.training.jasmin_penalty, {"attention": head, "X": X, "k": 0}),
         "training.max_logit_penalty": (lipscope.training.max_logit_penalty, {"attention": head, "X": X, "limit": 0.0}),
         "training.spectral_penalty": (lipscope.training.spectral_penalty, {"attention": head, "X": X, "solver": None}),
@@ -332,8 +350,11 @@ def cli(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Case]
         "meanfield": ["random", "--lengths", "4,6", "--repeats", "1", "--transport-up-to", "0"],
         "sweep": [str(directory / "plan.toml"), "--dry-run", "--store", str(directory / "none.db")],
         "report": [str(directory)], "export": [str(directory / "run.db")], "smooth": ["gpt2-mini", "--target", "1"],
-        "corpora": [], "models": [],
+        "corpora": [], "models": [], "describe": ["gpt2-mini"], "plan": [str(directory / "saved"), "--lengths", "4"],
+        "check": ["gpt2-mini", "--n", "4"], "view": [str(directory / "none")], "paper": ["--quick", "--bert", "none"],
+        "sensitivity": ["gpt2-mini", "--n", "4", "--inputs", "1", "--probes", "2"],
     }  # fmt: skip
+    writing().save_pretrained(directory / "saved")
     skip = {"--out", "--store", "--save", "--csv", "--debug", "--help", "--workers", "--scheduler", "--open", "--refresh"}
     commands: Any = get_command(app)
     for _ in range(count):
@@ -403,12 +424,71 @@ def files(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Cas
         yield tried(f"run directory {number} ({name} spoiled: {str(content[name])[:160]})", call, directory)
 
 
+def media(rng: random.Random, directory: Path, count: int = 400) -> Iterator[Case]:
+    """Sound and images with other bytes than they should have, cut short, or with absurd numbers in their headers."""
+    sound, pixels = io.BytesIO(), np.arange(432, dtype=np.uint8).reshape(12, 12, 3)
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(range(256)) * 6)
+    good = {"WAV": sound.getvalue()}
+    for name in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "DDS", "EPS", "ICO", "TGA"):
+        written = io.BytesIO()
+        Image.fromarray(pixels).save(written, name)
+        good[name] = written.getvalue()
+    models = {"audio": hearing(), "image": seeing()}
+    for number in range(count):
+        name = "WAV" if rng.random() < 0.5 else rng.choice(sorted(good))
+        option = "audio" if name == "WAV" else "image"
+        content = bytearray(good[name])
+        for _ in range(rng.randrange(1, 6)):
+            place = rng.randrange(max(len(content), 1))
+            match rng.randrange(4):
+                case 0:
+                    content[place % 60 : place % 60 + 1] = bytes([rng.randrange(256)])
+                case 1:
+                    del content[max(place, 8) :]
+                case 2:
+                    place = 4 * rng.randrange(10)
+                    content[place : place + 4] = rng.choice([0, 1, 2**31 - 1, 2**32 - 1, 65_537, 10**9]).to_bytes(
+                        4, "little"
+                    )
+                case 3:
+                    content[place : place + 1] = bytes([rng.randrange(256)])
+        path = directory / f"{option}-{number}"
+        path.write_bytes(content)
+
+        def call(option: str = option, path: Path = path) -> None:
+            models[option].record(**{option: path})
+
+        yield tried(f"{option} {number} ({name}, {len(content)} bytes: {bytes(content[:48])!r})", call, directory)
+
+
+def writing() -> tf.GPT2LMHeadModel:
+    """A tiny random GPT-2."""
+    return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=9, n_positions=8, n_embd=4, n_layer=1, n_head=1)).eval()
+
+
+def hearing() -> lipscope.Model:
+    """A tiny random wav2vec2."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = tf.Wav2Vec2Config(**small, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=8,
+                               num_conv_pos_embedding_groups=2)  # fmt: skip
+    return lipscope.load(tf.Wav2Vec2Model(config).eval(), processor=tf.Wav2Vec2FeatureExtractor())
+
+
+def seeing() -> lipscope.Model:
+    """A tiny random ViT."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = tf.ViTConfig(**small, image_size=8, patch_size=4)
+    return lipscope.load(tf.ViTModel(config).eval(), processor=tf.ViTImageProcessorPil(size={"height": 8, "width": 8}))
+
+
 def main() -> int:
     """Run all, and list what came from the inside."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the cases, drawn from the seed")
-    parser.add_argument("--only", default="api,cli,files")
+    parser.add_argument("--only", default="api,cli,files,media")
     asked = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="lipscope-fuzz-") as name:
@@ -416,7 +496,8 @@ def main() -> int:
             rng, directory = random.Random(f"{asked.seed} {which}"), Path(name) / which
             directory.mkdir()
             attack = {"api": lambda r, d: api(r, d, asked.share), "cli": lambda r, d: cli(r, d, int(400 * asked.share)),
-                      "files": lambda r, d: files(r, d, int(400 * asked.share))}[which]  # fmt: skip
+                      "files": lambda r, d: files(r, d, int(400 * asked.share)),
+                      "media": lambda r, d: media(r, d, int(400 * asked.share))}[which]  # fmt: skip
             cases = list(attack(rng, directory))
             inside = [case for case in cases if case.from_inside]
             failed += len(inside)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ BUILT = ("proposition34.min", "pair", "groups")
 
 def say() -> None:
     """Write the page and the figure from the rows."""
-    every, lines, gains = rows(), [], []
+    every, lines, gains, slack = rows(), [], [], []
+    attained: dict[str, list[float]] = {"GPT-2": [], "random": []}
     series: dict[str, list[Series]] = {BALL: [], IMAGE: []}
     for weights, layer in dict.fromkeys((row["weights"], row["layer"]) for row in every):
         for tokens, drawn in series.items():
@@ -134,10 +136,14 @@ def say() -> None:
             borders = sorted(math.floor(r["log_growth"] / math.log(10)) for r in mine if r["what"] == "head")
             lines.append([
                 weights, str(layer), f"{tokens}, R = {last['radius']:.3g}", f"10^{borders[0]} … 10^{borders[-1]}",
-                exponent(fit), verdict(fit.alpha_low, fit.alpha_high), f"{worst(mine, CLIMBED[-1], *BUILT):.3g}",
-                f"{climbed[-1]:.3g}", f"{last['refined']:.1e}", f"{last['castin2024']:.1e}",
+                exponent(fit.alpha, fit.alpha_low, fit.alpha_high), verdict(fit.alpha_low, fit.alpha_high),
+                f"{worst(mine, CLIMBED[-1], *BUILT):.3g}", f"{climbed[-1]:.3g}",
+                f"{last['refined']:.1e}", f"{last['castin2024']:.1e}",
             ])  # fmt: skip
+            attained[weights].append(worst(mine, CLIMBED[-1], *BUILT))
             if weights == "GPT-2":
+                bound = {r["n"]: r["refined"] for r in mine}
+                slack += [bound[n] / worst(mine, n, *BUILT, "ascent") for n in CLIMBED]
                 gains += [top / worst(mine, n, *BUILT) for n, top in zip(CLIMBED, climbed, strict=True)]
             look, colour = ("line", "blue") if weights == "GPT-2" else ("dashes", "orange")
             first = not any(one.name.startswith(weights) for one in drawn)
@@ -157,22 +163,31 @@ def say() -> None:
     header = ["weights", "layer", "tokens", "√n growth up to n =, over the heads", "α of the worst σ", "verdict"]
     header += [f"built, n = {CLIMBED[-1]}", "by ascent there", f"refined bound, n = {LENGTHS[-1]}", "paper's bound"]
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines))
+    verdicts = Counter(line[5] for line in trained)
+    counts = "; ".join(f"{name} in {count}" for name, count in verdicts.most_common())
+    power = {tokens: math.floor(found / math.log(10)) for tokens, found in low.items()}
+    beyond = "more than" if 10 ** min(power.values()) > CONTEXT else "beside"
+    (least, most), drawn_built = (min(attained["GPT-2"]), max(attained["GPT-2"])), attained["random"]
     PAGE.write_text(f"""# The attention weights of GPT-2, without text
 
+**With the weights of the real GPT-2 σ grows like √n at constructed tokens in {verdicts["½"]} of {len(trained)} curves.** A
+curve is the head with the largest E of one layer on one set of tokens, and an exponent needs a 95 % interval no wider than
+0.2: {counts}.
+
+Growth like √n is *proved* for every head up to n = 10^{power[IMAGE]} in the image of `ln_1`, and up to 10^{power[BALL]} in
+the ball of radius {RADIUS:g}: {beyond} the {CONTEXT} tokens that GPT-2 reads. Only beyond such an n can the
+[mean-field regime](theory/mean-field.md#5-the-three-regimes-in-n) begin.
+
+At n = {CLIMBED[-1]} constructed tokens attain σ = {least:.3g} to {most:.3g}, with random weights of the same shape
+{min(drawn_built):.3g} to {max(drawn_built):.3g}. A short gradient ascent (8 steps) attains {min(gains):.2g} to
+{max(gains):.3g} times the σ of the best construction. The refined bound for all tokens of a set is {min(slack):,.0f} to
+{max(slack):,.0f} times the largest σ attained at the same n; between the two the worst σ is not known.
+
 Every attention parameter of OpenAI's GPT-2 124M (`c_attn`, `c_proj`, `ln_1`; files of the public repository
-huplay/GPT2-SMALL at 6dc07e4, modified MIT licence) says how large σ can become at worst, though not what it is on text:
-embeddings and MLPs are not among them. Measured are {len({line[1] for line in trained})} of its {LAYERS} layers, {HEADS}
+huplay/GPT2-SMALL at 6dc07e4, modified MIT licence) is measured, but not on text: embeddings and MLPs are not among them.
+Measured are {len({line[1] for line in trained})} of its {LAYERS} layers, {HEADS}
 heads each, under the causal mask. Written by `docs/make_gpt2_attention.py` from `docs/gpt2-attention.csv`, which the same
 script makes with `--gpt2-attention FILE`. The parameters are not part of the project.
-
-**Worst-case growth.** At constructed tokens the head with the largest E has the exponent ½ in
-{sum(line[5] == "½" for line in trained)} of {len(trained)} curves (layer and token set), and is undecided in
-{sum(line[5] == "undecided" for line in trained)}; an exponent needs a 95 % interval no wider than 0.2. Growth like √n is
-*proved* up to n = 10^{math.floor(low[IMAGE] / math.log(10))} for every head in the image of `ln_1`, and up to
-10^{math.floor(low[BALL] / math.log(10))} in the ball of radius {RADIUS:g}: GPT-2 reads {CONTEXT} tokens, so the
-[mean-field regime](theory/mean-field.md#5-the-three-regimes-in-n) is out of its reach. A short gradient ascent (8 steps)
-attains {min(gains):.2g} to {max(gains):.2g} times the σ of the best construction. The bounds for all tokens of a set lie far
-above what was attained; between the two the worst σ is not known.
 
 ![Worst σ attained against n, on balls and in the image of ln_1](gpt2-attention.svg)
 

@@ -73,6 +73,7 @@ PAGES = (
     Page("reference", "docs/make_reference.py", ("docs/reference",)),
     Page("architecture", "docs/make_architecture.py", ("docs/architecture.md", "docs/architecture.svg")),
     Page("overview", "docs/make_overview.py", ("docs/overview.svg",)),
+    Page("report-picture", "docs/make_report_picture.py", ("docs/report.png",)),
     concept("certificates", "certificates.md", "certificates.svg"),
     concept("growth", "growth.md", "growth.svg"),
     concept("masks", "masks.md", "masks.svg"),
@@ -123,6 +124,7 @@ PAGES = (
     Page("paper", "src/lipscope/studies/paper/pages.py",
          ("docs/FINDINGS.md", "docs/FINDINGS.csv", "docs/reproduction.md", "docs/figures"),
          ("-m", "lipscope", "paper", "--full", "--out", "build/paper"), long=True,
+         follows=("src/lipscope/studies/paper/findings.py",),
          copies=(*((f"build/paper/{name}", f"docs/{name}") for name in ("FINDINGS.md", "FINDINGS.csv", "reproduction.md")),
                  *((f"build/paper/figures/{name}.png", f"docs/figures/{name}.png") for name in PAPER_FIGURES))),
 )  # fmt: skip

@@ -56,7 +56,7 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if away and isinstance(kwargs.get("generator"), torch.Generator):
             raise RuntimeError(f"{func}: a generator of the CPU draws for another device")
     inside_args, inside = tree_map_only(Elsewhere, lambda t: t.inner, (args, kwargs))
-    if "device" in kwargs and device is not None:
+    if device is not None and away:
         inside["device"] = torch.device("cpu")
     if func is torch.ops.aten._to_copy.default:
         out = func(*inside_args, **inside)

@@ -8,7 +8,7 @@ import lipscope
 import reference
 from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.domain import ball, image
-from lipscope.measure.gradient import SigmaGradient
+from lipscope.measure.gradient import sigma_gradient
 from lipscope.spectral.basis import random_direction
 from lipscope.spectral.operator import DenseOperator
 from lipscope.studies.worst_case import construct, growth, maximise
@@ -39,7 +39,7 @@ def test_gradient_equals_finite_differences_of_the_dense_svd(extras, mask_name):
     assert float(S[0] - S[1]) > 1e-3 * float(S[0])  # σ is simple here, so it is differentiable
     masked = layer.with_mask(cases.masks(5, 1, heads)[mask_name][0])
     operator = AttentionOperator.at(masked, X[None])
-    gradient = SigmaGradient(masked)(operator, U[None, :, 0], Vh[None, 0])
+    gradient = sigma_gradient(operator, U[None, :, 0], Vh[None, 0])
     h = 2e-5
 
     def difference(step):
@@ -62,7 +62,7 @@ def test_gradient_through_a_normalisation():
         return float(oracle(layer, domain.tokens(z)[0], "full")[1][0])
 
     U, _, Vh = oracle(layer, domain.tokens(z)[0], "full")
-    gradient = SigmaGradient(layer)(AttentionOperator.at(layer, domain.tokens(z)), U[None, :, 0], Vh[None, 0])
+    gradient = sigma_gradient(AttentionOperator.at(layer, domain.tokens(z)), U[None, :, 0], Vh[None, 0])
     slope = (sigma(z + 1e-5 * step) - sigma(z - 1e-5 * step)) / 2e-5
     assert float((domain.pull_back(gradient) * step).sum()) == pytest.approx(slope, rel=1e-6)
 
@@ -72,9 +72,9 @@ def test_gradient_is_batched():
     X = cases.random(3, 5, 6, seed=1)
     operator = AttentionOperator.at(layer, X)
     pair = cold_pair(operator)
-    together = SigmaGradient(layer)(operator, pair.left, pair.right)
+    together = sigma_gradient(operator, pair.left, pair.right)
     for b in range(3):
-        one = SigmaGradient(layer)(AttentionOperator.at(layer, X[b : b + 1]), pair.left[b : b + 1], pair.right[b : b + 1])
+        one = sigma_gradient(AttentionOperator.at(layer, X[b : b + 1]), pair.left[b : b + 1], pair.right[b : b + 1])
         torch.testing.assert_close(together[b], one[0], rtol=1e-10, atol=1e-12)
 
 

@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 
 import lipscope
 from lipscope.cli.main import app
-from lipscope.cli.measure import logit_cells, masks_of
+from lipscope.cli.measure import logit_cells
+from lipscope.cli.terminal import progress_bar
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.load import ZOO, ByteTokenizer, Entry
 from lipscope.models.tokens import token_view
+from lipscope.report.summary import masks_of
 from lipscope.runs.kinds import Text
 from lipscope.runs.run import Run
 from model_families import FAMILIES
@@ -64,15 +66,17 @@ def test_scan_prints_writes_and_agrees(tmp_path: Path) -> None:
     assert "causal" in table.output
 
 
+# After five of six tasks one layer has the three lengths that a fit takes, and the other has two.
+@pytest.mark.parametrize("done", [3, 5])
 @pytest.mark.parametrize("how", [KeyboardInterrupt(), ArithmeticError("nine is not a good number")])
 def test_a_scan_that_is_stopped_shows_and_keeps_what_it_has_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: BaseException, done: int
 ) -> None:
     whole = json.loads(runner.invoke(app, [*SCAN, "--json"]).output)
     measure, calls = Text.measure, itertools.count()
 
     def stopped(*arguments: Any) -> list[dict[str, Any]]:
-        if next(calls) == 3:
+        if next(calls) == done:
             raise how
         return measure(*arguments)
 
@@ -84,9 +88,9 @@ def test_a_scan_that_is_stopped_shows_and_keeps_what_it_has_and_goes_on(
     assert json.loads((tmp_path / "run.json").read_text())["about"]["stopped"] == (str(how) or "interrupted")
     for file in ("rows.json", "rows.csv"):
         (tmp_path / file).unlink()  # as after a kill: the store has them
-    assert len(Run.read(tmp_path)) == 6
+    assert len(Run.read(tmp_path)) == 2 * done
     again = runner.invoke(app, [*SCAN, "--out", str(tmp_path), "--json"])
-    assert next(calls) == 3 + 1 + 3  # the task that failed, and those after it
+    assert next(calls) == done + 1 + (6 - done)  # the task that failed, and those after it
     timeless = [[row | {"seconds": 0} for row in rows] for rows in (json.loads(again.stdout), whole)]
     assert timeless[0] == timeless[1]
     assert "stopped" not in json.loads((tmp_path / "run.json").read_text())["about"]
@@ -102,6 +106,29 @@ def test_what_cannot_be_written_is_said_before_the_model_is_loaded(tmp_path: Pat
         result = runner.invoke(app, [*SCAN, "--out", str(place)])
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_heads_that_say_nothing_leave_the_table_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, files: object) -> Loaded:
+        model = FAMILIES["gpt2"]()
+        model.resize_token_embeddings(256)
+        model.get_submodule("h.1.attn.c_attn").weight.data[:, -16:] = 0.0  # no values in layer 1: σ is 0
+        return Loaded(model, ByteTokenizer(), name)
+
+    monkeypatch.setitem(ZOO, "tiny", Entry("tiny", "two layers", "none", "none", load))
+    result = runner.invoke(app, [*SCAN, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert len((tmp_path / "fits.csv").read_text().splitlines()) == 2  # the names, and layer 0
+    assert {row["estimate"] > 0 for row in Run.read(tmp_path).rows if row["layer"] == 1} == {False}
+
+
+def test_ctrl_c_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lipscope.cli.show.load_model", interrupted)
+    result = runner.invoke(app, ["describe", "tiny"])
+    assert (result.exit_code, result.stderr) == (130, "lipscope: interrupted\n")
 
 
 def test_the_table_is_printed_whatever_becomes_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +151,19 @@ def test_progress_in_a_pipe_is_a_line_now_and_then_and_quiet_is_quiet(
     assert " left" in told.stderr
     quiet = runner.invoke(app, [*SCAN, "--quiet", "--out", str(tmp_path / "other")])
     assert (quiet.stderr, quiet.stdout) == ("", told.stdout)
+
+
+def test_the_time_left_is_told_by_what_was_done_since_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A minute of looking at models, and half of the work kept from before, say nothing about the rate."""
+    now = iter([0.0, 60.0, 70.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with progress_bar() as show:
+        show(50, 100, "resumed")
+        show(60, 100, "task")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["resumed: 50% done after 60 s", "task: 60% done after 70 s, about 40 s left"]
 
 
 def test_describe_says_what_can_be_measured_and_what_it_takes() -> None:
@@ -152,7 +192,7 @@ def test_a_table_for_those_whose_logits_explode(monkeypatch: pytest.MonkeyPatch)
 
 def test_masks_that_alternate_and_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"layer": layer, "mask": mask} for layer, mask in ((0, "causal"), (1, "window:4"), (2, "causal"), (0, "causal"))]
-    assert masks_of(rows) == "causal (layers 0, 2), window:4 (layers 1)"
+    assert masks_of(rows) == "causal (layers 0, 2), window:4 (layer 1)"
     assert masks_of(rows[:1]) == "causal"
     said = runner.invoke(app, ["scan", "tiny", "--scope", "model", "--lengths", "6", "--inputs", "1"]).output
     assert "scope model" in said
@@ -175,6 +215,8 @@ def test_tokens_as_json_and_in_a_file(tmp_path: Path) -> None:
         (["scan", "gpt2-mini", "--text", "nothing.txt"], "'nothing.txt' is neither a corpus"),
         (["scan", "gpt2-mini", "--layers", "9"], "layer must lie between 0 and 3, got 9"),
         (["tokens", "gpt2-mini", "--layer", "-5"], "layer must lie between 0 and 3, got -5"),
+        (["scan", str(Path(__file__).parent)], "holds no config.json, so it is not a saved transformers model"),
+        (["scan", "gpt2-mini", "--top", "-1"], "top must be at least 1, got -1"),
         (["bounds", "/no/model"], "no directory '/no/model'"),
         (["smooth", "gpt2-mini", "--target", "-1"], "--target must be positive"),
         (["sweep", "--model", "~/nowhere", "--text", "alice"], "no directory '~/nowhere'"),

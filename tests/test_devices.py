@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import lipscope
 from cases import EXTRAS, layer, masks, random
 from elsewhere import another_device, moved
 from lipscope.attention.operators import AttentionOperator
 from lipscope.bounds.registry import least
+from lipscope.cli.main import app
+from lipscope.models.model import Model
+from lipscope.models.stored import Checkpoint
+from lipscope.models.streaming import Stream, skeleton
 
 GPUS = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
 
@@ -24,7 +30,7 @@ def model() -> transformers.GPT2Model:
     ).eval()
 
 
-@pytest.mark.parametrize("device", ["cuda:7", "mps:3", "nonsense", "xpu"])
+@pytest.mark.parametrize("device", ["cuda:7", "mps:3", "nonsense", "xpu", "meta"])
 def test_a_device_that_does_not_exist_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="device"):
         lipscope.load(model(), device=device)
@@ -37,12 +43,33 @@ def test_auto_and_cpu_leave_the_callers_model_where_it_is() -> None:
     assert next(own.parameters()).device.type == "cpu"
 
 
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_weights_that_accelerate_keeps_elsewhere_are_brought_in(place: str, tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "saved")
+    ids = torch.arange(6)[None]
+    expected = lipscope.load(tmp_path / "saved").record(input_ids=ids).rows(scope="block")
+    if place == "disk":
+        where = {"wte": "cpu", "wpe": "cpu", "h.0": "cpu", "h.1": "disk", "ln_f": "disk"}
+        spread = transformers.GPT2Model.from_pretrained(tmp_path / "saved", device_map=where, offload_folder=tmp_path).eval()
+    else:
+        spread = accelerate.cpu_offload(model(), execution_device=torch.device("cpu"))
+    away = [name for name, p in spread.named_parameters() if p.is_meta]
+    found = lipscope.load(spread).record(input_ids=ids).rows(scope="block")
+    assert [row["estimate"] for row in found] == [row["estimate"] for row in expected]
+    # The caller's model stays as it is.
+    assert away
+    assert [name for name, p in spread.named_parameters() if p.is_meta] == away
+
+
 def test_options_of_the_hub_are_refused_elsewhere(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="revision is for a model of the hub"):
         lipscope.load(tmp_path, revision="main")
     with pytest.raises(ValueError, match="names code of the hub"):
         lipscope.load(tmp_path, attn_implementation="somebody/kernel")
+    for word, message in (("somebody/kernel", "names code of the hub"), ("none", "--attn-implementation 'none' is none of")):
+        done = CliRunner().invoke(app, ["check", str(tmp_path), "--n", "4", "--attn-implementation", word])
+        assert (done.exit_code, message in " ".join(done.stderr.split())) == (2, True)
     plain, eager = lipscope.load(tmp_path), lipscope.load(tmp_path, attn_implementation="eager")
     assert eager.model.config._attn_implementation == "eager"
     ids = torch.arange(6)[None]
@@ -95,6 +122,19 @@ def test_a_model_needs_no_tensor_of_the_cpu(scope: str) -> None:
             # What rounding may do to a map that is differentiated is drawn, there in other pieces.
             near = 1e-5 if name in ("lower", "upper") else 1e-9
             assert row[name] == (pytest.approx(same[name], rel=near) if isinstance(same[name], float) else same[name])
+
+
+def test_a_streamed_model_needs_no_tensor_of_the_cpu(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path)
+    ids, checkpoint = torch.arange(6)[None], Checkpoint(tmp_path)
+    expected = lipscope.load(tmp_path, stream=True).record(input_ids=ids).rows(scope="block")
+    made = skeleton(checkpoint, None)
+    with another_device() as device:
+        streamed = Model(made, stream=Stream(made, made, checkpoint, device))
+        assert streamed.device == device
+        found = streamed.record(input_ids=ids.to(device)).rows(scope="block")
+    for row, same in zip(found, expected, strict=True):
+        assert row["estimate"] == pytest.approx(same["estimate"], rel=1e-9)
 
 
 def test_the_device_that_is_not_there_refuses_tensors_of_the_cpu() -> None:

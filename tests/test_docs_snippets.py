@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import lipscope
+import lock
 import make_reference
 import snippets
 from lipscope.cli.main import app
@@ -32,6 +36,7 @@ OPTIONS = make_reference.options()
 # Why a block is not run: the first words of its comment. A new reason is a decision, so it is made here.
 REASONS = ("network", "cluster", "long", "make", "your own", "needs")
 MOST_SKIPPED = 0.35
+MAKEFILE = (snippets.ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -75,9 +80,49 @@ def cached_load(model: Any, *rest: Any, **options: Any) -> Any:
     return _LOAD(model, *rest, **options)
 
 
+DEMO = ("base", "offline", "report", "ot")
+
+
+def test_the_demo_installs_what_the_readme_is_tested_with() -> None:
+    rule = re.search(r"^\$\(VENV\)/\.installed:.*?(?=^\S+:.*installed-dev)", MAKEFILE, re.DOTALL | re.MULTILINE)
+    offline = re.search(r"^\$\(VENV\)/\.installed-offline:.*?^\n", MAKEFILE, re.DOTALL | re.MULTILINE)
+    assert rule is not None
+    assert offline is not None
+    assert tuple(re.findall(r"--install (.+)", rule[0] + offline[0])) == (DEMO[0], " ".join(DEMO[1:]))
+    assert re.search(r"^demo: \$\(VENV\)/\.installed \$\(VENV\)/\.installed-offline$", MAKEFILE, re.MULTILINE)
+    assert {"dask", "lightning"} <= beyond_the_demo()
+
+
+def test_the_first_lines_of_the_readme_are_measured() -> None:
+    words = " ".join((snippets.ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"layer (\d+) makes the worst small change of (\d+) tokens of \*Alice\* more than (\d+) times as large, and a "
+        r"random one about (\d+) times",
+        words,
+    )
+    assert said is not None
+    layer, n, worst, typical = map(int, said.groups())
+    [row] = lipscope.scan("smollm2-135m", "alice", layers=[layer], lengths=[n], inputs=1).rows
+    assert row["lower"] > worst
+    assert row["typical"] == pytest.approx(typical, rel=0.05)
+
+
+def beyond_the_demo() -> set[str]:
+    """Modules that are here and not where ``make demo`` alone was run; but for the tools of the tests themselves."""
+    groups = {name: {*groups} for name, (_, _, groups) in lock.read_lock().items()}
+    found = metadata.packages_distributions().items()
+    owners = {module: [groups.get(lock.canonical(name), {"base"}) for name in names] for module, names in found}
+    return {module for module, kinds in owners.items() if not any(kind & {*DEMO, "dev"} for kind in kinds)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(snippets.ROOT).as_posix())
-def test_the_blocks_of_a_page_run(page: Path, workshop: Path, request: pytest.FixtureRequest) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, workshop: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict[str, Any] = {}
+    if page.name == "README.md":  # works after `make demo` as it stands
+        for module in beyond_the_demo():
+            monkeypatch.setitem(sys.modules, module, None)
     if "lipscope smooth" in page.read_text(encoding="utf-8"):  # changes the weights of what it loads
         _named.cache_clear()
         request.addfinalizer(_named.cache_clear)

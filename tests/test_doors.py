@@ -63,6 +63,12 @@ def test_what_is_asked_for_in_words() -> None:
         (lambda: lipscope.Auto(seed=2**70), "seed must be a number of at most 64 bits"),
         (lambda: lipscope.local_lipschitz(torch.tanh, W.to("meta")), "X is on the meta device"),
         (lambda: Chunker(["words"], lambda *given, **more: given), "tokenizer must map a string to {'input_ids': …}"),
+        (lambda: lipscope.training.LipschitzCallback(thresholds=3), "must be a list, each of it a Threshold, got 3"),
+        (lambda: lipscope.training.QKClipCallback(9.0, every="a"), "every must be an integer, got 'a'"),
+        (lambda: lipscope.testing.assert_isolated(torch.nn.Linear(4, 4), n={3}), "n must be an integer or None, got set"),
+        (lambda: lipscope.check(-1), "model must be a string, a path, a Module or a Model, got -1"),
+        (lambda: lipscope.load("gpt2-mini").record({"a": 1}), "inputs hold no tensor: give the model's keyword arguments"),
+        (lambda: lipscope.load("gpt2-mini").record(input_ids=W * 1j), r"input_ids must be integers, got torch.complex"),
         (lambda: lipscope.training.weight_penalty(W), "attention must be an Attention, got Tensor"),
     ],
 )  # fmt: skip
@@ -106,10 +112,11 @@ def test_data_from_files(tmp_path: Path) -> None:
 def test_nothing_raises_from_the_inside(tmp_path: Path) -> None:
     """A small part of ``checks/fuzz.py``."""
     rng = random.Random(7)
-    places = [tmp_path / name for name in ("api", "files", "cli")]
+    places = [tmp_path / name for name in ("api", "files", "cli", "media")]
     for place in places:
         place.mkdir()
-    cases = [*fuzz.api(rng, places[0], share=0.02), *fuzz.files(rng, places[1], 40), *fuzz.cli(rng, places[2], 6)]
+    cases = [*fuzz.api(rng, places[0], share=0.02), *fuzz.files(rng, places[1], 40), *fuzz.cli(rng, places[2], 6),
+             *fuzz.media(rng, places[3], 60)]  # fmt: skip
     assert len(cases) > 250
     assert sum(case.error is not None for case in cases) > 150
     assert [str(case) for case in cases if case.from_inside] == []

@@ -95,3 +95,22 @@ def test_describe_works_for_a_hybrid(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["describe", str(tmp_path / "jamba")])
     assert said.exit_code == 0, said.output
     assert "σ of all 1 layer on one input, scope attention" in said.output
+
+
+def test_a_model_without_attention_is_described_and_planned_in_words(tmp_path: Path) -> None:
+    config = tf.MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4)
+    tf.MambaModel(config).save_pretrained(tmp_path / "mamba")
+    said = CliRunner().invoke(app, ["describe", str(tmp_path / "mamba")]).output
+    assert "mamba: 2 layers without attention, float32" in said
+    assert "head: no, layer 0 (layers.0) is a MambaMixer without heads" in said
+    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "mamba")])
+    assert refused.exit_code == 2
+    assert "no plan can be made of MambaModel, whose configuration gives no one num_attention_heads" in refused.stderr
+
+
+def test_a_mask_that_says_what_is_hidden_is_read_as_such() -> None:
+    """MPT hands its own attention a mask with True at what is hidden."""
+    model = lipscope.load(tf.MptModel(tf.MptConfig(vocab_size=50, d_model=16, n_layers=2, n_heads=4, max_seq_len=32)).eval())
+    assert {layer.mask for layer in model.layers} == {"causal (the model's own)"}
+    assert "block=" not in repr(model.layers[0])
+    assert repr(model.layers[0]) == "<Layer 0: blocks.0, 4 heads, mask causal (the model's own)>"

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from largest_tensor import LargestTensor
 from lipscope.attention.masks import Causal, MaskFunction, Window
 from lipscope.attention.tiled import Tiling, using_tiling
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models import seam
 from lipscope.models.model import Model
@@ -78,7 +79,7 @@ def products(handle: Model, given: dict[str, torch.Tensor]) -> tuple[dict[str, l
     recording = handle.record(given)
     found = {}
     for scope in MODEL_SCOPES:
-        if scope == "norm+attention" and not handle.layers[1].normed:
+        if (scope == "norm+attention" and not handle.layers[1].normed) or scope in CROSS_SCOPES:
             continue
         operator = recording[1].operator(scope)
         M, N = operator.shape

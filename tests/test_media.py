@@ -96,6 +96,14 @@ def test_sigma_is_that_of_a_dense_jacobian(kind: str, tmp_path: Path) -> None:
         assert str(next(iter(given.values()))) in result.about["text"]
 
 
+def test_towers_find_the_processor_beside_their_weights(tmp_path: Path) -> None:
+    towers().float().save_pretrained(tmp_path / "clip")
+    sees = {"size": {"height": 8, "width": 8}, "image_processor_type": "ViTImageProcessorPil"}
+    (tmp_path / "clip" / "preprocessor_config.json").write_text(json.dumps(sees))
+    handle = lipscope.load(tmp_path / "clip", part="vision")
+    assert handle.record(image=photo(tmp_path / "photo.png"))[0].tokens().shape == (1, 5, 16)
+
+
 def test_the_text_tower_reads_text_alone(tmp_path: Path) -> None:
     handle = lipscope.load(towers(), part="text")
     with pytest.raises(ValueError, match=r"image is not for this model: .*reads text"):
@@ -169,15 +177,22 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
     clip.write_text("no sound")
     with pytest.raises(ValueError, match=r"no WAV file.*16-bit PCM"):
         whisper().record(audio=clip)
+    write_wav(clip, 0.01)
+    clip.write_bytes(clip.read_bytes()[:99])
+    with pytest.raises(ValueError, match="ends after 27 of its 160 samples: it was cut short"):
+        whisper().record(audio=clip)
+    write_wav(clip, 0.01, rate=2**31 - 1)
+    with pytest.raises(ValueError, match=r"no WAV file .*samples of 16 bits at 2147483647 Hz"):
+        whisper().record(audio=clip)
     with pytest.raises(FileNotFoundError, match=r"no file .*--audio"):
         whisper().record(audio=tmp_path / "none.wav")
     with pytest.raises(ValueError, match="no image that can be read"):
         vit().record(image=clip)
-    with pytest.raises(ValueError, match=r"image is not for this model: .*hears audio, not text: give --audio clip.wav"):
+    with pytest.raises(ValueError, match=r"image is not for this model: .*hears audio, not text: .* take --audio clip.wav"):
         whisper().record(image=image)
     with pytest.raises(ValueError, match="image is not for this model: gpt2-mini reads text"):
         lipscope.load("gpt2-mini").record(image=image)
-    with pytest.raises(ValueError, match=r"hears audio, not text: give --audio clip.wav"):
+    with pytest.raises(ValueError, match=r"hears audio, not text: `lipscope scan` and `tokens` take --audio clip.wav"):
         lipscope.scan(whisper(), "python-docs")
     with pytest.raises(ValueError, match="lengths cannot be chosen here"):
         lipscope.scan(vit(), image=image, lengths=[4])
@@ -192,6 +207,14 @@ def test_one_clear_line_for_what_cannot_be_read(tmp_path: Path) -> None:
             vit().record(features=file)
     save_file({"x": torch.ones(3, 8, 8)}, file)
     assert vit().record(features=file)[0].tokens().shape[1] == 5
+
+
+def test_an_image_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands EPS files to Ghostscript, where that is installed."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png", "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("the program in the file was run"))
+    with pytest.raises(ValueError, match="save it as one of PNG, JPEG"):
+        vit().record(image=tmp_path / "photo.png")
 
 
 def test_the_terminal_shows_a_heat_map_over_the_image_and_a_curve_over_the_clip(tmp_path: Path) -> None:

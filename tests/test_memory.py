@@ -24,6 +24,7 @@ from lipscope.measure.memory import TYPICAL_PAIRS, TYPICAL_VECTORS, plan_memory
 from lipscope.models.memory import HEAP, plan_layers, recorded_bytes
 from lipscope.models.model import Model
 from lipscope.spectral.bidiagonalisation import Bidiagonalisation
+from model_families import FAMILIES
 
 N, D, H = 700, 24, 4
 
@@ -173,6 +174,16 @@ def test_the_tiling_of_alternating_layers_is_that_of_the_larger(alternating):
         recording = alternating.record(alternating.token_inputs(input_ids=ids))
         kept = [recording[layer].operator().core.kept for layer in (0, 1)]
     assert kept == [None, None]
+
+
+def test_a_relative_bias_is_planned_for_the_tokens_that_are_asked_for():
+    handle = lipscope.load(FAMILIES["t5_encoder"]())
+    for n in (32, 64):
+        for limit in (None, "1GiB"):
+            plan = plan_layers(handle, n, [0, 1], memory=limit)
+            assert plan.matrices >= 4 * n * n * 8  # heads, numbers of float64
+    with pytest.raises(MemoryError, match="limited to"):
+        plan_layers(handle, 512, [0, 1], memory=4 * 512 * 512 * 8)
 
 
 def test_a_limit_binds_the_certificates_of_scans(monkeypatch):

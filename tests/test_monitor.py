@@ -654,3 +654,10 @@ def test_a_mask_that_is_no_padding_switches_the_monitor_off(shape):
         record = monitor.step()
     assert not record.readings
     assert ("(3, 1, 12, 12)" if shape == "tensor" else "got dict") in monitor.reason
+
+
+def test_a_monitor_says_what_it_is():
+    monitor = Monitor(FAMILIES["gpt2"](), every=7)
+    assert repr(monitor) == "<Monitor of GPT2Model, scope attention: every 7 steps, 0 seen>"
+    monitor.close()
+    assert repr(monitor) == "<Monitor of GPT2Model, scope attention: closed>"

@@ -195,7 +195,7 @@ def test_callbacks_refuse_options_when_they_are_made(kind):
     for options, error, message in (
         ({"every": 0}, ValueError, "every must be at least 1"),
         ({"scope": "head"}, ValueError, "scope must be one of"),
-        ({"thresholds": ["sigma"]}, TypeError, "must be Threshold objects"),
+        ({"thresholds": ["sigma"]}, TypeError, "thresholds must be a list, each of it a Threshold"),
         ({"evry": 3}, TypeError, "'evry' is no option"),
     ):
         with pytest.raises(error, match=message):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -36,6 +39,17 @@ def test_every_module_can_be_imported():
     for path in FILES:
         if path.stem != "__main__":
             importlib.import_module(module_of(path))
+
+
+def test_public_methods_are_described():
+    """By themselves, or by the method that they override."""
+    for module in (importlib.import_module(module_of(path)) for path in FILES if path.stem != "__main__"):
+        for kind in (item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__):
+            for name, method in vars(kind).items():
+                public = "_" not in (name[0], kind.__name__[0]) and isinstance(
+                    method, FunctionType | property | cached_property | classmethod
+                )
+                assert not public or inspect.getdoc(getattr(method, "__func__", method)), f"{kind.__name__}.{name}"
 
 
 def test_public_functions_show_an_example():

@@ -7,9 +7,11 @@ LIPSCOPE_BROWSER=required, which .ci/run sets) they fail instead.
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,21 @@ def test_paper_shows_every_chart_of_every_setting_and_view(browser: Any, tmp_pat
     assert complaints(browser) == []
 
 
+def test_colours_that_are_data_are_printed_without_being_asked_for(browser: Any, page: Path) -> None:
+    show(browser, page)
+    look = r"""return [...document.querySelectorAll('.heat button')].map(
+        (cell) => getComputedStyle(cell).backgroundColor.match(/\d+/g).map(Number))"""
+    wanted = {tuple(ink) for ink in browser.execute_script(look)}
+    assert len(wanted) > 3
+    printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})["data"])
+    inks = set()
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", printed, re.DOTALL):
+        with contextlib.suppress(zlib.error):
+            for ink in re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg\b", zlib.decompressobj().decompress(stream)):
+                inks.add(tuple(round(255 * float(part)) for part in ink))
+    assert inks.issuperset(wanted)
+
+
 def test_a_token_view_takes_one_page_of_paper_and_advice_none(browser: Any, tmp_path: Path) -> None:
     words, pages = [f" word{k}" for k in range(32)], []
     for count in (1, 2, 3):
@@ -213,6 +230,20 @@ def test_legends_cover_no_data_and_logarithmic_axes_have_numbers(browser: Any, p
         assert chart["covered"] == 0
         assert chart["ends"] <= 1
         assert chart["ticks"] >= 2
+
+
+def test_names_of_axes_fit_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    rows = [row | {"typical": 0.1 * row["estimate"], "stable_rank": 3.0 + row["layer"]} for row in make_rows()]
+    show(browser, write_report(write_run(tmp_path / "run", rows), tmp_path / "report.html"), width=390)
+    draw_all(browser)
+    cut = browser.execute_script("""
+        const over = (inner, outer) => Math.max(inner.right - outer.right, outer.left - inner.left);
+        return [...document.querySelectorAll('.js-plotly-plot')].map((place) => {
+          const title = place.querySelector('.xtitle');
+          return title ? over(title.getBoundingClientRect(), place.getBoundingClientRect()) : 0;
+        })""")
+    assert len(cut) == 8  # growth, layers, six scatters
+    assert max(cut) <= 0
 
 
 def test_tables_of_a_comparison_break_no_words(browser: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from lipscope.cli.main import app
 from lipscope.models.capture import double_throughout
 from lipscope.models.inputs import probe_inputs
 from lipscope.models.load import load_with_head, with_tied_head
+from lipscope.report.page import Page
+from lipscope.report.settings import report_data
+from lipscope.runs.run import load_run
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.sensitivity import NOISE_DRAWS, Perturbation, correlations, damage_interval
 from model_families import FAMILIES, enlarge
@@ -294,6 +298,35 @@ def test_classes_instead_of_tokens(tmp_path):
     assert all(row["measured"] == pytest.approx(row["predicted"], rel=0.05) for row in found.to_rows())
 
 
+def test_labels_that_do_not_exclude_each_other_are_no_distribution():
+    model = bert(tf.BertForSequenceClassification, num_labels=3, problem_type="multi_label_classification")
+    found = lipscope.sensitivity(model, input_ids=IDS, perturb="bf16", probes=3)
+    assert "last hidden state" in found.damage
+    with pytest.raises(ValueError, match="no logits that are one distribution"):
+        lipscope.sensitivity(model, input_ids=IDS, perturb="bf16", damage="kl")
+
+
+@pytest.mark.parametrize("damage", ["kl", "hidden"])
+def test_padding_suffers_no_damage(damage):
+    model = bert()
+    padded = torch.cat([ONE, torch.zeros(1, 4, dtype=torch.long)], 1)
+    given = {"input_ids": padded, "attention_mask": (torch.arange(10) < 6).long()[None]}
+    how = {"perturb": ["bf16-kv", "bf16-weights"], "damage": damage, "probes": None, "verify": True}
+    alone, among = (lipscope.sensitivity(model, input_ids=ids, **how).to_rows() for ids in (ONE, given))
+    for one, other in zip(alone, among, strict=True):
+        assert other["predicted"] == pytest.approx(one["predicted"], rel=1e-6)
+        assert other["measured"] == pytest.approx(one["measured"], rel=1e-6)
+
+
+def test_a_layer_that_puts_out_nothing_suffers_nothing():
+    model = gpt2()
+    nn.init.zeros_(model.transformer.h[0].attn.c_proj.weight)
+    nn.init.zeros_(model.transformer.h[0].attn.c_proj.bias)
+    rows = lipscope.sensitivity(model, input_ids=ONE, perturb=["bf16", "noise:0.01"], verify=True, probes=2).to_rows()
+    assert [(row["size"], row["predicted"], row["measured"]) for row in rows[::2]] == [(0, 0, 0)] * 2
+    assert all(row["size"] > 0 for row in rows[1::2])
+
+
 def test_heads_of_checkpoints(tmp_path):
     gpt2().save_pretrained(tmp_path / "head")
     assert type(load_with_head(str(tmp_path / "head")).model) is tf.GPT2LMHeadModel
@@ -325,6 +358,8 @@ def test_correlations():
     [
         ({"perturb": "fp4-kv"}, "perturb must be fp8"),
         ({"perturb": "noise:2"}, "0 < S < 1"),
+        ({"perturb": "noise:0.00-v"}, "0 < S < 1"),
+        ({"perturb": []}, "perturb must name a perturbation"),
         ({"perturb": "worst:0.1-kv"}, "-input alone"),
         ({"damage": "loss"}, "damage must be kl or hidden"),
         ({"probes": 1}, "probes must be at least 2"),
@@ -398,6 +433,26 @@ def test_rounding():
     assert Perturbation.parse("noise:1e-3").size == 0.001
 
 
+def test_the_report_says_what_a_perturbation_does_to_the_outputs(tmp_path):
+    found = lipscope.sensitivity(gpt2(), input_ids=ONE, perturb=["bf16-k", "bf16"], verify=True, probes=4)
+    page = Page(report_data([load_run(lipscope.Run(found.rows))]))
+    captions = [page.charts[f"{k}-damage"]["caption"] for k in range(2)]
+    for name, caption in zip(("bf16", "bf16-k"), captions, strict=True):
+        layers = sorted(found.matter(name))
+        assert f"Half of the predicted damage of {name} is in {len(layers)} of 2 layers ({layers[0]}" in caption
+        rows = found.to_rows(name)
+        inside = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in rows)
+        assert f"interval of the prediction in {inside} of 2 places" in caption
+        assert f"Fisher prediction {found.correlations(name)['predicted'][0]:.2f} [" in caption
+    # Rows of others may lack anything.
+    lacking = [{k: v for k, v in row.items() if k not in ("shift", "measured", "damage")} for row in found.rows]
+    assert "Rank" not in Page(report_data([load_run(lipscope.Run(lacking))])).charts["0-damage"]["caption"]
+    odd = [row | {"shift": None, "predicted": 0.0, "measured": float("inf")} for row in found.rows]
+    assert "0-damage" in Page(report_data([load_run(lipscope.Run(odd))])).charts
+    plain = [row | {"predicted_low": None} for row in found.rows]
+    assert "0-damage" not in Page(report_data([load_run(lipscope.Run(plain))])).charts
+
+
 def test_command(tmp_path):
     run = CliRunner().invoke
     command = ["sensitivity", "gpt2-mini", "--text", "alice", "--n", "16", "--inputs", "2", "--probes", "4"]
@@ -406,16 +461,35 @@ def test_command(tmp_path):
     for words in (
         "4 backward passes for all layers",
         "nats of KL per position",
-        "rank correlation",
-        "half of the predicted",
+        "Rank correlation with it, and its 95 % interval: σ -",
+        "Half of the predicted damage of fp8-kv is in",
     ):
         assert words in " ".join(shown.output.split())
     written = run(app, [*command, "--perturb", "bf16-k,noise:0.01", "--json", "--out", str(tmp_path / "rows")])
-    rows = json.loads(written.stdout)
+    found = json.loads(written.stdout)
+    assert found == json.loads((tmp_path / "rows/sensitivity.json").read_text())
+    assert found["backward_passes"] == 4
+    assert set(found["perturbations"]) == {"bf16-k", "noise:0.01"}
+    rows = found["rows"]
     assert {row["kind"] for row in rows} == {"bf16-k", "noise:0.01"}
     assert rows == json.loads((tmp_path / "rows/rows.json").read_text())
     assert run(app, ["report", str(tmp_path / "rows"), "--out", str(tmp_path / "page.html")]).exit_code == 0
     assert "noise:0.01" in (tmp_path / "page.html").read_text()
+    both = json.loads(run(app, [*command, "--verify", "--emit", "vllm", "--json"]).stdout)
+    assert both["vllm"].startswith("--kv-cache-dtype fp8_e4m3")
+    about = both["perturbations"]["fp8-kv"]
+    assert about["matter"] == [int(layer) for layer in both["vllm"].split("layers ")[1].split()]
+    assert set(about["correlations"]) == {"estimate", "sigma_shift", "typical", "stable_rank", "max_logit", "predicted"}
+    assert about["together"]["spared"] < about["together"]["all"]
+    tf.T5ForConditionalGeneration(FAMILIES["t5_encoder"]().config).save_pretrained(tmp_path / "t5")
+    refused = run(app, ["sensitivity", str(tmp_path / "t5"), "--perturb", "bf16"])
+    assert "--part encoder" in " ".join(refused.output.split())
+    asked = run(app, ["sensitivity", str(tmp_path / "t5"), "--perturb", "bf16", "--part", "encoder"])
+    assert "with --tokenizer NAME_OR_DIR" in " ".join(asked.output.split())
+    gpt2(vocab_size=8192).save_pretrained(tmp_path / "bare")
+    words = Path(lipscope.models.__file__).parent / "data/gpt2-mini"
+    given = run(app, ["sensitivity", str(tmp_path / "bare"), "--n", "8", "--probes", "2", "--tokenizer", str(words)])
+    assert "half of" in given.output.lower()
     emitted = run(app, [*command, "--verify", "--emit", "vllm"])
     assert "--kv-cache-dtype fp8_e4m3 --kv-cache-dtype-skip-layers" in emitted.output
     assert "verified on 32 tokens of alice, and on nothing else" in " ".join(emitted.output.split())

@@ -18,6 +18,7 @@ import command
 import lipscope
 from lipscope.models.load import ByteTokenizer
 from lipscope.models.recorded import RecordedLayer
+from lipscope.models.stored import Checkpoint, fits
 from lipscope.models.streaming import Stream, StreamedPass
 from lipscope.runs import Store
 from lipscope.runs.estimate import ways
@@ -46,6 +47,19 @@ def made(kind: str, **changed: Any) -> Any:
         case "t5":
             small = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": LAYERS, "num_heads": 4, "vocab_size": 260}
             return transformers.T5ForConditionalGeneration(transformers.T5Config(**small | changed))
+        case "gptj":  # its positions are in a buffer that is made on loading
+            small = {"n_embd": 48, "n_layer": LAYERS, "n_head": 4, "rotary_dim": 8, "vocab_size": 260}
+            return transformers.GPTJModel(transformers.GPTJConfig(**small | changed))
+        case "llama4":
+            more = {"num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 2, "intermediate_size_mlp": 48}
+            config = transformers.Llama4TextConfig(**size | more | {"pad_token_id": 0} | changed)
+            model = transformers.Llama4TextModel(config)
+            for p in model.parameters():  # its experts are not drawn
+                p.data.normal_(0, 0.02) if p.ndim == 3 else None
+            return model
+        case "mixtral":
+            experts = {"num_key_value_heads": 2, "num_local_experts": 3}
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size | experts | changed))
     config = transformers.GPT2Config(n_embd=48, n_layer=LAYERS, n_head=4, vocab_size=260, n_positions=64, **changed)
     return transformers.GPT2LMHeadModel(config)
 
@@ -68,7 +82,7 @@ def rows_of(model: Any, scope: str, **how: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "albert", "gemma2", "t5", "mixtral", "gptj", "llama4"])
 def test_rows_are_those_of_the_model_in_memory_to_the_last_bit(tmp_path: Path, kind: str) -> None:
     directory = saved(tmp_path / kind, kind)
     options: dict[str, Any] = {"part": "encoder"} if kind == "t5" else {}
@@ -102,6 +116,22 @@ def test_buffers_that_a_checkpoint_holds_are_read_too(tmp_path: Path) -> None:
     whole, streamed = (lipscope.load(tmp_path, stream=stream) for stream in (False, True))
     for scope in ("attention", "block"):
         assert rows_of(streamed, scope) == rows_of(whole, scope)
+
+
+def test_an_expert_that_is_missing_or_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    """Experts are stored one by one, and are one tensor in the model."""
+    saved(tmp_path, "mixtral")
+    held = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
+    shard = tmp_path / held[name]
+    good = load_file(shard)
+    for wrong in (None, good[name][:, :-1].contiguous()):
+        tensors = {k: v for k, v in (good | {name: wrong}).items() if v is not None}
+        save_file(tensors, shard)
+        with pytest.raises(
+            ValueError, match=r"safetensors: layers\.2\.mlp\.experts\.down_proj is not made of what is stored"
+        ):
+            lipscope.load(tmp_path, stream=True)
 
 
 def test_float64_streams_too(tmp_path: Path) -> None:
@@ -231,7 +261,7 @@ def test_scope_model_says_why_not(llama: Path) -> None:
 def test_weights_that_do_not_fit_are_streamed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
     for free, streams in ((3 * size + 1000, False), (2 * size, True)):
-        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda free=free: free)
+        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda device=None, free=free: free)
         assert (lipscope.load(llama, stream=None).stream is not None) == streams
 
 
@@ -356,7 +386,7 @@ def test_a_plan_reads_headers_only_and_says_what_scan_would_do(llama: Path, monk
 
     monkeypatch.setattr("lipscope.models.stored.Checkpoint.read", reading)
     for free, way in ((1 << 40, "in memory"), (1000, "streamed")):
-        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda free=free: free)
+        monkeypatch.setattr("lipscope.models.stored.free_memory", lambda device=None, free=free: free)
         told = command.run("plan", str(llama), "--lengths", "16,64")
         assert told.returncode == 0, told.stderr
         words = " ".join(told.stdout.split())
@@ -364,6 +394,51 @@ def test_a_plan_reads_headers_only_and_says_what_scan_would_do(llama: Path, monk
         assert f"{count:,} parameters in {LAYERS} layers" in words
         assert f"lipscope scan takes it {way}" in words
         assert words.count("in memory") == 2 + (way == "in memory")
+
+
+def test_a_plan_is_made_of_every_model_that_is_scanned(tmp_path: Path) -> None:
+    mamba = transformers.MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=260, state_size=8)
+    transformers.MambaForCausalLM(mamba).save_pretrained(tmp_path / "mamba")
+    saved(tmp_path / "t5", "t5")
+    encoder = made("t5").encoder
+    for words, expected in (
+        (["mamba"], "in 3 layers"),
+        (["t5", "--part", "encoder"], f"{sum(p.numel() for p in encoder.parameters()):,} parameters in {LAYERS} layers"),
+    ):
+        told = command.run("plan", str(tmp_path / words[0]), *words[1:])
+        assert told.returncode == 0, told.stderr
+        assert expected in " ".join(told.stdout.split())
+
+
+def test_a_plan_refuses_what_a_scan_would_refuse(damaged: tuple[Path, Path], tmp_path: Path) -> None:
+    directory, shard = damaged
+    saved(tmp_path / "t5", "t5")
+    for words, expected in (
+        (["gpt2-mini"], "lipscope describe gpt2-mini"),
+        ([str(tmp_path / "t5")], "say which part"),
+        ([str(directory), "--inputs", "0"], "inputs must be at least 1, got 0"),
+        ([str(directory), "--device", "nonsense"], "device must be auto, cpu"),
+    ):
+        told = command.run("plan", *words)
+        assert told.returncode == 2
+        assert expected in " ".join(told.stderr.split())
+    name = "model.layers.3.self_attn.q_proj.weight"
+    good = load_file(shard)
+    save_file(good | {name: good[name][:-1].contiguous()}, shard)
+    assert f"{shard.name}: {name} has the shape (47, 48)" in " ".join(command.run("plan", str(directory)).stderr.split())
+    save_file({k: v for k, v in good.items() if k != name}, shard)
+    told = " ".join(command.run("plan", str(directory)).stdout.split())
+    assert "does not hold layers.3.self_attn.q_proj.weight" in told
+    assert "streamed " not in told.replace("cannot be streamed", "")
+
+
+def test_a_gpu_has_to_hold_the_weights_too(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:0")
+    wide = 2 * sum(t.size for t in Checkpoint(llama).tensors.values())
+    for free, expected in ((wide + 1, True), (wide, False)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device, free=free: (free, 1 << 40))
+        assert fits(llama, device=gpu) == expected
+    assert fits(llama)
 
 
 def test_larger_models_and_longer_inputs_are_planned_with_more() -> None:
@@ -374,3 +449,24 @@ def test_larger_models_and_longer_inputs_are_planned_with_more() -> None:
         for less, more in ((0, 1), (0, 2), (1, 3), (2, 3)):
             assert planned[less][0] < planned[more][0]
             assert planned[less][1] < planned[more][1]
+
+
+def test_as_many_inputs_share_a_pass_as_are_asked_for(llama: Path, tmp_path: Path) -> None:
+    """Streamed, every pass reads the weights: the number of inputs in one is worth choosing."""
+    model = lipscope.load(llama, ByteTokenizer(), stream=True)
+    together: list[int] = []
+    recorded = model.record
+
+    def recording(**given: Any) -> Any:
+        together.append(len(given["input_ids"]))
+        return recorded(**given)
+
+    model.record = recording  # type: ignore[method-assign]
+    rows = [lipscope.scan(model, WORDS, layers=[0], lengths=[8], inputs=3, batch_size=size).rows for size in (0, 2, 1)]
+    assert together == [3, 2, 1, 1, 1, 1]
+    for one, other in zip(rows[0], rows[2], strict=True):
+        assert one["estimate"] == pytest.approx(other["estimate"], rel=1e-3)
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 0"):
+        lipscope.scan(model, WORDS, lengths=[8], batch_size=-1)
+    told = command.run("scan", "gpt2-mini", "--batch-size", "0")
+    assert "batch_size must be at least 1, got 0" in told.stderr

@@ -10,6 +10,7 @@ import torch
 
 import lipscope
 from chart_cases import assert_drawn_alike
+from lipscope.models.tokens import token_view
 from lipscope.report.charts import Panel
 from lipscope.studies.charts import (
     comparison_chart,
@@ -163,5 +164,18 @@ def test_plot_draws_every_result_alike() -> None:
     assert list(chart.series[1].y) == [row["measured"] for row in damage.rows]
     study = growth(LAYER, [2, 4], radius=1.2, method="construct")
     assert lipscope.plot(study, "worst").panels[0].series == growth_chart(study, "worst").panels[0].series
+    regimes = regime_map(LAYER, [2, 4], radius=1.2, steps=2)
+    ascended = growth(LAYER, [2, 4], radius=1.2, method="ascend", restarts=2, steps=2).worst[0].ascent
+    for found in (study, regimes, ascended, *study.worst[0].built):
+        assert len(repr(found)) < 1000, repr(found)
+    for found in (study, regimes, ascended):
+        assert len(found.to_pandas()) == len(found.to_rows()) > 1
+        assert "worst σ" in found._repr_html_()
+        lipscope.plot(found)
+    view = token_view(lipscope.load("gpt2-mini"), "to be or not to be", 1)
+    assert len(repr(view)) < 200
+    assert [row["share"] for row in view.to_rows()] == view.energy.tolist()
+    assert lipscope.plot(view, "shares").series[0].y == [pytest.approx(row["share"], rel=1e-4) for row in view.to_rows()]
+    assert "of the worst direction on" in view._repr_html_()
     with pytest.raises(TypeError, match="no chart of a int, only of: Run, SpectralNorm, BoundTable"):
         lipscope.plot(3)

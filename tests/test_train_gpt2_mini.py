@@ -21,14 +21,16 @@ import lipscope
 from dense_oracle import Oracle
 from gpt2_mini import books, export, probe
 from gpt2_mini.plan import Plan
+from gpt2_mini.step import next_token_loss
 from lipscope.models.corpora import read_text
 from train_gpt2_mini import Settings, Trainer, build_model
 
 TINY = Settings(
-    layers=2, width=16, heads=2, positions=64, vocabulary=300, tokens_per_step=128, warmup=3, peak_rate=0.02, threads=1,
+    layers=2, width=16, heads=2, positions=64, vocabulary=300, tokens_per_step=128, warmup=3, peak_rate=0.02, threads=2,
     log_every=5, save_every=3, replan_every=2, held_out_windows=2,
 )  # fmt: skip
 STEPS = 12
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon comes with torch 2.9")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,6 +142,23 @@ def test_the_loss_falls(finished):
     assert [int(row["step"]) for row in rows] == [0, 1, 4, 5, 10, STEPS]
     assert float(rows[0]["alice_loss"]) == pytest.approx(math.log(TINY.vocabulary), abs=0.15)
     assert float(rows[-1]["alice_loss"]) < float(rows[0]["alice_loss"]) - 0.3
+
+
+def test_workers_add_up_to_the_gradient_of_the_whole_step(library, tmp_path):
+    """Against float32 in one piece; three workers have shares of two, two and one of the rows."""
+    setting = replace(TINY, tokens_per_step=320, short_until=0.0, weight_decay=0.0)
+    whole = build_model(setting)
+    inputs, targets = trainer(library, tmp_path / "1", setting).batches.at(0, 64)
+    loss = next_token_loss(whole, inputs, targets)
+    loss.backward()
+    whole_gradient = torch.cat([p.grad.flatten() for p in whole.parameters()])
+    for threads in (1, 2, 3):
+        run = trainer(library, tmp_path / str(threads), replace(setting, threads=threads, clip=math.inf))
+        run.update()
+        gradient = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        assert len(inputs) == 5
+        assert run.losses == pytest.approx([loss.item()], rel=1e-3)
+        assert torch.linalg.norm(gradient - whole_gradient) < 0.02 * torch.linalg.norm(whole_gradient)
 
 
 def test_a_time_limit_only_chooses_the_steps(library, tmp_path, monkeypatch):

@@ -82,6 +82,23 @@ def test_callables_rows_and_what_has_no_estimate() -> None:
     assert (nothing.typical_low, nothing.typical, nothing.typical_high) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("scope", ["attention", "head", "attention+residual"])
+def test_padding_is_no_input(scope: str) -> None:
+    """An input of six tokens has the same typical gain alone and padded; it was √(6/10) of it."""
+    handle, ids = lipscope.load(FAMILIES["bert"]()), torch.tensor([[3, 14, 15, 9, 26, 5, 0, 0, 0, 0]])
+    mask = (torch.arange(10) < 6).long()[None]
+    alone = handle.record(input_ids=ids[:, :6])[0].rows(scope, solver=lipscope.Dense())
+    padded = handle.record(inputs={"input_ids": ids, "attention_mask": mask})[0]
+    for row, short in zip(padded.rows(scope, solver=lipscope.Dense()), alone, strict=True):
+        assert row["n"] == short["n"] == 6
+        assert row["typical"] == pytest.approx(short["typical"], rel=1e-9)
+        assert row["stable_rank"] == pytest.approx(short["stable_rank"], rel=1e-9)
+    for row, short in zip(padded.rows(scope, solver=lipscope.GolubKahan()), alone, strict=True):
+        exact = row["typical_low"] is None
+        assert (row["typical_low"] or 0) <= short["typical"] * (1 + 1e-9)
+        assert short["typical"] * (1 - 1e-9) <= (row["typical"] if exact else row["typical_high"])
+
+
 def entry(model: str = "a", layer: int = 0, n: int = 64, lower: float = 1.0, upper: float = 1.1, weights: str = "trained"):
     known = {"model": model, "layer": layer, "n": n, "lower": lower, "upper": upper, "weights": weights}
     return {name: str(value) for name, value in known.items()}

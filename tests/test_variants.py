@@ -22,7 +22,7 @@ from lipscope.attention.variants import (
     family,
     variant,
 )
-from lipscope.measure.gradient import VariantSigmaGradient
+from lipscope.measure.gradient import sigma_gradient
 
 OWN = VARIANTS[3:]
 
@@ -112,7 +112,7 @@ def test_gradient_of_sigma(name):
     layer, X = layers()[name], cases.random(2, 4, 6, seed=5)
     operator = AttentionOperator.at(layer, X)
     U, _, Vh = torch.linalg.svd(operator.to_dense(), full_matrices=False)
-    gradient = VariantSigmaGradient(layer)(operator, U[..., 0], Vh[:, 0])
+    gradient = sigma_gradient(operator, U[..., 0], Vh[:, 0])
     direction = cases.random(2, 4, 6, seed=6)
     step = 1e-5
     values = [torch.linalg.matrix_norm(AttentionOperator.at(layer, X + s * step * direction).to_dense(), 2) for s in (1, -1)]

@@ -33,6 +33,17 @@ ROW = {"model": "m", "layer": 0, "head": None, "document": None, "n": 8, "lower"
 LENGTHS = [ROW | {"n": n} for n in (8, 16, 32)]
 
 
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as told:
+        write_file(tmp_path / "rows.csv", "n,σ")
+    assert told.value.filename == str(tmp_path / "rows.csv")
+    assert not list(tmp_path.iterdir())
+
+
 def write_all(place: Path) -> None:
     """Every file that has a fixed name, and one of each kind."""
     store = place.parent / "run.db"

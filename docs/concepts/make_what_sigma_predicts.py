@@ -23,7 +23,7 @@ import lipscope
 from drawing import BLUE, ORANGE, pyplot, save, table, write
 from lipscope.models.corpora import read_text
 from lipscope.models.text import chunks_of
-from lipscope.studies.sensitivity import PREDICTORS, correlations
+from lipscope.report.summary import PREDICTORS, correlations
 
 PAGE, ROWS = "what-sigma-predicts.md", Path("build/what-sigma-predicts.json")
 MODELS = ("smollm2-135m", "minilm-l6", "gpt2-mini", "gpt2-mini-random")

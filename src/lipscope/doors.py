@@ -103,6 +103,17 @@ def _checking(function: Any) -> Any:
     return door
 
 
+def refuse_options(target: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse options that a function or class will be given later: those it does not have, and values of the wrong type."""
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    signature = inspect.signature(function)
+    hints = _hints(inspect.unwrap(function), signature)
+    for name, value in options.items():
+        if name not in signature.parameters:
+            raise TypeError(f"{name!r} is no option of {target.__qualname__}")
+        _let_in(name, value, hints.get(name, Any))
+
+
 def _let_in(name: str, value: Any, hint: Any) -> Any:
     """The value of an argument, numbers of numpy and torch as Python's; refuses what its annotation does not ask for."""
     if not fits(value, hint):

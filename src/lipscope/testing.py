@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lipscope.doors import checked
 from lipscope.models.isolation import check
 from lipscope.models.verdicts import Isolation
 
@@ -25,7 +26,7 @@ def assert_isolated(model: Any, inputs: dict[str, Any] | None = None, **claims: 
         >>> assert_isolated(layer, {"tokens": torch.randn(1, 6, 8)}).held
         True
     """
-    found = check(model, inputs=inputs, **claims)
+    found = checked(check)(model, inputs=inputs, **claims)
     if not found.held:
         raise AssertionError(str(found))
     return found

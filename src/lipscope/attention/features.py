@@ -98,7 +98,6 @@ class LiftedKey(Feature):
 
     @property
     def value(self) -> Tensor:
-        """The features, one coordinate more than z."""
         return torch.cat([self.z, -self.scale * self.z.square().sum(-1, keepdim=True)], dim=-1)
 
     def _push(self, dz: Tensor) -> Tensor:
@@ -114,7 +113,6 @@ class LiftedQuery(Feature):
 
     @property
     def value(self) -> Tensor:
-        """The features, one coordinate more than z."""
         return torch.cat([2 * self.scale * self.z, torch.ones_like(self.z[..., :1])], dim=-1)
 
     def _push(self, dz: Tensor) -> Tensor:

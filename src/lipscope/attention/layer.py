@@ -26,6 +26,7 @@ from lipscope.attention.rotary import Rotary, Rotation
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import AnyLinearisation, core_at
 from lipscope.attention.validation import derived, moved, validate
+from lipscope.doors import at_least
 from lipscope.spectral.operator import Operator
 
 # What ``Attention.operator`` linearises.
@@ -188,12 +189,8 @@ class Attention(Layer):
             out_bias: output bias.
             transposed: weights are stored (in, out), as in GPT-2's ``Conv1D``.
             **options: any other field of ``Attention``.
-
-        Returns:
-            The layer.
         """
-        if heads < 1:
-            raise ValueError(f"heads must be at least 1, got {heads}")
+        at_least(1, heads=heads)
         if transposed:
             qkv, out = qkv.mT, None if out is None else out.mT
         shared = kv_heads or heads
@@ -228,7 +225,6 @@ class Attention(Layer):
         return 1 / math.sqrt(self.head_width) if self.scale is None else self.scale
 
     def with_mask(self, mask: MaskLike) -> Self:
-        """The same layer under another mask."""
         return derived(self, mask=as_mask(mask))
 
     def head(self, index: int) -> Attention:
@@ -372,7 +368,6 @@ class Attention(Layer):
         return group_queries(joined.reshape(*G.shape[:2], self.heads, -1).transpose(1, 2), self.kv_heads)
 
     def __call__(self, X: Tensor) -> Tensor:
-        """Apply the layer to tokens (n, d) or (B, n, d)."""
         Y = self.merge_heads(self.core(X if X.ndim == 3 else X[None]).o)
         if self.out_bias is not None:
             Y = Y + self.out_bias.detach()

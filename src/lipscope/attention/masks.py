@@ -77,7 +77,6 @@ class Causal(Mask):
         return i >= j
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
-        """Nothing after the last query."""
         return 0, rows.stop
 
     def __str__(self) -> str:
@@ -100,7 +99,6 @@ class Window(Mask):
         return near & (i >= j) if self.causal else near
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
-        """Only keys near the queries."""
         return max(0, rows.start - self.width + 1), rows.stop if self.causal else min(n, rows.stop + self.width - 1)
 
     def __str__(self) -> str:
@@ -123,7 +121,6 @@ class PrefixLM(Mask):
         return (i >= j) | (j < self.prefix)
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
-        """The prefix, and nothing after the last query."""
         return 0, max(self.prefix, rows.stop)
 
     def __str__(self) -> str:
@@ -147,7 +144,6 @@ class Padding(Mask):
             raise ValueError(f"pads must be non-negative counts, one per input, got {self.pads}")
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """True between two real tokens."""
         if max(self.pads) >= n:
             raise ValueError(f"pads holds {max(self.pads)} padding tokens but the sequence has n = {n}")
         pads, parts = torch.tensor(self.pads)[:, None], (torch.arange(part.start, part.stop) for part in (rows, columns))
@@ -155,7 +151,6 @@ class Padding(Mask):
         return (query[:, :, None] & key[:, None, :])[:, None]
 
     def for_input(self, index: int) -> Mask:
-        """The padding of one input."""
         return self if len(self.pads) == 1 else Padding((self.pads[index],), self.side)
 
     def __str__(self) -> str:
@@ -182,7 +177,6 @@ class Packed(Mask):
         return same & (i >= j) if self.causal else same
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
-        """The documents of the queries."""
         document = self._documents(n)
         first, last = document[rows.start], document[rows.stop - 1]
         inside = ((document >= first) & (document <= last)).nonzero()[:, 0]
@@ -214,11 +208,9 @@ class Explicit(Mask):
 
     @property
     def length(self) -> int | None:
-        """The size of the tensor."""
         return int(self.tensor.shape[-1])
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """The visible entries."""
         t = self._at(n)[..., rows, columns]
         return t if t.dtype == torch.bool else ~hidden(t)
 
@@ -230,12 +222,10 @@ class Explicit(Mask):
         return t.masked_fill(hidden(t), 0.0)
 
     def for_input(self, index: int) -> Mask:
-        """The slice of one input."""
         t = self.tensor
         return derived(self, tensor=t[index : index + 1]) if t.ndim > 2 and t.shape[0] > 1 else self
 
     def for_head(self, index: int) -> Mask:
-        """The slice of one head."""
         t = self.tensor
         return derived(self, tensor=t[:, index : index + 1]) if t.ndim == 4 and t.shape[1] > 1 else self
 
@@ -265,11 +255,9 @@ class Both(Mask):
 
     @property
     def length(self) -> int | None:
-        """That of either."""
         return self.first.length or self.second.length
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor | None:
-        """Intersection."""
         a, b = self.first.sees(rows, columns, n), self.second.sees(rows, columns, n)
         if a is None or b is None:
             return b if a is None else a
@@ -279,23 +267,19 @@ class Both(Mask):
         return a & b
 
     def span(self, rows: slice, n: int) -> tuple[int, int]:
-        """Intersection."""
         (a, b), (c, d) = self.first.span(rows, n), self.second.span(rows, n)
         return max(a, c), min(b, d)
 
     def additive(self, n: int) -> Tensor | None:
-        """Sum."""
         a, b = self.first.additive(n), self.second.additive(n)
         if a is None or b is None:
             return b if a is None else a
         return a + b
 
     def for_input(self, index: int) -> Mask:
-        """Both masks for one input."""
         return Both(self.first.for_input(index), self.second.for_input(index))
 
     def for_head(self, index: int) -> Mask:
-        """Both masks for one head."""
         return Both(self.first.for_head(index), self.second.for_head(index))
 
     def __str__(self) -> str:
@@ -313,11 +297,9 @@ class MaskFunction(Mask):
 
     @property
     def length(self) -> int | None:
-        """The number of tokens it was made for."""
         return self.tokens
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """The function at a tile."""
         # What the function closes over lives where the model does; masks are handed on from the CPU.
         batch = torch.arange(self.inputs, device=self.device)[:, None, None, None]
         head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
@@ -327,7 +309,6 @@ class MaskFunction(Mask):
         return seen.expand(*seen.shape[:2], query.shape[2], key.shape[3]).cpu()
 
     def for_input(self, index: int) -> Mask:
-        """The function at one input."""
         function = self.function
         return MaskFunction(lambda b, h, q, k: function(b + index, h, q, k), 1, self.tokens, self.device)
 
@@ -344,18 +325,15 @@ class RealTokens(Mask):
 
     @property
     def length(self) -> int | None:
-        """The number of tokens it was made for."""
         return int(self.real.shape[1])
 
     def sees(self, rows: slice, columns: slice, n: int) -> Tensor:
-        """Real keys, and real queries."""
         key = self.real[:, None, None, columns]
         if self.keys_only:
             return key.expand(-1, -1, rows.stop - rows.start, -1)
         return self.real[:, None, rows, None] & key
 
     def for_input(self, index: int) -> Mask:
-        """The tokens of one input."""
         return RealTokens(self.real[index : index + 1], self.keys_only) if len(self.real) > 1 else self
 
     def __str__(self) -> str:

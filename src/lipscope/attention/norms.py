@@ -154,8 +154,13 @@ class _Normalisation:
         if top <= 0:
             return float(torch.linalg.vector_norm(beta))
         levels = top * (1 + 10 ** torch.linspace(-14, 8, 2201, dtype=torch.float64, device=values.device))
-        # A few levels at a time: all of them would take 2,201·d numbers.
-        best = min(float((part * d + (inner / (part[:, None] - values)).sum(-1)).min()) for part in levels.split(256))
+
+        def squares(some: Tensor) -> Tensor:
+            return torch.add(some * d, (inner / (some[:, None] - values)).sum(-1))
+
+        # Convex in λ: the least of all levels is within a step of the least of every fortieth.
+        near = 40 * int(squares(levels[::40]).argmin())
+        best = float(squares(levels[max(0, near - 40) : near + 41]).min())
         return min(simple, math.sqrt(best + float(beta.square().sum())))
 
 

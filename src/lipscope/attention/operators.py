@@ -123,18 +123,15 @@ class AttentionOperator(_CoreOperator):
 
     @torch.no_grad()
     def matvec(self, u: Tensor) -> Tensor:
-        """The product J·u for u of shape (B, n·d)."""
         moved = self.projections.jvp(u.reshape(self.batch, *self.input_shape))
         return self.layer.merge_heads(self.core.jvp(*moved)).flatten(1)
 
     @torch.no_grad()
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The product Jᵀ·g for g of shape (B, n·d_out)."""
         heads = self.layer.split_output(g.reshape(self.batch, *self.output_shape))
         return self.projections.vjp(self.core.vjp(heads)).flatten(1)
 
     def select(self, items: Tensor) -> AttentionOperator:
-        """Keep the listed inputs."""
         core, projections = self.core.select(items), self.projections.select(items)
         return rows_of(self, items, "parts", core=core, projections=projections, batch=int(items.numel()))
 
@@ -211,7 +208,6 @@ class HeadOperator(_CoreOperator):
         )
 
     def matvec(self, u: Tensor) -> Tensor:
-        """The product J·u in reduced coordinates."""
         projected = torch.bmm(u.reshape(self.batch, *self.input_shape), self.weights.mT)
         dq, dk, dv = (t[:, None] for t in projected.split(self.sizes, dim=-1))
         if self.rotation is not None:
@@ -219,14 +215,12 @@ class HeadOperator(_CoreOperator):
         return self.core.jvp(dq, dk, dv).flatten(1)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The product Jᵀ·g in reduced coordinates."""
         gq, gk, gv = self.core.vjp(g.reshape(self.batch, 1, *self.output_shape))
         if self.rotation is not None:
             gq, gk = self.rotation.transpose(gq), self.rotation.transpose(gk)
         return torch.bmm(torch.cat([gq[:, 0], gk[:, 0], gv[:, 0]], dim=-1), self.weights).flatten(1)
 
     def select(self, items: Tensor) -> HeadOperator:
-        """Keep the listed (input, head) pairs."""
         core, rotation = self.core.select(items), None if self.rotation is None else self.rotation.select(items)
         changes = {"core": core, "rotation": rotation, "batch": int(items.numel())}
         return rows_of(self, items, "weights", "head_of_item", "parts", **changes)
@@ -266,15 +260,12 @@ class NormAttentionOperator(DerivedOperator):
         return gain * (2 * self.base.rounding_floor + 8 * torch.finfo(self.dtype).eps * parts.sum(-1))
 
     def matvec(self, u: Tensor) -> Tensor:
-        """The product J·u for u of shape (B, n·d)."""
         return self.base.matvec(self.norm.jvp(u.reshape(self.batch, *self.input_shape)).flatten(1))
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The product Jᵀ·g for g of shape (B, n·d_out)."""
         return self.norm.vjp(self.base.rmatvec(g).reshape(self.batch, *self.input_shape)).flatten(1)
 
     def select(self, items: Tensor) -> NormAttentionOperator:
-        """Keep the listed inputs."""
         return NormAttentionOperator(self.base.select(items), self.norm.select(items))
 
 
@@ -327,7 +318,6 @@ class BlockOperator(_CoreOperator):
         )
 
     def matvec(self, u: Tensor) -> Tensor:
-        """Apply every block to its own vector."""
         layer = self.layer
         dq, dk, dv = (t[:, :, 0] for t in layer.split_heads((u @ self.weights.mT)[:, None]))
         group = layer.heads // layer.kv_heads
@@ -339,7 +329,6 @@ class BlockOperator(_CoreOperator):
         return joined if layer.out is None else joined @ layer.out.detach().mT
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Apply every transposed block."""
         layer = self.layer
         joined = g if layer.out is None else g @ layer.out.detach()
         split = joined.reshape(self.batch, layer.heads, -1)
@@ -351,7 +340,6 @@ class BlockOperator(_CoreOperator):
         return torch.cat([gq.flatten(1), gk.flatten(1), gv.flatten(1)], dim=-1) @ self.weights
 
     def select(self, items: Tensor) -> BlockOperator:
-        """Keep the listed blocks."""
         return rows_of(self, items, "q", "P", "difference", "B", batch=int(items.numel()))
 
 

@@ -40,11 +40,9 @@ class SinkhornCore(Linearisation):
 
     @property
     def scratch(self) -> int:
-        """Numbers that one input of the batch takes beside its tokens."""
         return 2 * super().scratch
 
     def finite(self) -> dict[str, Tensor]:
-        """What must be finite for the products to make sense."""
         return super().finite() | {"projection": self.inverse}
 
     def project(self, D: Tensor) -> Tensor:
@@ -56,7 +54,6 @@ class SinkhornCore(Linearisation):
         return weighted - self.P * (f + g.mT)
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """The perturbation dO for those of the features."""
         return self.project(dq @ self.k.mT + self.q @ dk.mT) @ self.v + self.P @ dv
 
     def vjp(self, g: Tensor) -> Triple:
@@ -65,7 +62,6 @@ class SinkhornCore(Linearisation):
         return gS @ self.k, gS.mT @ self.q, self.P.mT @ g
 
     def select(self, items: Tensor) -> Self:
-        """Keep the listed batch items."""
         return rows_of(super().select(items), items, "inverse")
 
 

@@ -111,7 +111,6 @@ class Variant(Layer):
         return self.v.shape[0] if self.out is None else self.out.shape[0]
 
     def with_mask(self, mask: MaskLike) -> Self:
-        """The same layer under another mask."""
         return derived(self, mask=self._fitting(mask))
 
     @abstractmethod
@@ -173,7 +172,6 @@ class Variant(Layer):
         return VariantProjections(features, X), core, torch.stack([mean, keys + queries.amax(-1)], dim=-1)
 
     def __call__(self, X: Tensor) -> Tensor:
-        """Apply the layer to tokens (n, d) or (B, n, d)."""
         batched = X if X.ndim == 3 else X[None]
         q, k, v = (feature.value for feature in self.features(batched))
         Y = self.merge_heads(self.weights(q @ k.mT) @ v)
@@ -226,7 +224,6 @@ class _Softmax(Variant):
     """Weights that are a softmax of inner products of features."""
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Their softmax."""
         return ScoreRule(allowed=self.visible(scores.shape[-1])).probabilities(scores)[0]
 
     def linearise(self, q: Tensor, k: Tensor, v: Tensor) -> Linearisation:

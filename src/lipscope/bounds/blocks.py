@@ -373,8 +373,8 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float,
     Returns:
         The norm, and the largest error.
 
-    Cost: about 4·H²·n²·(d_head + n) + 8·H²·n·d_head² flops for short inputs; with rotary embeddings, and where n² > d_head³,
-    2·H²·n²·d_head² + 4·H²·n·d_head³.
+    Cost: about H²·n²·(14·d_head + n) + 24·H²·n·d_head² flops for short inputs, and 10·d³ for products of weights, once for
+    all inputs; with rotary embeddings, and where n² > d_head³, 2·H²·n²·d_head² + 4·H²·n·d_head³ (docs/theory/certificates).
     """
     x, layer = at.v.new_ones(at.n), at.layer
     scale = x

@@ -51,6 +51,7 @@ def check(
     look_first(model)
     from lipscope.models.isolation import check as examine
     from lipscope.models.load import load_named
+    from lipscope.models.refusals import refuse_kernels_of_the_hub
 
     with waiting(f"loading {model}"):
         found = load_named(model, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
@@ -58,7 +59,11 @@ def check(
     if attn_implementation is not None:
         if not hasattr(module, "set_attn_implementation"):
             raise ValueError(f"{model} has no attention implementation to choose")
-        cast(Any, module).set_attn_implementation(attn_implementation)
+        refuse_kernels_of_the_hub(attn_implementation)
+        try:
+            cast(Any, module).set_attn_implementation(attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"--attn-implementation {attn_implementation!r} is none of {model}: {error}") from None
     module = module if dtype is None else module.to(as_dtype(dtype))
     lengths = None if documents is None else numbers("documents", documents, "lengths such as 5,9,4")
     side = None if padding is None else padding.value

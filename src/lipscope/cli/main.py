@@ -53,7 +53,11 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
         with _one_clear_line(debug), told_warnings(), quietly(quiet):
             for name, group in groups.items():
                 given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
-            command(**given)
+            try:
+                command(**given)
+            except KeyboardInterrupt:  # the parser would end without a word
+                echo("lipscope: interrupted", err=True)
+                raise typer.Exit(130) from None
 
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,11 @@ import typer
 
 from lipscope.cli import options as opt
 from lipscope.cli.options import Loading, Weights, as_dtype, indices, option
-from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, read_ids
+from lipscope.cli.source import DEFAULT_TEXT, load_model, look_first, media_given, read_ids
 from lipscope.cli.terminal import announce, announce_verified, echo, notice, print_table, progress_bar, show, waiting
+from lipscope.doors import at_least
 from lipscope.measure.scopes import check_scope
 from lipscope.rounding import duration, interval, printable, round_down, round_up, show_bytes, span
-from lipscope.runs.run import grouped
 from lipscope.runs.writing import write_file
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def scan(
     head: opt.HeadChoice = None,
     lengths: opt.LengthsOrNone = None,
     inputs: opt.Inputs = 4,
+    batch_size: opt.BatchSize = None,
     scope: opt.Scope = None,
     pack: opt.Pack = False,
     rtol: opt.Rtol = 1e-3,
@@ -72,16 +73,16 @@ def scan(
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
-    if scope is not None:
-        check_scope(scope)
+    at_least(1, top=top, **({} if batch_size is None else {"batch_size": batch_size}))
+    check_scope(scope or "attention")
     media = media_given(text, audio, image, features)
     if not media:
         text, lengths = text or DEFAULT_TEXT, lengths or "16:128:log"
     look_first(model, text, chosen, out=out)
     from torch import get_num_threads
 
+    from lipscope.models import memory as model_memory
     from lipscope.models.media import signals
-    from lipscope.models.memory import batch_size, plan_layers
     from lipscope.models.text import parse_lengths
     from lipscope.runs.files import write_run
     from lipscope.runs.run import SCAN_STORE
@@ -110,16 +111,20 @@ def scan(
         else:
             longest = max(cut or ())
             handle.check_lengths([longest])
-            batch = batch_size(longest, inputs, pack=pack)
+            batch = model_memory.batch_size(longest, inputs, pack=pack, asked=batch_size or 0)
         places = handle.check_layers(chosen, what)
-        announce(longest, memory, lambda: plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory))
+        announce(
+            longest,
+            memory,
+            lambda: model_memory.plan_layers(handle, longest, places, inputs=batch, scope=what, memory=memory),
+        )
         if certificate == "verified":
             announce_verified((handle.probe_recording[i].attention for i in places), longest, what, memory)
         with progress_bar() as progress:
             result = run(
                 handle, text, **media, layers=chosen, heads=heads, lengths=lengths, inputs=inputs, scope=scope,
                 solver=Auto(rtol=rtol, seed=seed), seed=seed, pack=pack, certificate=certificate, views=looks,
-                memory=memory, store=store, partial=True, progress=progress,
+                memory=memory, batch_size=batch_size or 0, store=store, partial=True, progress=progress,
             )  # fmt: skip
     if as_json:
         echo(result.to_json(), data=True)
@@ -127,17 +132,18 @@ def scan(
         echo(result.csv_text(), data=True)
     else:
         _print_scan(result, result.about["text"], top, handle if sort is Sort.max_logit else None)
+    if (why := result.about.get("stopped")) is not None:
+        on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
+        echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
     # After the table, which is there whatever becomes of the files.
     if out is not None:
         asked: dict[str, Any] = {"text": text, "layers": layers, "per_head": per_head, "head": head, "lengths": lengths}
-        asked |= {"inputs": inputs, "scope": scope, "stream": stream, **media}
+        asked |= {"inputs": inputs, "batch_size": batch_size, "scope": scope, "stream": stream, **media}
         asked |= {"pack": pack, "rtol": rtol, "seed": seed, "certificate": certificate, "memory": memory}
         command = command_line(["scan", model], asked | loading.settings() | {"views": looks, "out": out})
         write_run(result, out, command=command, environment=environment(get_num_threads()))
         notice(f"rows are in {out}")
-    if (why := result.about.get("stopped")) is not None:
-        on = "Run the same command again to go on" if out is not None else "With --out DIR, a stopped scan can go on"
-        echo(f"lipscope: {why}; what is shown was measured before. {on}", err=True)
+    if why is not None:
         raise typer.Exit(130 if why == "interrupted" else 2)
 
 
@@ -145,33 +151,45 @@ def plan(
     model: opt.ModelName,
     lengths: opt.Lengths = "128",
     inputs: opt.Inputs = 1,
+    part: opt.Part = None,
     dtype: opt.Dtype = None,
+    device: opt.Device = None,
+    revision: opt.Revision = None,
     trust_remote_code: opt.TrustRemoteCode = False,
 ) -> None:
     """Say what a scan of a saved model would take: in memory and streamed, from its configuration and headers alone."""
     look_first(model)
     from lipscope.models.load import saved_model
     from lipscope.models.memory import batch_size
+    from lipscope.models.refusals import as_device, backbone
     from lipscope.models.stored import fits, free_memory
-    from lipscope.models.streaming import blocks_of
+    from lipscope.models.streaming import NotStreamedError, blocks_of, sources
     from lipscope.models.text import parse_lengths
     from lipscope.runs.estimate import READ_RATE, product_rate, ways
 
-    checkpoint, skeleton = saved_model(model, as_dtype(dtype), trust_remote_code=trust_remote_code)
+    if inputs < 1:
+        raise ValueError(f"inputs must be at least 1, got {inputs}")
+    place, precision = as_device(device or "cpu"), as_dtype(dtype)
+    checkpoint, whole = saved_model(model, precision, revision=revision, trust_remote_code=trust_remote_code)
+    skeleton, only = backbone(whole, part), ""
+    try:
+        sources(whole, skeleton, checkpoint)
+    except NotStreamedError as error:
+        only = f", or not at all: {error}"
     stored = sum(tensor.size for tensor in checkpoint.tensors.values())
     count = sum(p.numel() for p in skeleton.parameters())
     about = f"{count:,} parameters in {len(blocks_of(skeleton))} layers, {show_bytes(stored)} on disk"
-    rows = []
+    rows, rate = [], product_rate(place)
     for n in parse_lengths(lengths):
-        for way, (size, seconds) in ways(skeleton, stored, n, batch_size(n, inputs), product_rate()).items():
-            rows.append([str(n), way, show_bytes(size), duration(seconds)])
-    caption = (
-        f"scope attention; time at the speed of products on this machine, and of a disk of {show_bytes(READ_RATE)} a second"
-    )
+        for way, (size, seconds) in ways(skeleton, stored, n, batch_size(n, inputs), rate).items():
+            if way == "in memory" or not only:
+                rows.append([str(n), way, show_bytes(size), duration(seconds)])
+    where = device or "this machine"
+    caption = f"scope attention; time at the speed of products on {where}, and of a disk of {show_bytes(READ_RATE)} a second"
     print_table(["n", "way", "peak memory", "time"], rows, text=["way"], title=f"{model}: {about}", caption=caption)
-    taken = "in memory" if fits(checkpoint.directory, as_dtype(dtype)) else "streamed"
-    free = free_memory()
-    echo(f"lipscope scan takes it {taken}" + ("." if free is None else f": {show_bytes(free)} of memory are free."))
+    taken = "in memory" if only or fits(checkpoint.directory, precision, place) else "streamed"
+    free = free_memory(place)
+    echo(f"lipscope scan takes it {taken}{only}" + ("." if free is None else f": {show_bytes(free)} of memory are free."))
 
 
 def measure(
@@ -262,15 +280,6 @@ def tokens(
         notice(f"the view is in {out}")
 
 
-def media_given(text: str | None, audio: Path | None, image: Path | None, features: Path | None) -> dict[str, Any]:
-    """The clip, image or features that stand in place of a text; refuses more than one of them."""
-    given = {"text": text, "audio": audio, "image": image, "features": features}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"--{' and --'.join(given)} exclude each other: a model reads one of them")
-    return {name: value for name, value in given.items() if name != "text"}
-
-
 def command_line(words: list[str], options: dict[str, Any]) -> str:
     """The command that does the same again: every option that has a value."""
     line = ["lipscope", *words]
@@ -319,7 +328,7 @@ _SOFT_CAP, _QK_CLIP = 8.71, 100.0
 
 def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = None) -> None:
     """The table of a scan; with the model, sorted by the largest logit, with what would tame it."""
-    from lipscope.report.summary import atlas_sentence, directions_sentence
+    from lipscope.report.summary import atlas_sentence, directions_sentence, masks_of
 
     first = result.rows[0]
     summaries = result.worst()
@@ -330,7 +339,7 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
     names = [*place, "median σ", "lower", "upper"]
     if for_logits is None:
         names += ["|x|", "entropy", "on first"]
-        fits = result.fit() if len({row["n"] for row in result.rows}) >= 3 else {}
+        fits = result.fit()
     else:
         if all(s["max_logit"] is None for s in summaries):
             raise ValueError(f"scope {first['scope']} has no logits to sort by")
@@ -346,8 +355,9 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         cells += [f"{s['radius_rms']:.3g}"] if for_logits is None else []
         cells += ["–" if s[name] is None else f"{s[name]:.2f}" for name in ("entropy", "sink_mass")]
         if fits:
-            fit = fits[(s["layer"], s["head"])]
-            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit.is_decided else "too few lengths")
+            fit = fits.get((s["layer"], s["head"]))  # None where σ is 0, or the scan was stopped
+            unknown = "–" if fit is None else "too few lengths"
+            cells.append(span(fit.alpha_low, fit.alpha_high, decimals=2) if fit and fit.is_decided else unknown)
         if for_logits is not None:
             cells += logit_cells(for_logits, s)
         rows.append(cells)
@@ -366,15 +376,6 @@ def _print_scan(result: Run, text: str, top: int, for_logits: Model | None = Non
         echo(f"… and {len(summaries) - top} more; --top, --csv and --out show them")
     if not all(row["converged"] for row in result.rows):
         echo("Some estimates were not shown to have converged; their intervals are valid but wide.")
-
-
-def masks_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The mask, or which layers have which."""
-    by_mask = grouped(rows, lambda row: row["mask"])
-    layers = {mask: sorted({row["layer"] for row in found}) for mask, found in by_mask.items()}
-    if len(layers) == 1:
-        return str(*layers)
-    return ", ".join(f"{mask} (layers {', '.join(map(str, which))})" for mask, which in layers.items())
 
 
 def logit_cells(model: Model, summary: Mapping[str, Any]) -> list[str]:

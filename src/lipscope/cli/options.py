@@ -56,7 +56,10 @@ Layers = Annotated[str, option("'all', or indices such as 0,6,-1.", default=True
 Head = Annotated[int | None, option("One head, before W_O; the whole layer by default.")]
 HeadChoice = Annotated[str | None, option("Which heads of the layers, I[,J]; all by default.")]
 PerHead = Annotated[bool, option("Measure every head on its own (scope head).", "--per-head")]
-Scope = Annotated[str | None, option("head, attention, norm+attention, attention+residual, block or model.")]
+Scope = Annotated[
+    str | None,
+    option("head, attention, norm+attention, attention+residual, block or model; cross-queries, cross-keys of a decoder."),
+]
 Radius = Annotated[
     float | None,
     option(
@@ -76,6 +79,10 @@ LENGTHS = "Numbers of tokens: 8,16,32 or 8:512:log or 8:64:8."
 Lengths = Annotated[str, option(LENGTHS, default=True)]
 LengthsOrNone = Annotated[str | None, option(f"{LENGTHS[:-1]}; 16:128:log by default, all of a clip or image.")]
 Inputs = Annotated[int, option("Inputs per length, disjoint in the text.", default=True)]
+BatchSize = Annotated[
+    int | None,
+    option("Inputs in one forward pass; as many as have 4,096 tokens by default. Rows depend on it in their last bits."),
+]
 Audio = Annotated[Path | None, option("Instead of a text: a WAV file, for a model that hears.")]
 Image = Annotated[Path | None, option("Instead of a text: an image file, for a model that sees.")]
 Features = Annotated[Path | None, option("Instead of a text: safetensors file with what the model's processor makes.")]
@@ -103,6 +110,10 @@ RetryFailed = Annotated[bool, option("Also measure tasks that failed before.", "
 Tokenizer = Annotated[
     str | None, option("Another tokenizer than the model's own: a directory or a name.", panel=FOR_A_MODEL)
 ]
+
+Part = Annotated[str | None, option("'encoder' or 'decoder' of an encoder–decoder model.", panel=FOR_A_MODEL)]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub model.", panel=FOR_A_MODEL)]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, or auto.", panel=FOR_A_MODEL)]
 
 # What may run.
 AllowPickle = Annotated[
@@ -139,16 +150,16 @@ class Group:
 class Loading(Group):
     """How a model is loaded."""
 
-    part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=FOR_A_MODEL)] = None
+    part: Part = None
     dtype: Annotated[Precision | None, option("Compute in float32 or float64.", panel=FOR_A_MODEL, metavar="TYPE")] = None
     tokenizer: Tokenizer = None
     allow_pickle: AllowPickle = False
     trust_remote_code: TrustRemoteCode = False
-    revision: Annotated[str | None, option("Branch, tag or commit of a hub model.", panel=FOR_A_MODEL)] = None
+    revision: Revision = None
     attn_implementation: Annotated[
         str | None, option("The model's own attention that self-tests compare with: eager or sdpa.", panel=FOR_A_MODEL)
     ] = None
-    device: Annotated[str | None, option("cpu, cuda, cuda:1, mps, or auto.", panel=FOR_A_MODEL)] = None
+    device: Device = None
 
 
 @dataclass(frozen=True)

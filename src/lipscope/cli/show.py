@@ -87,8 +87,8 @@ def describe(model: opt.ModelName, loading: Loading = Loading()) -> None:
     echo("Scopes (--scope):")
     for scope in SCOPES:
         try:
-            if scope != "head":
-                handle.probe_recording[0].map(scope)
+            if scope != "head" or handle.layers[0].mixer:  # heads of attention are always there
+                handle.probe_recording[handle.layers[0].index].map(scope)
             echo(f"  {scope}: yes")
         except (ValueError, NotImplementedError) as error:
             echo(f"  {scope}: no, {error}")

@@ -108,11 +108,14 @@ def refuse(given: list[str], owner: str, reason: str) -> None:
 def look_first(model: str, text: str | None = None, layers: Sequence[int] | None = None, *, out: Path | None = None) -> None:
     """Refuse at once what can be refused before torch is imported, which takes seconds."""
     import lipscope.models
+    from lipscope.models.checkpoints import refuse_directory
     from lipscope.models.corpora import CORPORA, read_text
 
     directory = Path(model).expanduser()
     if not directory.exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise FileNotFoundError(f"no directory {model!r}: name one with a saved model, or a model of `lipscope models`")
+    if "/" in model and directory.is_dir():
+        refuse_directory(directory, allow_pickle=True)
     if text is not None and text not in CORPORA and not Path(text).expanduser().exists():
         read_text(text)  # which says that it is not there, and what is
     shipped = Path(str(lipscope.models.__file__)).parent / "data" / model
@@ -152,3 +155,12 @@ def read_ids(model: Model, text: str | None, say: str | None, n: int | None, see
     from lipscope.models.text import chunks_of
 
     return chunks_of(model, read_text(text or DEFAULT_TEXT), DEFAULT_N if n is None else n, seed=seed)[0]
+
+
+def media_given(text: str | None, audio: Path | None, image: Path | None, features: Path | None) -> dict[str, Any]:
+    """The clip, image or features that stand in place of a text; refuses more than one of them."""
+    given = {"text": text, "audio": audio, "image": image, "features": features}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"--{' and --'.join(given)} exclude each other: a model reads one of them")
+    return {name: value for name, value in given.items() if name != "text"}

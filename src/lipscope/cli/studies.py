@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,6 +163,8 @@ def sensitivity(
     inputs: opt.Inputs = 4,
     probes: Annotated[int, option("Backward passes, for all layers together.", default=True)] = 16,
     seed: opt.Seed = 0,
+    part: Annotated[str | None, option("'encoder' of an encoder–decoder model.", panel=opt.FOR_A_MODEL)] = None,
+    tokenizer: opt.Tokenizer = None,
     emit: Annotated[
         str | None, option("vllm: options that spare layers, if --verify supports it.", panel=opt.OUTPUT)
     ] = None,
@@ -172,24 +173,25 @@ def sensitivity(
 ) -> None:
     """Predict what rounding or noise in each layer does to the outputs, beside σ, and verify it."""
     look_first(model, text)
-    from lipscope.studies.rows import write_study
+    from lipscope.models.load import load
     from lipscope.studies.sensitivity import sensitivity as run
 
     if emit not in (None, "vllm"):
         raise ValueError(f"--emit must be vllm, got {emit!r}")
     names = perturb.split(",")
     asked: dict[str, Any] = {"verify": verify, "n": n, "inputs": inputs, "per_head": per_head, "damage": damage}
-    found = run(model, text, perturb=names, probes=probes, seed=seed, **asked)
+    source = load(model, part=part, tokenizer=tokenizer) if part else model
+    found = run(source, text, perturb=names, probes=probes, tokenizer=tokenizer, seed=seed, **asked)
+    content = found.to_dict()
     if out is not None:
-        write_study(out, found.to_rows())
-        notice(f"rows are in {out}")
-    if as_json:
-        echo(json.dumps(found.to_rows(), indent=1), data=True)
-    elif emit is None:
-        for name in names:
-            _print_sensitivity(found, name)
-    if emit is not None:
-        echo(found.vllm(names[0]), data=True)
+        from lipscope.studies.charts import plot
+
+        keep(out, content["rows"], plot(found), endings=["png"], sensitivity=content)
+    if emit is None:
+        show(content, as_json, lambda: _print_sensitivity(found))
+    else:
+        content[emit] = found.vllm(names[0])
+        show(content, as_json, lambda: echo(content[emit], data=True))
         left = found.together[names[0]]
         notice(
             f"verified on {inputs * n} tokens of {text}, and on nothing else: {left['all']:.3g} {found.damage} with all "
@@ -302,8 +304,13 @@ def _print_meanfield(study: PlateauStudy, name: str) -> None:
     echo(study.verdict())
 
 
-def _print_sensitivity(found: Sensitivity, name: str) -> None:
-    from lipscope.studies.sensitivity import PREDICTORS
+def _print_sensitivity(found: Sensitivity) -> None:
+    for name in dict.fromkeys(row["kind"] for row in found.rows):
+        _print_damage(found, name)
+
+
+def _print_damage(found: Sensitivity, name: str) -> None:
+    from lipscope.report.summary import PREDICTORS, damage_sentence
 
     shown = {"layer": "d", "head": "d", "estimate": ".4g", "typical": ".3g", "stable_rank": ".3g", "size": ".2g",
              "predicted": ".3g", "predicted_low": ".3g", "predicted_high": ".3g", "measured": ".3g"}  # fmt: skip
@@ -317,19 +324,15 @@ def _print_sensitivity(found: Sensitivity, name: str) -> None:
         caption=f"damage in {found.damage}, with 95 % intervals; {found.backward_passes} backward passes for all layers"
         + ("" if rows[0]["typical_low"] is None else "; typical gain and stable rank estimated from random directions"),
     )
-    matter = found.matter(name)
-    echo(f"half of the predicted damage is in {len(matter)} of {len({row['layer'] for row in rows})} layers: {matter}")
-    if name in found.together:
-        ranks = [f"{words[key]} {value:.2f} [{a:.2f}, {b:.2f}]" for key, (value, a, b) in found.correlations(name).items()]
-        echo(f"rank correlation with the measured damage: {', '.join(ranks)}")
+    echo(damage_sentence(rows))
 
 
 def _print_paper(done: Reproduction) -> None:
-    from lipscope.studies.paper.analysis import REAL_TEXT, exponent, fit_table
+    from lipscope.studies.paper.analysis import EXPONENT, REAL_TEXT, exponent, fit_table
 
     cells = [
-        [row.curve.model, str(row.curve.layer), row.estimator, exponent(row.fit), row.verdict]
-        for row in fit_table(done.rows) if row.curve.condition == REAL_TEXT
+        [one.model, str(one.layer), one.table.removeprefix(EXPONENT), exponent(one.value, one.low, one.high), one.verdict]
+        for one in fit_table(done.rows) if one.condition == REAL_TEXT
     ]  # fmt: skip
     if cells:
         names = ["model", "layer", "of", "α and its 95 % interval", "verdict"]

@@ -215,13 +215,17 @@ def progress_bar(first: str = "starting") -> Iterator[Callable[[float, float, st
 
 def _lines() -> Callable[[float, float, str], None]:
     start = said = time.monotonic()
+    first: tuple[float, float] | None = None
 
     def show(done: float, total: float, what: str) -> None:
-        nonlocal said
+        nonlocal said, first
         now = time.monotonic()
+        # The rate is that since the first call: what was done before it, or only prepared, says nothing about the rest.
+        first = first or (now, done)
         if now - said >= SECONDS_BETWEEN_LINES:
             said = now
-            left = f", about {duration((now - start) * (total - done) / done)} left" if done else ""
+            since, before = first
+            left = f", about {duration((now - since) * (total - done) / (done - before))} left" if done > before else ""
             notice(f"{what}: {done / total if total else 1:.0%} done after {duration(now - start)}{left}")
 
     return show

@@ -18,57 +18,38 @@ Nine products of n×n size, against eight for one pair J·v, Jᵀ·u.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from lipscope.attention.core import Linearisation, Triple, group_queries, ungroup_queries
-from lipscope.attention.layer import Attention
 from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.scores import tanh_slope
 from lipscope.attention.variants import Variant, VariantProjections
 
 
-class SigmaGradient:
-    """∂⟨u, J(X)v⟩/∂X of one layer, for a batch of inputs."""
+def sigma_gradient(operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient ∂⟨u, J(X)v⟩/∂X (B, n, d) at an operator's inputs, for unit u = ``left`` (B, n·d_out) and v (B, n·d).
 
-    def __init__(self, layer: Attention) -> None:
-        self.layer = layer
-        # Biases move with nothing: the same layer without them projects directions.
-        self._linear = dataclasses.replace(layer, q_bias=None, k_bias=None, v_bias=None)
-
-    def __call__(self, operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
-        """The gradient (B, n, d) at the inputs, from unit directions ``left`` (B, n·d_out) and ``right`` (B, n·d)."""
-        layer, core = self.layer, operator.core
-        if not isinstance(core, Linearisation):
-            raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")
-        B, n = operator.batch, operator.input_shape[0]
-        dq, dk, dv = self._linear.project(right.reshape(B, n, layer.width))
-        outputs = left.reshape(B, n, layer.output_width)
-        joined = outputs if layer.out is None else outputs @ layer.out.detach()
-        g = group_queries(joined.reshape(B, n, layer.heads, -1).transpose(1, 2), layer.kv_heads)
-        gq, gk, gv = core_gradient(core, layer.softcap, g, group_queries(dq, layer.kv_heads), dk, dv)
-        X = torch.zeros(B, n, layer.width, dtype=left.dtype, device=left.device, requires_grad=True)
-        with torch.enable_grad():
-            projected = self._linear.project(X)
-            (gradient,) = torch.autograd.grad(projected, X, (ungroup_queries(gq, layer.heads), gk, gv))
-        return gradient
-
-
-class VariantSigmaGradient:
-    """∂⟨u, J(X)v⟩/∂X of a variant, by differentiating ⟨∂⟨u, f(X)⟩/∂X, v⟩ once more."""
-
-    def __init__(self, layer: Variant) -> None:
-        self.layer = layer
-
-    def __call__(self, operator: AttentionOperator, left: Tensor, right: Tensor) -> Tensor:
-        """The gradient (B, n, d) at the operator's inputs; see ``SigmaGradient``."""
+    That of a variant comes from differentiating ⟨∂⟨u, f(X)⟩/∂X, v⟩ once more.
+    """
+    layer, core, B, n = operator.layer, operator.core, operator.batch, operator.input_shape[0]
+    if isinstance(layer, Variant):
         with torch.enable_grad():
             assert isinstance(operator.projections, VariantProjections)
             X = operator.projections.X.detach().clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.layer.bilinear(X, left, right).sum(), X)
+            (gradient,) = torch.autograd.grad(layer.bilinear(X, left, right).sum(), X)
         return gradient
+    if not isinstance(core, Linearisation):
+        raise TypeError("the gradient needs the n×n matrices: make the operator with tiled=False")
+    # Biases move with nothing.
+    dq, dk, dv = layer.project(right.reshape(B, n, layer.width), biases=False)
+    g = layer.split_output(left.reshape(B, n, layer.output_width))
+    gq, gk, gv = core_gradient(core, layer.softcap, g, group_queries(dq, layer.kv_heads), dk, dv)
+    X = torch.zeros(B, n, layer.width, dtype=left.dtype, device=left.device, requires_grad=True)
+    with torch.enable_grad():
+        projected = layer.project(X, biases=False)
+        (gradient,) = torch.autograd.grad(projected, X, (ungroup_queries(gq, layer.heads), gk, gv))
+    return gradient
 
 
 def core_gradient(core: Linearisation, softcap: float | None, g: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Triple:

@@ -26,11 +26,12 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import SMALL, Tiling, current_tiling, exponentials, prefers_tiles, using_tiling
 from lipscope.attention.tiles import visited_entries
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.rounding import show_bytes
 from lipscope.spectral.basis import FEWEST, one_sided, together_within
 
 # Where autograd computes the products: blocks keep activations for the backward pass.
-AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model")
+AUTOGRAD_SCOPES = ("norm+attention", "attention+residual", "block", "model", *CROSS_SCOPES)
 # Operator pairs of a typical solve: the mean over the inputs of benchmarks/local_lipschitz.py.
 TYPICAL_PAIRS = 18
 # Copies of the projections, of the heads' outputs and of the tokens at the peak of a solve; fitted to measurements.

@@ -12,7 +12,11 @@ SCOPES = {
     "attention+residual": "attention with its residual connection",
     "block": "a whole Transformer block",
     "model": "the whole model, from the first block's tokens to its last hidden state",
+    "cross-queries": "cross-attention with its output matrix, in the decoder's tokens",
+    "cross-keys": "cross-attention with its output matrix, in the encoder's tokens",
 }
+# Those of a decoder that attends to an encoder.
+CROSS_SCOPES = ("cross-queries", "cross-keys")
 
 # What an attention layer by itself has: the others need the block or model around it.
 LAYER_SCOPES = ("attention", "head", "norm+attention")

@@ -63,7 +63,7 @@ def local_lipschitz(
             ``"verified"`` says how much it may cost. None: ``"fast"``, when that is estimated to cost no more than the
             measurement and the value is not exact already.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"`` (attention layers only): see
-            ``measure.memory.plan_memory`` for what is done to keep to it.
+            ``measure.memory.plan_memory`` for what is done to keep to it. ‖J‖_F is then known beside a certificate alone.
         progress: called with the share of a verified certificate that is done.
 
     Returns:

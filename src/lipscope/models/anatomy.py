@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from lipscope.models.seam import CoreCall, observing_core
+from lipscope.rounding import counted
 
 TimedCore = tuple[int, CoreCall]  # a call of the attention core, after its place in time
 
@@ -31,7 +32,7 @@ class Cut:
     at: Literal["input", "output"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """One attention layer of a model."""
 
@@ -54,6 +55,15 @@ class Layer:
     norm: nn.Module | None = None
     # Class of a module that is measured as a whole: no softmax attention, no W_O or no number of heads was seen in it
     mixer: str = ""
+    cross: tuple[nn.Module, nn.Module] | None = None  # the cross-attention of a decoder's block, and its W_O
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules whose calls are recorded: host, block, W_O and, of a decoder, cross-attention."""
+        return (self.host, self.block, self.out, *(self.cross or ())[:1])
+
+    def __repr__(self) -> str:
+        return f"<Layer {self.index}: {self.name}, {self.mixer or counted(self.heads, 'head')}, mask {self.mask}>"
 
 
 @dataclass(eq=False)
@@ -88,24 +98,40 @@ class Sighting:
     host: Event
     block: Event
     out: Event
+    cross: Event | None = None
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The decoder of a model that is an encoder and a decoder, or None."""
+    towers = [getattr(model, name, None) for name in ("encoder", "decoder")]
+    both = all(isinstance(tower, nn.Module) for tower in towers) and getattr(model, "config", None) is not None
+    return towers[1] if both else None
 
 
 def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting], Any]:
     """The attention layers of ``model`` in the order in which ``run()`` calls them, and what it returned.
 
-    Refuses a model without any.
+    Of an encoder–decoder model these are the decoder's, with their cross-attention. Refuses a model without any.
     """
+    decoder = decoder_of(model)
     for _ in range(2):  # twice where none was seen: BigBird puts its attention in place when it is first called
         tick = count(1).__next__
         cores: list[TimedCore] = []
         with observing_core(partial(_note, cores, tick)), watching(model.modules(), tick) as events, torch.no_grad():
             output = run()
+        if decoder is not None:
+            [whole] = [event for event in events if event.module is decoder]
+            events = [event for event in events if event.inside(whole)]
+            cores = [(time, call) for time, call in cores if whole.enter < time < whole.exit]
         if attentions := _attention_calls(events, cores):
             break
     names = {module: name for name, module in model.named_modules()}
     elements = {child for part in model.modules() if isinstance(part, nn.ModuleList) for child in part}
     if len({id(event) for event, _ in attentions}) < len(attentions):
         raise NotImplementedError("a module calls the attention core several times")
+    # The self-tests give a decoder and its encoder different numbers of tokens.
+    crossing = [pair for pair in attentions if decoder and pair[1] and pair[1][1].k.shape[-2] != pair[1][1].q.shape[-2]]
+    attentions = [pair for pair in attentions if pair not in crossing]
     mixers = _mixers(events, attentions, [part for part in model.modules() if isinstance(part, nn.ModuleList)])
     attentions = sorted([*attentions, *((event, None) for event in mixers)], key=lambda pair: pair[0].enter)
     if not attentions:
@@ -116,7 +142,16 @@ def find_layers(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Sighting
     described = [
         _describe(i, event, core, events, attentions, names, elements, mixers) for i, (event, core) in enumerate(attentions)
     ]
-    return _numbered(described), output
+    return _numbered([_with_cross(seen, crossing, events) for seen in described]), output
+
+
+def _with_cross(seen: Sighting, crossing: list[tuple[Event, TimedCore | None]], events: list[Event]) -> Sighting:
+    """The sighting with the cross-attention of its block, where it has one that holds its W_O."""
+    for event, core in crossing:
+        out = _output_projection(event, core, events)
+        if event.inside(seen.block) and out is not None and out.inside(event):
+            return replace(seen, layer=replace(seen.layer, cross=(event.module, out.module)), cross=event)
+    return seen
 
 
 def _note(cores: list[TimedCore], tick: Callable[[], int], call: CoreCall) -> None:
@@ -323,6 +358,8 @@ def _mask(event: Event, core: TimedCore | None) -> tuple[str, bool]:
     mask = mask_of(event.args, event.kwargs)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(torch.float32).min / 2
+    elif mask is not None and mask.shape[-2] == mask.shape[-1] and not mask.diagonal(dim1=-2, dim2=-1).any():
+        mask = ~mask  # no token sees itself, so True says what is hidden (MPT)
     causal = claims or _hides_future(mask)
     # Its own code may hide more than the mask it was given (GPT-Neo's local layers do).
     return ("causal" if causal else "full") + " (the model's own)", causal

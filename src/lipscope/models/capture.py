@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any
 
@@ -70,6 +70,12 @@ class Call:
         args, kwargs = tree_map_only(Tensor, grown, (self.args, self.kwargs))
         return Call(self.module, args, kwargs, tokens)
 
+    def in_keys(self) -> Call:
+        """The same call of cross-attention, whose ``tokens`` are those that the keys and values are made of."""
+        others = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.ndim == self.tokens.ndim]
+        [keys] = [v for v in others if v.is_floating_point() and not self._is_tokens(v)]
+        return replace(self, tokens=keys)
+
     def _is_tokens(self, value: Any) -> bool:
         # Self-attention in torch's own words is module(x, x, x): every argument that is this tensor moves with it.
         return isinstance(value, Tensor) and value.shape == self.tokens.shape and value.data_ptr() == self.tokens.data_ptr()
@@ -86,6 +92,7 @@ class Recording:
     real: Tensor | None  # True at real tokens, (B, n); None when nothing is padded
     run: Callable[[], Any]  # runs the model on these inputs again
     documents: tuple[int, ...] | None = None  # lengths of the documents packed into each input, or None
+    crosses: dict[int, Call] = field(default_factory=dict)  # the call of every cross-attention of a decoder
 
 
 def record(
@@ -96,14 +103,11 @@ def record(
     documents: tuple[int, ...] | None = None,
 ) -> Recording:
     """Run the model once on the seam and record every layer's calls."""
-    parts = dict.fromkeys(part for layer in layers for part in (layer.host, layer.block, layer.out))
+    parts = dict.fromkeys(part for layer in layers for part in layer.parts)
     with replaying(model, documents), watching(parts) as events, torch.no_grad():
         output = run()
     calls = {part: [event for event in events if event.module is part] for part in parts}
-    seen = [
-        Sighting(layer, *(calls[part][layer.occurrence] for part in (layer.host, layer.block, layer.out)))
-        for layer in layers
-    ]
+    seen = [Sighting(layer, *(calls[part][layer.occurrence] for part in layer.parts)) for layer in layers]
     return replace(record_found(seen, output, run), real=real, documents=documents)
 
 
@@ -112,13 +116,15 @@ def record_found(found: list[Sighting], output: Any, run: Callable[[], Any]) -> 
     hosts: dict[int, Call] = {}
     blocks: dict[int, Call] = {}
     outputs: dict[int, Tensor] = {}
+    crosses: dict[int, Call] = {}
     for seen in found:
-        for call, into in ((seen.host, hosts), (seen.block, blocks)):
-            into[seen.layer.index] = Call.record(call.module, call.args, call.kwargs)
+        for call, into in ((seen.host, hosts), (seen.block, blocks), (seen.cross, crosses)):
+            if call is not None:
+                into[seen.layer.index] = Call.record(call.module, call.args, call.kwargs)
         assert seen.out.output is not None
         outputs[seen.layer.index] = seen.out.output.detach()
         check_finite(seen.layer, outputs[seen.layer.index])
-    return Recording(hosts, blocks, outputs, last_hidden_state(output), None, run)
+    return Recording(hosts, blocks, outputs, last_hidden_state(output), None, run, crosses=crosses)
 
 
 @contextmanager

@@ -81,7 +81,8 @@ def from_directory(directory: Path, name: str, *, allow_pickle: bool, trust_remo
 
 def quantised_by(directory: Path) -> str | None:
     """The method by which the weights of a saved model are quantised, or None."""
-    settings = read_json(directory / "config.json", dict).get("quantization_config")
+    file = directory / "config.json"
+    settings = read_json(file, dict).get("quantization_config") if file.exists() else None
     return (
         str(settings.get("quant_method", "unknown method") if isinstance(settings, dict) else settings) if settings else None
     )

@@ -54,13 +54,14 @@ def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | No
     that is another one in every sequence, and never the middle, where blocks of tokens end.
     """
     claim = claims_causality(model)
-    if claim is None or "input_ids" not in inputs or inputs["input_ids"].shape[1] < 2:
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    if claim is None or name not in inputs or inputs[name].shape[1] < 2:
         return last_hidden_state(runner(model, inputs)()), None
-    subject = Subject(model, inputs, "input_ids", Tally(torch.Generator().manual_seed(0)))
+    subject = Subject(model, inputs, name, Tally(torch.Generator().manual_seed(0)))
     rows, n = subject.shape
     starts = (n // 2 - 1 + 2 * torch.arange(rows, device=subject.places.device)).clamp(1, n - 1)
     later = subject.places >= starts[:, None]
-    both = inputs | {"input_ids": torch.cat([inputs["input_ids"], subject.substituted(later)])}
+    both = {key: torch.cat([rows, subject.substituted(later) if key == name else rows]) for key, rows in inputs.items()}
     own, changed = last_hidden_state(runner(model, both)()).chunk(2)
     try:
         return own, claim if apart(own, changed, ~later)[0] > tolerance(own.dtype) else None

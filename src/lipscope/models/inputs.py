@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lipscope.models.anatomy import decoder_of
 from lipscope.models.capture import model_device, model_dtype
 from lipscope.models.media import how_to_ask, reads_text, samples_for, signals
 from lipscope.models.refusals import check_ids
@@ -24,7 +25,21 @@ _PROBE_TOKENS = 8
 
 
 def probe_inputs(model: nn.Module, n: int | None = None) -> dict[str, Any]:
-    """Keyword arguments for a pass of n tokens, a few by default, from a fixed seed; refuses inputs of other kinds."""
+    """Keyword arguments for a pass of n tokens, a few by default, from a fixed seed; refuses inputs of other kinds.
+
+    A decoder gets another number of them than its encoder, so that its cross-attention is told apart.
+    """
+    found = _first_inputs(model, n)
+    known = None if decoder_of(model) is None else vocabulary(model)
+    if known is None:
+        return found
+    first = next(iter(found.values()))
+    short = first.shape[1] - 1 if "input_ids" in found else _PROBE_TOKENS
+    ids = torch.randint(min(10, known - 1), known, (len(first), short or 2), generator=torch.Generator().manual_seed(1))
+    return found | {"decoder_input_ids": ids.to(first.device)}
+
+
+def _first_inputs(model: nn.Module, n: int | None) -> dict[str, Any]:
     short = _PROBE_TOKENS if n is None else n
     generator = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
@@ -124,6 +139,8 @@ def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str
     attention_mask = arguments.get("attention_mask")
     name, tokens = given[0], cast(Tensor, arguments.get(given[0]))
     if name == "inputs":
+        if hasattr(handle.model, "config") and not any(isinstance(v, Tensor) for v in arguments["inputs"].values()):
+            raise ValueError("inputs hold no tensor: give the model's keyword arguments, such as {'input_ids': …}")
         return arguments["inputs"]
     if name in _MEDIA:
         pieces = [piece.inputs for piece in signals(handle, **{name: arguments.get(name)})]  # type: ignore[arg-type]
@@ -140,6 +157,13 @@ def token_inputs(handle: Model, **arguments: Unpack[TokenArguments]) -> dict[str
     else:
         tokens = tokens.to(handle.dtype)
     result: dict[str, Any] = {name: tokens.to(handle.device)}
+    if decoder_of(handle.model) is not None:
+        if attention_mask is not None or name != "input_ids":
+            raise ValueError("a decoder reads token ids, as many of every text; give anything else as inputs={…}")
+        config: Any = handle.model.config
+        start = getattr(config, "decoder_start_token_id", None) or getattr(config, "bos_token_id", None) or 0
+        # As in training: the decoder is to say what the encoder reads, and sees what it has said so far.
+        result["decoder_input_ids"] = torch.cat([torch.full_like(tokens[:, :1], start), tokens[:, :-1]], 1).to(handle.device)
     if attention_mask is not None:
         attention_mask = attention_mask.reshape(tokens.shape[:2]).to(handle.device)
         result["attention_mask"] = attention_mask

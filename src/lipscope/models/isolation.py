@@ -5,6 +5,7 @@ The model runs as it is, with its own attention implementation; ``lipscope.model
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,12 +18,13 @@ from lipscope.models.anatomy import watching
 from lipscope.models.claims import claimed_windows, claims_causality
 from lipscope.models.inputs import first_position
 from lipscope.models.leaks import Again, agreed, by_derivative, by_substitution, compared, described, judged, refuse_unsteady
+from lipscope.models.model import Model
 from lipscope.models.subject import CannotCheckError, Cut, NoDerivativeError, Subject, Tally, accepts, chosen_output, line
 from lipscope.models.verdicts import WITHOUT_PADDING, Isolation, Leak, Verdict
 
 
 def check(
-    model: Any,
+    model: str | os.PathLike[str] | nn.Module | Model,
     *,
     n: int | None = None,
     inputs: dict[str, Any] | None = None,
@@ -109,9 +111,8 @@ def _verdict(claim: str, why: str, tests: Sequence[Iterator[Found]], said: str) 
     return Verdict(claim, why, boundaries, leak, "; ".join(filter(None, remarks)))
 
 
-def _opened(model: Any) -> tuple[str, nn.Module]:
+def _opened(model: str | os.PathLike[str] | nn.Module | Model) -> tuple[str, nn.Module]:
     from lipscope.models.load import load_named
-    from lipscope.models.model import Model
 
     if isinstance(model, nn.Module):
         return type(model).__name__, model

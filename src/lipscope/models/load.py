@@ -32,7 +32,7 @@ from lipscope.models.checkpoints import (
     tokenizer_in,
 )
 from lipscope.models.model import Model
-from lipscope.models.refusals import as_device, backbone
+from lipscope.models.refusals import as_device, backbone, refuse_kernels_of_the_hub
 from lipscope.models.stored import Checkpoint, fits
 from lipscope.models.streaming import Stream, skeleton
 
@@ -280,7 +280,10 @@ def saved_model(
 ) -> tuple[Checkpoint, nn.Module]:
     """The headers and the skeleton of a saved model: a directory, or a hub name."""
     if name in ZOO:
-        raise ValueError(f"{name} cannot be streamed: layers are read from a directory with safetensors files")
+        raise ValueError(
+            f"{name} cannot be streamed: layers are read from a directory with safetensors files. It is loaded whole, and "
+            f"lipscope describe {name} says what a scan takes"
+        )
     directory = _directory(name, revision)
     refuse_directory(directory, allow_pickle=False)
     if (method := quantised_by(directory)) is not None:
@@ -310,7 +313,7 @@ def load(
         model: a name from ``lipscope models`` (``"minilm-l6"``, ``"gpt2-random"``, …), a directory with a saved
             transformers model, a GGUF file, a hub name, or a module in eval mode; quantised weights are de-quantised.
         tokenizer: replaces the model's own; a tokenizer, or the name or directory of one.
-        part: ``"encoder"`` of an encoder–decoder model.
+        part: ``"encoder"`` or ``"decoder"`` of an encoder–decoder model.
         dtype: float32 or float64; that of the weights by default, float32 for half precision.
         allow_pickle: accept pickled weights, which can run code when opened.
         trust_remote_code: run model code from the hub.
@@ -353,12 +356,11 @@ def load(
     if isinstance(model, nn.Module):
         return Model(model, tokenizer, part=part, dtype=dtype, device=place, check=check, processor=processor)
     name, options = os.fspath(model), {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    if "/" in (attn_implementation or ""):
-        raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")
+    refuse_kernels_of_the_hub(attn_implementation)
     given = Path(name).expanduser()
     if stream is None:
         at = given if given.is_dir() else cached_directory(name, revision) if _of_hub(name) else None
-        stream = at is not None and name not in ZOO and quantised_by(at) is None and not fits(at, dtype)
+        stream = at is not None and name not in ZOO and quantised_by(at) is None and not fits(at, dtype, place)
     if stream:
         if allow_pickle:
             raise ValueError("a pickle cannot be streamed: layers are read from safetensors files")

@@ -28,6 +28,8 @@ _TAKES = {
     **dict.fromkeys(HEARS, ("hears audio", "audio", "clip.wav")),
     "pixel_values": ("sees images", "image", "photo.png"),
 }
+# Files that are only decoded: EPS, which is among the others that Pillow knows, is a program and would be run.
+_IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,8 @@ def how_to_ask(handle: Model) -> str:
     if takes not in _TAKES:
         return f"{handle.name} {words}: give it with --text TEXT (text=… in Python)"
     return (
-        f"{handle.name} {words}, not text: give --{option} {file} ({option}=… in Python), or its {takes} with --features "
-        "x.safetensors (features=…)"
+        f"{handle.name} {words}, not text: `lipscope scan` and `tokens` take --{option} {file} ({option}=… in Python), or "
+        f"its {takes} with --features x.safetensors (features=…)"
     )
 
 
@@ -176,14 +178,19 @@ def read_wav(path: Path, rate: int) -> tuple[Any, str]:
         with reading(path), wave.open(str(path), "rb") as file:
             channels, width, own, frames = file.getparams()[:4]
             data = file.readframes(frames)
-    except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path} is no WAV file with PCM samples ({error}): save the clip as 16-bit PCM WAV") from None
+        if width > 4 or not 1000 <= own <= 1_000_000:
+            raise wave.Error(f"samples of {8 * width} bits at {own} Hz")
+    except (wave.Error, EOFError, RuntimeError, OverflowError) as error:  # the last two: chunks of impossible sizes
+        why = str(error) or "its parts have other sizes than it says"
+        raise ValueError(f"{path} is no WAV file with PCM samples ({why}): save the clip as 16-bit PCM WAV") from None
     if channels != 1:
         raise ValueError(
             f"{path} has {channels} channels, and the model hears one: save one of them, or their mean, as mono"
         )
     if not data:
         raise ValueError(f"{path} holds no samples")
+    if len(data) != frames * width:
+        raise ValueError(f"{path} ends after {len(data) // width} of its {frames} samples: it was cut short")
     raw = np.frombuffer(data, np.uint8).reshape(-1, width).astype(np.int64)
     whole = sum(raw[:, k] << (8 * k) for k in range(width))
     half = 1 << (8 * width - 1)
@@ -210,10 +217,12 @@ def _seen(handle: Model, value: Medium) -> Tensor:
         picture = Image.fromarray(value.cpu().numpy())
     else:
         try:
-            with Image.open(Path(value).expanduser()) as opened:
+            with Image.open(Path(value).expanduser(), formats=_IMAGES) as opened:
                 picture = opened.convert("RGB")
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{os.fspath(value)} is no image that can be read: {error}") from None
+        except Exception as error:  # every decoder has errors of its own
+            raise ValueError(
+                f"{os.fspath(value)} is no image that can be read ({error}): save it as one of {', '.join(_IMAGES)}"
+            ) from None
     pixels: Tensor = processor(picture, return_tensors="pt")["pixel_values"]
     return pixels
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from lipscope.attention.masks import as_mask
 from lipscope.attention.scores import ScoreRule
 from lipscope.attention.tiled import current_tiling, using_tiling
+from lipscope.attention.validation import derived
 from lipscope.measure.memory import MemoryPlan, Shape, Strategy, first_fitting, read_bytes, solve_plan, strategies
 from lipscope.models.anatomy import Layer
 from lipscope.models.model import Model
@@ -49,7 +50,7 @@ def plan_layers(
     """
     limit = None if memory is None else read_bytes(memory)
     kinds = {_kind(handle, where): where for where in map(handle.layer, layers)}.values()
-    shapes = [_shape(handle, scope, where) for where in kinds]
+    shapes = [_shape(handle, scope, where, n) for where in kinds]
     every = {_kind(handle, where): where for where in handle.layers}.values()
     recorded = [_through_autograd(handle, "attention", where) for where in every]
     plans = []
@@ -72,12 +73,17 @@ def plan_layers(
     return first_fitting(plans, n, vector, limit)
 
 
-def _shape(handle: Model, scope: str, where: Layer) -> Shape:
-    """A layer in closed form where its scope and mask allow it, else through autograd."""
+def _shape(handle: Model, scope: str, where: Layer, n: int) -> Shape:
+    """A layer in closed form where its scope and mask allow it, else through autograd; for n tokens."""
     attention = handle.probe_recording[where.index].attention if scope in ("attention", "head") else None
     if attention is None or not _named(where.mask):
         return _through_autograd(handle, scope, where)
-    return Shape.of(attention.with_mask(where.mask), handle.dtype)
+    attention, bias = attention.with_mask(where.mask), attention.bias
+    if bias is None:
+        return Shape.of(attention, handle.dtype)
+    # That of the probe is for its few tokens. One for n tokens comes with the recorded pass: it is charged for here.
+    attention = derived(attention, bias=bias[..., :1, :1].expand(*bias.shape[:-2], n, n))
+    return replace(Shape.of(attention, handle.dtype), additive=None)
 
 
 def _through_autograd(handle: Model, scope: str, where: Layer) -> Shape:
@@ -110,9 +116,9 @@ def _named(mask: str) -> bool:
     return mask in ("full", "causal") or mask.startswith("window")
 
 
-def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False) -> int:
-    """Inputs of n tokens in one forward pass of a scan."""
-    return 1 if pack else min(inputs, max(1, batch_tokens // n))
+def batch_size(n: int, inputs: int, batch_tokens: int = 4096, pack: bool = False, asked: int = 0) -> int:
+    """Inputs of n tokens in one forward pass of a scan: as many as are asked for, else as hold so many tokens."""
+    return 1 if pack else min(inputs, asked or max(1, batch_tokens // n))
 
 
 def recorded_bytes(handle: Model, n: int, inputs: int = 1) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipscope.attention.layer import Attention
 from lipscope.attention.norms import Normalisation
 from lipscope.models.affine import AffineParts, find_projections, normalisation_of, same_value
-from lipscope.models.anatomy import Layer, find_layers
+from lipscope.models.anatomy import Layer, decoder_of, find_layers
 from lipscope.models.capture import double_throughout, model_device, model_dtype, record, record_found, replaying
 from lipscope.models.checkpoints import not_in_checkpoint
 from lipscope.models.claims import claims_causality, own_pass
@@ -26,7 +26,14 @@ from lipscope.models.inputs import (
 )
 from lipscope.models.quantised import dequantised
 from lipscope.models.recorded import Recorded
-from lipscope.models.refusals import backbone, in_dtype, refuse_nan_activations, refuse_random_weights, refuse_unmeasurable
+from lipscope.models.refusals import (
+    backbone,
+    brought_in,
+    in_dtype,
+    refuse_nan_activations,
+    refuse_random_weights,
+    refuse_unmeasurable,
+)
 from lipscope.models.seam import KEEPS_ITS_OWN, plain_experts
 from lipscope.models.selftest import check_layers, check_own_attention
 from lipscope.models.streaming import Stream, streamed_recording
@@ -41,7 +48,7 @@ class Model(Shown):
         tokenizer: its tokenizer, needed for text.
         name: how rows call it.
         notes: remarks every row carries (random weights, de-quantised weights, …).
-        part: ``"encoder"`` of an encoder–decoder model.
+        part: ``"encoder"`` or ``"decoder"`` of an encoder–decoder model.
         dtype: dtype of the computation, float32 or float64; that of the model by default (float32 for half precision).
         device: where to compute; where the model is by default.
         check: run the self-tests.
@@ -79,7 +86,7 @@ class Model(Shown):
         self.name = name or type(model).__name__
         self.notes, drawn = tuple(notes), not_in_checkpoint(model)
         if stream is None:
-            model, packed = dequantised(model)
+            model, packed = dequantised(brought_in(model))
             self.notes += packed
             refuse_unmeasurable(model)
         self.tokenizer: Any = tokenizer
@@ -158,9 +165,11 @@ class Model(Shown):
         """
         if isinstance(inputs, str):
             raise TypeError("inputs must be a table of the model's arguments, got a string: give a text as record(text=…)")
-        inputs = self.token_inputs(**tokens) if inputs is None else inputs
+        inputs = self.token_inputs(**tokens) if inputs is None else self.token_inputs(inputs=inputs)
         if documents is not None and not all(layer.through_seam for layer in self.every):
             raise ValueError(f"{self.name} keeps its own attention, so documents cannot be kept apart in it")
+        if decoder_of(self.model) and (documents is not None or {"attention_mask", "decoder_attention_mask"} & {*inputs}):
+            raise ValueError("a decoder is measured without padding and packing: give texts of one length")
         padding, given, real = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds")), None
         if isinstance(padding, Tensor) and given is not None and padding.shape == given.shape[:2] and not padding.all():
             real = padding.bool()
@@ -253,8 +262,9 @@ class Model(Shown):
         torch_module = isinstance(first.out, nn.MultiheadAttention)
         own = "torch's nn.MultiheadAttention" if torch_module else "the model's own eager attention"
         core = "the lipscope attention core" if first.through_seam else own
-        kind = "layer without attention" if first.mixer else "attention layer"
-        lines = [f"{self.name}: {counted(len(self.layers), kind)}, through {core}, {str(self.dtype)[6:]}"]
+        found = f"{counted(len(self.layers), 'attention layer')}, through {core}"
+        found = f"{counted(len(self.layers), 'layer')} without attention" if first.mixer else found
+        lines = [f"{self.name}: {found}, {str(self.dtype)[6:]}"]
         lines += [f"  note: {note}" for note in self.notes]
         for layer in self.every:
             heads = counted(layer.heads, "head")
@@ -264,5 +274,6 @@ class Model(Shown):
             # The name is empty when the layer is the whole module.
             heads = f"{layer.mixer} as a whole" if layer.mixer else heads
             words = [layer.name, heads, layer.mask if layer.mask.startswith("no ") else f"mask {layer.mask}", norm]
+            words += ["with cross-attention"] if layer.cross else []
             lines.append(f"  layer {layer.index}: {', '.join(filter(None, words))}")
         return "\n".join(lines)

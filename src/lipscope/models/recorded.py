@@ -29,7 +29,7 @@ from lipscope.attention.row_statistics import row_statistics
 from lipscope.bounds.registry import least
 from lipscope.doors import checked
 from lipscope.measure.columns import COLUMNS
-from lipscope.measure.scopes import LAYER_SCOPES, Certificate, check_scope
+from lipscope.measure.scopes import CROSS_SCOPES, LAYER_SCOPES, Certificate, check_scope
 from lipscope.measure.sigma import head_items, sigma
 from lipscope.models.affine import comes_from, core_call, plain_attention
 from lipscope.models.anatomy import Layer
@@ -39,7 +39,7 @@ from lipscope.models.seam import CoreCall
 from lipscope.rounding import counted
 from lipscope.spectral.autodiff import AutodiffOperator, TensorMap
 from lipscope.spectral.operator import Operator
-from lipscope.spectral.result import SpectralNorm
+from lipscope.spectral.result import SIZES, SpectralNorm
 from lipscope.spectral.solvers import Solver
 
 if TYPE_CHECKING:
@@ -249,11 +249,11 @@ class RecordedLayer:
             else:
                 operator = HeadsOperator.of(operator, chosen, self.heads)
         known = certificate is not False and scope in LAYER_SCOPES
-        return sigma(
+        found = sigma(
             operator,
             solver,
             scope=scope,
-            mask=self.mask,
+            mask="full" if scope in CROSS_SCOPES else self.mask,
             shape=None if chosen is None else (operator.batch // len(chosen), len(chosen)),
             layer=self.attention if known else None,
             X=self.tokens(scope),
@@ -263,6 +263,8 @@ class RecordedLayer:
             memory=memory,
             typical=typical,
         )
+        real = self.recorded.real
+        return found if real is None else per_real_token(found, real)
 
     def rows(
         self,
@@ -364,6 +366,13 @@ def _bounds(
                 known[key] = {f"{source}_global": least(source, one, anywhere, n) for source in SOURCES}
             rows.append({source: least(source, one, radius, n) for source in SOURCES} | known.get(key, {}))
     return rows
+
+
+def per_real_token(result: SpectralNorm, real: Tensor) -> SpectralNorm:
+    """With the typical gain of the tokens that are ``real`` (B, n): padding, which moves nothing, is no input."""
+    share = real.double().mean(1).sqrt().reshape(-1, *[1] * (len(result.batch_shape) - 1))
+    gains: dict[str, Any] = {name: value / share for name in SIZES[:3] if isinstance(value := getattr(result, name), Tensor)}
+    return dataclasses.replace(result, **gains)
 
 
 def _token_norms(tokens: Tensor, real: Tensor | None) -> tuple[list[float], list[float], list[int]]:

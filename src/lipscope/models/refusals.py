@@ -11,17 +11,38 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lipscope.models.anatomy import watching
+from lipscope.models.anatomy import decoder_of, watching
 from lipscope.models.capture import last_hidden_state, model_dtype
 from lipscope.rounding import counted
 from lipscope.spectral.autodiff import refuse_training_dropout
+
+
+def brought_in(model: nn.Module) -> nn.Module:
+    """A copy with the weights that accelerate keeps elsewhere (``device_map="auto"``) in memory; itself without such."""
+    if not any(p.is_meta and hasattr(part, "_hf_hook") for part in model.modules() for p in part.parameters(recurse=False)):
+        return model
+    from accelerate.hooks import ModelHook, remove_hook_from_module  # type: ignore[import-untyped]
+    from accelerate.utils import align_module_device  # type: ignore[import-untyped]
+
+    held: dict[str, Tensor] = {}
+    for name, part in model.named_modules():
+        with align_module_device(part, torch.device("cpu")):
+            held |= {full: tensor.detach().cpu() for full, tensor in part.named_parameters(name, recurse=False)}
+    # The hooks hold the weights too: they are not copied.
+    hooks = [part._hf_hook for part in model.modules() if hasattr(part, "_hf_hook")]
+    made: nn.Module = remove_hook_from_module(copy.deepcopy(model, {id(hook): ModelHook() for hook in hooks}), recurse=True)
+    made.load_state_dict(held, strict=False, assign=True)
+    return made
 
 
 def refuse_unmeasurable(model: nn.Module) -> None:
     """Refuse sharded, off-loaded, damaged or training-mode models, and packed weights of unknown form, with the reason."""
     for name, p in model.named_parameters():
         if p.device.type == "meta" or type(p).__name__ == "DTensor":
-            raise ValueError(f"parameter {name} is sharded or off-loaded; load the whole model on one device")
+            raise ValueError(
+                f"parameter {name} is sharded or off-loaded: load the whole model on one device, or give its directory to "
+                "lipscope.load(…, stream=True), which keeps one layer in memory (--stream)"
+            )
         if not p.is_floating_point():
             raise ValueError(f"parameter {name} is {p.dtype}: quantised in a form that lipscope cannot de-quantise")
         # A sum is finite in one pass without copies; only one that is not, which may be overflow, is looked at closely.
@@ -104,23 +125,30 @@ def backbone(model: nn.Module, part: str | None) -> nn.Module:
     if all(isinstance(tower, nn.Module) for tower in towers.values()):
         if part not in towers:
             raise ValueError(f"{type(model).__name__} has two towers: say which, --part text or --part vision (part=…)")
-        return backbone(cast(nn.Module, towers[part]), None)
+        tower: Any = backbone(cast(nn.Module, towers[part]), None)
+        tower.name_or_path = getattr(model, "name_or_path", "")  # where the processor of both lies
+        return cast(nn.Module, tower)
     get_encoder: Any = getattr(model, "get_encoder", None)
-    # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
-    both = isinstance(getattr(model, "encoder", None), nn.Module) and isinstance(getattr(model, "decoder", None), nn.Module)
     config = getattr(model, "config", None)
-    if config is not None and (both or getattr(config, "is_encoder_decoder", False)) and get_encoder is not None:
+    # The encoder of T5 alone, saved and loaded again, is a whole T5 whose configuration knows of no decoder.
+    if (
+        config is not None
+        and (decoder_of(model) or getattr(config, "is_encoder_decoder", False))
+        and get_encoder is not None
+    ):
         encoder: nn.Module = get_encoder()
         if encoder is model:
             return model
         if part is None:
             raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder model: say which part, part='encoder' or --part encoder "
-                "(the decoder also attends to the encoder, so its attention is not a map of its own tokens alone)"
+                f"{type(model).__name__} is an encoder–decoder model: say which part, --part encoder or decoder (part=…)"
             )
-        if part != "encoder":
-            raise ValueError(f"part must be 'encoder', got {part!r}: cross-attention has two inputs and is not measured")
-        return encoder
+        if part not in ("encoder", "decoder"):
+            raise ValueError(f"part must be 'encoder' or 'decoder', got {part!r}")
+        whole = cast(nn.Module, getattr(model, "base_model", model))
+        if part == "decoder" and (decoder_of(whole) is None or hasattr(whole, "lm_head")):
+            raise ValueError(f"{type(whole).__name__} does not show a decoder without its head: load it without (AutoModel)")
+        return encoder if part == "encoder" else whole
     if part is not None and part != "encoder":
         raise ValueError(f"part applies to encoder–decoder models; {type(model).__name__} has one part")
     base = getattr(model, "base_model", model)
@@ -137,7 +165,7 @@ def as_device(device: str | torch.device, dtype: torch.dtype | None = None) -> t
         wanted = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device must be auto, cpu, cuda, cuda:1 or mps, got {str(device)!r}") from None
-    if wanted.type != "meta" and f"{wanted.type}:{wanted.index or 0}" not in there and wanted.type not in there:
+    if f"{wanted.type}:{wanted.index or 0}" not in there and wanted.type not in there:
         raise ValueError(f"there is no device {str(device)!r} here; there are {', '.join(there)}")
     if wanted.type == "mps" and dtype == torch.float64:
         raise ValueError("device mps has no float64: measure in float32 there, or on the CPU")
@@ -157,8 +185,14 @@ def in_dtype(model: nn.Module, dtype: torch.dtype | None, device: torch.device |
 
 def check_ids(ids: Tensor, model: nn.Module) -> None:
     """Refuse token ids outside the vocabulary."""
-    if ids.is_floating_point():
+    if ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"input_ids must be integers, got {ids.dtype}; embedded tokens go into inputs_embeds")
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(vocabulary, int) and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(f"input_ids must lie between 0 and {vocabulary - 1}, got {int(ids.min())} … {int(ids.max())}")
+
+
+def refuse_kernels_of_the_hub(attn_implementation: str | None) -> None:
+    """Transformers would fetch and run the code that ``owner/name`` stands for."""
+    if "/" in (attn_implementation or ""):
+        raise ValueError(f"attn_implementation {attn_implementation!r} names code of the hub, which is not run")

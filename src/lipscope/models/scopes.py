@@ -8,6 +8,8 @@
 | attention+residual | the block's tokens   | the residual stream after attention (post-norm: normalised) |
 | block              | the block's tokens   | the block's output                                          |
 | model              | the first block's    | the model's last hidden state                               |
+| cross-queries      | the decoder's tokens | a decoder's cross-attention and its W_O                     |
+| cross-keys         | the encoder's tokens | the same                                                    |
 
 Outputs at padding tokens are set to zero, so σ is that of the unpadded sequence.
 """
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.measure.scopes import check_scope
+from lipscope.measure.scopes import CROSS_SCOPES, check_scope
 from lipscope.models.anatomy import Cut, Layer
 from lipscope.models.capture import Call, Recording, last_hidden_state, replay_until, replaying
 from lipscope.spectral.autodiff import TensorMap
@@ -31,8 +33,21 @@ from lipscope.spectral.operator import DerivedOperator, Operator
 
 def scope_tokens(layer: Layer, recording: Recording, scope: str) -> Tensor:
     """The recorded tokens (B, n, d) at which a scope's map is measured."""
+    if scope in CROSS_SCOPES:
+        return cross_call(layer, recording, scope).tokens
     call = recording.hosts[layer.index] if scope in ("head", "attention") else recording.blocks[layer.index]
     return _batch_first(call.tokens, layer)
+
+
+def cross_call(layer: Layer, recording: Recording, scope: str) -> Call:
+    """The recorded call of a decoder layer's cross-attention, whose tokens are the decoder's or the encoder's."""
+    if layer.cross is None:
+        raise ValueError(
+            f"layer {layer.index} ({layer.name}) has no cross-attention, so scope {scope} does not exist for it; it is for "
+            "the decoder of an encoder–decoder model (part='decoder', --part decoder)"
+        )
+    call = recording.crosses[layer.index]
+    return call if scope == "cross-queries" else call.in_keys()
 
 
 def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, layers: list[Layer]) -> TensorMap:
@@ -63,6 +78,10 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
             inner = (lambda x: x + branch(x).reshape(x.shape)) if layer.stream_adds_input else branch
         case "block":
             inner = partial(replay_until, block, cut=Cut(layer.block, "output"))
+        case "cross-queries" | "cross-keys":
+            call = cross_call(layer, recording, scope)
+            assert layer.cross is not None
+            inner = partial(replay_until, call, cut=Cut(layer.cross[1], "output"))
         case "model":
             inner = _model_map(model, layers[0], recording)
         case _:
@@ -71,7 +90,7 @@ def scope_map(model: nn.Module, layer: Layer, recording: Recording, scope: str, 
     def function(x: Tensor) -> Tensor:
         with replaying(model, recording.documents):
             y = _batch_first(inner(_batch_first(x, layer)), layer)
-        y = y.reshape(*x.shape[:2], -1)
+        y = y.reshape(*(y if scope == "cross-keys" else x).shape[:2], -1)
         return y if recording.real is None else y * recording.real[..., None].to(y)
 
     return function
@@ -107,7 +126,6 @@ class HeadsOperator(DerivedOperator):
         return self.base.rmatvec(full.flatten(1))
 
     def select(self, items: Tensor) -> HeadsOperator:
-        """Keep the listed items."""
         return HeadsOperator(self.base.select(items), self.head[items], self.heads)
 
 

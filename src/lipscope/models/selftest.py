@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.models.affine import torch_attention
 from lipscope.models.anatomy import Layer, first_tensor, tokens_of
 from lipscope.models.capture import Recording
@@ -38,6 +40,8 @@ def check_layers(recorded: Recorded) -> None:
             y = check_map(layer.map("attention"), layer.tokens(), layer.layer)
         check_replay(y, recorded, layer.layer)
         check_head_sum(layer, y, heads[-1])
+        for scope in CROSS_SCOPES if layer.layer.cross else ():
+            check_map(layer.map(scope), layer.tokens(scope), replace(layer.layer, causal=False))
 
 
 def check_map(function: Callable[[Tensor], Tensor], x: Tensor, layer: Layer) -> Tensor:

@@ -102,19 +102,25 @@ def _header(file: Path) -> dict[str, Stored]:
     return found
 
 
-def fits(directory: Path, dtype: torch.dtype | None = None) -> bool:
-    """Whether the weights of a directory, with the copy that is made on loading, fit into the memory that is free now."""
-    free = free_memory()
+def fits(directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> bool:
+    """Whether the weights of a directory, with the copy that is made on loading, fit into the memory that is free now.
+
+    On a device of its own, its memory has to hold them too, without that copy.
+    """
+    free, there = free_memory(), free_memory(device)
     if free is None or not any(directory.glob("*.safetensors")):
         return True
     checkpoint = Checkpoint(directory)
     wanted = dtype or (torch.float64 if checkpoint.dtype == torch.float64 else torch.float32)
-    held = checkpoint.tensors.values()
-    return sum(t.size + (t.dtype != wanted) * t.size // t.dtype.itemsize * wanted.itemsize for t in held) < free
+    held = [(t.size, t.size // t.dtype.itemsize * wanted.itemsize, t.dtype != wanted) for t in checkpoint.tensors.values()]
+    here = sum(size + copied * wide for size, wide, copied in held) < free
+    return here and (there is None or sum(wide for _, wide, _ in held) < there)
 
 
-def free_memory() -> int | None:
-    """Bytes that this process could still take, or None when the system does not say."""
+def free_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that this process could still take, here or on a GPU, or None when the system does not say."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

@@ -6,16 +6,18 @@ things that off-loading by accelerate does not do are here: a unit stays until a
 calls of one layer, and a forward pass stops behind a block and goes on later.
 
 A pass goes on in the model's own code: calls of units that are done are answered from what they returned, so that masks,
-positions and what else a model hands to its blocks need not be known. Of the blocks only the last answer is kept; the
+positions and what else a model hands to its blocks need not be known. Of a list of blocks only the last answer is kept; the
 others are tensors without storage, and a model that looks at one again fails instead of going on with wrong numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -48,6 +50,8 @@ def skeleton(checkpoint: Checkpoint, dtype: torch.dtype | None, **options: Any) 
     options["dtype"] = getattr(config, "dtype", None) or checkpoint.dtype
     with init_empty_weights(include_buffers=False), no_init_weights():
         model: nn.Module = transformers.AutoModel.from_config(config, **options)  # type: ignore[no-untyped-call]
+    made: Any = model
+    made.initialize_weights()  # of parameters without storage nothing becomes; buffers are made as they are on loading
     return in_dtype(model, dtype).requires_grad_(False).eval()
 
 
@@ -68,15 +72,15 @@ class Stream:
 
         self.model, self.checkpoint, self.device = model, checkpoint, device
         self.keep: Path | None = None  # a file that holds how far the last pass came, so that another process can go on
-        self.going: tuple[str, list[tuple[bool, Any]]] = "", []  # the last pass and its answers: see ``StreamedPass``
+        self.going: tuple[str, list[tuple[str, Any]]] = "", []  # the last pass and its answers: see ``StreamedPass``
         self.held: nn.Module | None = None
-        self._stored = _names(whole, model, checkpoint)
+        self._whole, self._sources = whole, sources(whole, model, checkpoint)
         self.blocks = blocks_of(model)
         self._home = {part: block for block in self.blocks for part in block.modules()}
         self.names = {module: name for name, module in model.named_modules()}
         for full, buffer in model.named_buffers():
             owner, _, name = full.rpartition(".")
-            value = checkpoint.read(self._stored[full]).to(buffer.dtype) if full in self._stored else buffer
+            value = self._read(full).to(buffer.dtype) if full in self._sources else buffer
             model.get_submodule(owner)._buffers[name] = value.to(device)
         stream = self
 
@@ -90,6 +94,8 @@ class Stream:
                 self._home.setdefault(module, module)
                 add_hook_to_module(module, Hold())
         model.stream_device = device  # type: ignore[assignment]
+        self.answered = False  # the pass that runs goes on: what was done is answered
+        model.register_forward_pre_hook(self._begin)
 
     @property
     def fingerprint(self) -> str:
@@ -123,6 +129,13 @@ class Stream:
                     self.bring(part, name, empty)
         self.held = unit
 
+    def _begin(self, *_: Any) -> None:
+        """Bring in the embedding, which comes first: some models look for the device of its weights (Llama 4)."""
+        with suppress(AttributeError, NotImplementedError):
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+            if embedding in self._home and not self.answered:
+                self.hold(embedding)
+
     def release(self, but: nn.Module | None = None) -> None:
         """Let the unit go, but for a part that is still measured.
 
@@ -135,13 +148,19 @@ class Stream:
                     part._parameters[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)
         self.held = None if but is None else self.held
 
+    def _read(self, full: str) -> Tensor:
+        return self._sources[full].read(self.checkpoint, full, self._whole)
+
     def bring(self, part: nn.Module, name: str, empty: Tensor) -> None:
         """Read one parameter from its file into its module."""
         full = f"{self.names[part]}.{name}".removeprefix(".")
-        if full in self._stored:
-            value = self.checkpoint.read(self._stored[full]).to(self.device, empty.dtype)
+        if full in self._sources:
+            file = self.checkpoint.tensors[self._sources[full].parts[0][1]].file
+            try:
+                value = self._read(full).to(self.device, empty.dtype).view(empty.shape)
+            except RuntimeError as error:  # parts, or what they make, of another shape
+                raise ValueError(f"{file}: {full} is not made of what is stored: {error}") from None
             if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
-                file = self.checkpoint.tensors[self._stored[full]].file
                 raise ValueError(f"{file}: {full} holds NaN or infinite values: the weights are damaged")
         else:
             # Heads may be missing, as nothing measured has them; should something have it, NaN is seen at once.
@@ -149,37 +168,66 @@ class Stream:
         part._parameters[name] = nn.Parameter(value, requires_grad=False)
 
 
-def _names(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """Names in the checkpoint by names in the model; refuses what is missing inside blocks, or has another shape."""
-    prefix = str(getattr(whole, "base_model_prefix", ""))
-    inner = next(f"{name}." if name else "" for name, part in whole.named_modules() if part is model)
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The stored tensors that a tensor of the model is made of, as transformers makes it."""
+
+    converter: Any  # None: it is the only one, as it is stored
+    parts: list[tuple[str, str]]  # the pattern of the converter that found it, and its name
+
+    def read(self, checkpoint: Checkpoint, name: str, model: nn.Module) -> Tensor:
+        """The tensor of this name."""
+        if self.converter is None:
+            return checkpoint.read(self.parts[0][1])
+        converter = copy.deepcopy(self.converter)
+        for pattern, stored in self.parts:
+            converter.add_tensor(name, stored, pattern, partial(checkpoint.read, stored))
+        made = converter.convert(name, model=model, config=model.config)
+        value: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return value
+
+
+class NotStreamedError(ValueError):
+    """A checkpoint that does not hold the weights of a model under names that are known."""
+
+
+def sources(whole: nn.Module, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Source]:
+    """Where the tensors of ``model``, a part of ``whole``, are; refuses what is missing in blocks, or has another shape."""
+    from transformers import conversion_mapping, core_model_loading
+
+    wanted, prefix = whole.state_dict(), str(getattr(whole, "base_model_prefix", ""))
+    rules = conversion_mapping.get_model_conversion_mapping(whole)  # type: ignore[arg-type]
+    renaming = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converting = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    known: dict[str, Source] = {}
+    for stored in sorted(checkpoint.tensors, key=core_model_loading.dot_natural_key):  # experts in their order
+        name, pattern = core_model_loading.rename_source_key(stored, renaming, converting, prefix, wanted)
+        rule = next((rule for rule in converting if pattern in rule.source_patterns), None)
+        targets = [name] if rule is None else [name.replace(rule.target_patterns[0], to) for to in rule.target_patterns]
+        for target in targets:
+            known.setdefault(target, Source(rule, [])).parts.append((pattern or "", stored))
     tied: dict[str, str] = getattr(whole, "all_tied_weights_keys", {})
-    found: dict[str, str] = {}
-    missing = []
+    inner = next(f"{name}." if name else "" for name, part in whole.named_modules() if part is model)
+    found, missing = {}, []
     for name, tensor in model.state_dict().items():
-        full = f"{inner}{name}"
-        spellings = [full, f"{prefix}.{full}", full.removeprefix(f"{prefix}."), tied.get(full, full)]
-        spellings += [
-            s.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for s in spellings
-        ]
-        stored = next((s for s in spellings if s in checkpoint.tensors), None)
-        if stored is None:
+        source = known.get(f"{inner}{name}") or known.get(tied.get(f"{inner}{name}", ""))
+        if source is None:
             missing.append(name)
             continue
-        where = checkpoint.tensors[stored]
-        if where.shape != tuple(tensor.shape):
+        where, stored = checkpoint.tensors[source.parts[0][1]], source.parts[0][1]
+        if source.converter is None and where.shape != tuple(tensor.shape):
             raise ValueError(
                 f"{where.file}: {stored} has the shape {where.shape}, but config.json asks for {tuple(tensor.shape)}"
             )
         if tensor.is_floating_point() and not where.dtype.is_floating_point:
             raise ValueError(f"{where.file}: {stored} is stored as {where.dtype}, not as floating-point numbers")
-        found[name] = stored
+        found[name] = source
     inside = [name for name in missing if any(part.isdigit() for part in name.split("."))]
     if inside or not found:
-        raise ValueError(
+        raise NotStreamedError(
             f"{checkpoint.directory} does not hold {', '.join(inside[:4] or missing[:4])} under that name, so "
             f"{type(model).__name__} cannot be streamed from it: the file is damaged, belongs to another model, or stores "
-            "its weights in a form that is converted on loading. Load it whole"
+            "its weights in a form that is not known here. Load it whole"
         )
     return found
 
@@ -202,11 +250,11 @@ class StreamedPass:
     def __init__(self, handle: Model, run: Callable[[], Any], documents: tuple[int, ...] | None, key: str) -> None:
         assert handle.stream is not None
         self.handle, self.stream, self.run, self.documents, self.key = handle, handle.stream, run, documents, key
-        self.hosts, self.blocks, self.outputs = (Passing(self.go_to) for _ in range(3))
-        # Whether a block gave it, and what it was. A worker gets a pass layer by layer: it goes on where it stands.
+        self.hosts, self.blocks, self.outputs, self.crosses = (Passing(self.go_to) for _ in range(4))
+        # The list of the block that gave it, if one did, and what it was. A worker gets a pass layer by layer, and goes on.
         if self.stream.going[0] != key:
             self.stream.going = key, self._kept()
-        self.answers: list[tuple[bool, Any]] = self.stream.going[1]
+        self.answers: list[tuple[str, Any]] = self.stream.going[1]
 
     def go_to(self, index: int) -> None:
         """Record a layer; the pass starts again when it is further already."""
@@ -218,9 +266,10 @@ class StreamedPass:
             seen = self._advance(layer)
         assert seen is not None
         found = record_found([seen], torch.empty(0), self.run)
-        for mine, new in ((self.hosts, found.hosts), (self.blocks, found.blocks), (self.outputs, found.outputs)):
+        for name in ("hosts", "blocks", "outputs", "crosses"):
+            mine: Passing = getattr(self, name)
             mine.clear()
-            mine.update(new)
+            mine.update(getattr(found, name))
 
     def _advance(self, layer: Layer) -> Sighting | None:
         """Go on until the layer's block has returned; None when that call is behind us."""
@@ -242,11 +291,13 @@ class StreamedPass:
                 raise ReachedError(output)
             return output
 
-        parts = (layer.host, layer.block, layer.out)
+        parts = layer.parts
         with replaying(self.handle.model, self.documents), watching(parts) as events, ExitStack() as intercepted:
             for unit in self.stream.units:
                 intercepted.callback(setattr, unit, "forward", unit.forward)
                 unit.forward = partial(called, unit, unit.forward)
+            self.stream.answered = bool(self.answers)
+            intercepted.callback(setattr, self.stream, "answered", False)
             try:
                 with torch.no_grad():
                     self.run()
@@ -258,11 +309,11 @@ class StreamedPass:
         raise RuntimeError(f"the pass never reached layer {layer.index} ({layer.name})")
 
     def _answer(self, unit: nn.Module, output: Any) -> None:
-        of_block = unit in self.stream.blocks
-        for k, (block, answer) in enumerate(self.answers if of_block else ()):
-            if block:
-                self.answers[k] = (True, tree_map_only(Tensor, partial(torch.empty_like, device="meta"), answer))
-        self.answers.append((of_block, tree_map_only(Tensor, Tensor.detach, output)))
+        blocks = self.stream.blocks.get(unit, "").rpartition(".")[0]
+        for k, (known, answer) in enumerate(self.answers if blocks else ()):
+            if known == blocks:
+                self.answers[k] = (blocks, tree_map_only(Tensor, partial(torch.empty_like, device="meta"), answer))
+        self.answers.append((blocks, tree_map_only(Tensor, Tensor.detach, output)))
 
     def _keep(self) -> None:
         """Write down where the pass stands, for another process."""
@@ -275,7 +326,7 @@ class StreamedPass:
         except (OSError, RuntimeError) as error:
             raise OSError(f"the state of the pass cannot be written to {self.stream.keep}: {error}") from None
 
-    def _kept(self) -> list[tuple[bool, Any]]:
+    def _kept(self) -> list[tuple[str, Any]]:
         """The answers that were written down for these inputs, if there are any; a damaged file only costs time."""
         try:
             assert self.stream.keep is not None
@@ -294,4 +345,4 @@ def streamed_recording(
     for name, value in sorted(inputs.items()):
         key.update(f"{name} {value.tolist() if isinstance(value, Tensor) else value!r}".encode())
     going = StreamedPass(handle, run, documents, key.hexdigest())
-    return Recording(going.hosts, going.blocks, going.outputs, torch.empty(0), real, run, documents)
+    return Recording(going.hosts, going.blocks, going.outputs, torch.empty(0), real, run, documents, going.crosses)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,29 +73,39 @@ def bare_ids(tokenizer: Any, text: str) -> list[int]:
     # Half of the time of calling the tokenizer, which also counts where every token stands in the text.
     backend.no_truncation()
     backend.no_padding()
-    # Every word once, with the white space before it, where no token reaches across the end of a word.
-    words = re.findall(r"\s*\S+|\s+", text) if _ends_tokens_with_words(backend, text) else [text]
-    known = _by_pieces(backend, words, text) if len(words) > 1 else {}
-    others = [word for word in dict.fromkeys(words) if word not in known]
+    # Every part once: pieces of words or whole words where no token reaches across the end of one, else the text.
+    apart = _ends_tokens_with_words(backend, text)
+    pieces = apart and _cuts_as_gpt2(backend, text)
+    parts = _pieces(text) if pieces else re.findall(r"\s*\S+|\s+", text) if apart else [text]
+    once, known = {*parts}, dict[str, list[int]]()
+    if pieces:
+        tokenise = backend.model.tokenize
+        known = {part: [token.id for token in tokenise(part.translate(_LETTERS))] for part in once if part.isascii()}
+    others = list(once - known.keys())
     encoded = backend.encode_batch_fast(others, add_special_tokens=False)
-    known |= {word: part.ids for word, part in zip(others, encoded, strict=True)}
-    return list(chain.from_iterable(map(known.__getitem__, words)))
+    known |= {part: found.ids for part, found in zip(others, encoded, strict=True)}
+    return [token for part in parts for token in known[part]]
 
 
-# What GPT-2's rule cuts a word of ASCII into, and the characters that stand for its bytes.
+# Words of ASCII in a row or one other word, with the white space before them; what GPT-2's rule cuts ASCII into; and the
+# characters that stand for its bytes.
+_RUNS = re.compile(r"(?:[ \t\n\r]*+[!-~]++(?!\S))++|\s*\S+|\s+")
 _PIECES = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 _LETTERS: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
 
 
-def _by_pieces(backend: Any, words: list[str], text: str) -> dict[str, list[int]]:
-    """The tokens of words of ASCII, every piece of them once, where the tokenizer cuts words as GPT-2's does; else none."""
+def _pieces(text: str) -> list[str]:
+    """Words of ASCII in pieces, and whole other words."""
+    found: list[str] = []
+    for run in _RUNS.findall(text):
+        found += _PIECES.findall(run) if run.isascii() else [run]
+    return found
+
+
+def _cuts_as_gpt2(backend: Any, text: str) -> bool:
+    """Whether the tokenizer cuts the words of this text as GPT-2's does."""
     added = any(token.content in text for token in backend.get_added_tokens_decoder().values())
-    if type(backend.pre_tokenizer).__name__ != "ByteLevel" or backend.normalizer is not None or added:
-        return {}
-    model, cut = backend.model, {word: _PIECES.findall(word) for word in {*words} if word.isascii()}
-    pieces = {*chain.from_iterable(cut.values())}
-    ids = {piece: [token.id for token in model.tokenize(piece.translate(_LETTERS))] for piece in pieces}
-    return {word: ids[parts[0]] if len(parts) == 1 else [i for p in parts for i in ids[p]] for word, parts in cut.items()}
+    return type(backend.pre_tokenizer).__name__ == "ByteLevel" and backend.normalizer is None and not added
 
 
 def _ends_tokens_with_words(backend: Any, text: str) -> bool:

@@ -12,10 +12,12 @@ from torch.nn.functional import normalize
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lipscope.measure.influence import influence
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.models.inputs import TokenArguments
 from lipscope.models.media import Signal
 from lipscope.models.model import Model
 from lipscope.models.scopes import HeadsOperator
+from lipscope.rounding import Shown, interval, printable
 from lipscope.spectral.operator import Operator
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto
@@ -27,8 +29,8 @@ _SINGULAR_VALUES = 8
 _MOST_INFLUENCE = 256
 
 
-@dataclass(frozen=True, eq=False)
-class TokenView:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenView(Shown):
     """A layer seen token by token."""
 
     tokens: list[str]  # the tokens as the tokenizer writes them
@@ -38,6 +40,18 @@ class TokenView:
     layer: int = 0
     head: int | None = None  # index of the head for scope ``head``, else None
     input: int | None = None  # index of the input in a scan, None for a text of its own
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per token: where it stands, and its share of the worst direction."""
+        shares = enumerate(zip(self.tokens, self.energy.tolist(), strict=True))
+        return [{"position": k, "token": token, "share": share} for k, (token, share) in shares]
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
+        worst = sorted(self.to_rows(), key=lambda row: -row["share"])[:5]
+        lines = [f"{where}, scope {self.result.scope}: σ ∈ {interval(self.result.lower, self.result.upper)}"]
+        lines += [f"  {row['share']:.0%} of the worst direction on {row['token']!r} ({row['position']})" for row in worst]
+        return printable("\n".join(lines))
 
     def strongest_pairs(self, count: int = 10) -> list[tuple[int, int, float]]:
         """The pairs (output i, input j) of two tokens with the largest influence."""
@@ -69,6 +83,8 @@ def token_view(
         raise ValueError(
             "scope 'head' needs the index of a head; or take attention, norm+attention, attention+residual, block"
         )
+    if scope in CROSS_SCOPES:
+        raise ValueError(f"scope {scope} has other tokens where it begins than where it ends: its σ is in lipscope scan")
     if isinstance(text, Signal):
         inputs = text.inputs
     else:
@@ -93,7 +109,7 @@ def token_view(
             text.labels if len(text.labels) == len(result.token_energy) else list(map(str, range(len(result.token_energy))))
         )
     else:
-        readable = readable_tokens(handle.tokenizer, inputs["input_ids"][0].tolist())
+        readable = readable_tokens(handle.tokenizer, inputs.get("decoder_input_ids", inputs["input_ids"])[0].tolist())
     return TokenView(readable, result.token_energy, matrix, result, at.index, head)
 
 

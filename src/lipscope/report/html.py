@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +30,12 @@ from lipscope.runs.writing import finite_json, write_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("plotly", "charts.js")
+# What Markdown marks, in HTML; a page stands alone, so that a link is the name of the file it leads to.
+_MARKS = (
+    (re.compile(r"\*\*(.+?)\*\*"), r"<strong>\1</strong>"),
+    (re.compile(r"\*(.+?)\*"), r"<em>\1</em>"),
+    (re.compile(r"\[([^\]]+)\]\(([\w./-]+)\)"), r"\1 (<code>\2</code>)"),
+)  # fmt: skip
 
 
 def write_report(
@@ -208,11 +215,15 @@ def _environment() -> Any:
 
 
 def _marked(text: str) -> str:
-    """Escaped text, with `code` marked."""
+    """Escaped text, with its Markdown marks in HTML."""
     from markupsafe import Markup, escape
 
     parts = str(escape(text)).split("`")
-    return Markup("".join(part if i % 2 == 0 else f"<code>{part}</code>" for i, part in enumerate(parts)))
+    for i, part in enumerate(parts):
+        for pattern, mark in _MARKS if i % 2 == 0 else ():
+            part = pattern.sub(mark, part)
+        parts[i] = part if i % 2 == 0 else f"<code>{part}</code>"
+    return Markup("".join(parts))
 
 
 def needed(name: str) -> Any:

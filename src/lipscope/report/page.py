@@ -12,7 +12,15 @@ from lipscope.report.charts import Chart
 from lipscope.report.compare import Comparison, comparison_chart, comparison_sentences, comparisons
 from lipscope.report.draw_page import Looks, matrix, page_chart
 from lipscope.report.palette import palette
-from lipscope.report.run_charts import growth_chart, heat_map, layers_chart, scatter_charts, scopes_chart, where_chart
+from lipscope.report.run_charts import (
+    damage_chart,
+    growth_chart,
+    heat_map,
+    layers_chart,
+    scatter_charts,
+    scopes_chart,
+    where_chart,
+)
 from lipscope.report.settings import ABOUT, BOUNDS, Cell, ReportData, Setting
 from lipscope.report.summary import answer, cards, exponent, exponents, sentences, tells
 from lipscope.rounding import above, below, counted, enclosure, number
@@ -62,12 +70,14 @@ class Page:
         run, views = self._data.runs[setting.run], self._data.views(setting)
         numbers = {(cell.layer, cell.head): k for k, cell in enumerate(setting.cells)}
         shown = {(view["layer"], view["head"]): k for k, view in reversed(list(enumerate(views)))}
+        damage = damage_chart(at_longest(setting.rows), "Predicted and measured damage")
         words = {
             "label": self._data.label(setting), "cards": cards(setting), "sentences": sentences(setting, run),
             "heat": heat_map(setting),
             "ranking": [{"cell": numbers[cell.layer, cell.head], "words": f"{cell.where}: {cell.last.sigma}"}
                         for cell in setting.ranked()[:_RANKED]],
-            "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)), "scopes": self._scopes(setting)},
+            "charts": {"layers": self._add(f"{index}-layers", layers_chart(setting)), "scopes": self._scopes(setting),
+                       "damage": self._add(f"{index}-damage", damage)},
             "why": [self._add(f"{index}-{chart.name}", chart) for chart in scatter_charts(setting)],
             "views": [self._view(f"{index}-tokens-{k}", view) | {"cell": numbers.get((view["layer"], view["head"]))}
                       for k, view in enumerate(views)],

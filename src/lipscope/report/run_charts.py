@@ -6,15 +6,16 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from scipy.stats import spearmanr
 
 from lipscope.report.charts import Chart, HeatCell, HeatMap, Look, Panel, Series, log_grid, shade
 from lipscope.report.palette import CYCLE, DEPTHS
 from lipscope.report.settings import BOUNDS, Cell, ReportData, Setting, report_data
-from lipscope.report.summary import exponent, places
+from lipscope.report.summary import damage_sentence, exponent, places
 from lipscope.rounding import counted, enclosure, number
-from lipscope.runs.run import Point, Row, Source, load_run
+from lipscope.runs.run import Point, Row, Source, grouped, load_run
 
 # A legend of more layers lists the first and the last, whose colours span the others.
 _MOST_NAMES = 12
@@ -24,9 +25,13 @@ _SCATTERS = (
     ("max_logit", "max-logit", "σ and the largest logit", "largest visible logit"),
     ("entropy", "entropy", "σ and attention entropy", "mean entropy of an attention row, nats"),
     ("sink_mass", "sink", "σ and attention sinks", "attention on the first token and on sinks"),
-    ("typical", "typical", "σ and the typical gain", "typical gain: root mean square over random directions"),
-    ("stable_rank", "stable-rank", "σ and the stable rank", "stable rank: directions about as bad as the worst one"),
+    ("typical", "typical", "σ and the typical gain", "gain of random directions, r.m.s."),
+    ("stable_rank", "stable-rank", "σ and the stable rank", "stable rank: directions about as bad"),
+    ("predicted", "predicted", "σ and the predicted damage", "predicted damage to the outputs"),
+    ("measured", "measured", "σ and the measured damage", "measured damage to the outputs"),
 )
+# Ends of the predicted damage.
+_ENDS = ("predicted_low", "predicted_high")
 
 
 def growth(source: Source | ReportData) -> Chart:
@@ -196,7 +201,7 @@ _TIME, _PATCH = re.compile(r"(\d+\.\d\d) s"), re.compile(r"row (\d+), col (\d+)"
 
 
 def scatter_charts(setting: Setting) -> list[Chart]:
-    """σ against the norm of the tokens, the largest logit, entropy, attention on sinks, typical gain and stable rank.
+    """σ against what was recorded beside it: norms of tokens, logits, entropy, sinks, typical gain, stable rank, damage.
 
     A dot is a layer or head at the longest length, the median of its inputs: what the rank correlation is computed from.
     """
@@ -213,11 +218,32 @@ def scatter_charts(setting: Setting) -> list[Chart]:
             x, y = [c.last.about[column] for c in mine], [c.last.median for c in mine]
             colour, listed = _depth(layer, layers[-1]), _listed(layer, layers)
             series.append(Series(f"layer {layer}", x, y, "points", colour, hover=hover, listed=listed))
-        panel = Panel(series, label, f"σ at n = {n}, scope {setting.scope}", y_log=True)
+        far = column in ("predicted", "measured") and all(cell.last.about[column] > 0 for cell in dots)
+        panel = Panel(series, label, f"σ at n = {n}, scope {setting.scope}", x_log=far, y_log=True)
         rank = rank_sentence(setting, column)
         each = "head" if setting.by_head else "layer"
         charts.append(Chart(name, title, [panel], f"{title}, one dot per {each} at n = {n}. {rank}", note=rank))
     return charts
+
+
+def damage_chart(rows: Sequence[Row], title: str) -> Chart | None:
+    """Predicted damage of every layer, or head, with its interval, and the measured one; None where none was asked for."""
+    known = [row for row in rows if all(row.get(name) is not None for name in ("predicted", *_ENDS))]
+    if not known:
+        return None
+    series, said = [], []
+    for which, (kind, mine) in enumerate(grouped(known, itemgetter("kind")).items()):
+        said.append(damage_sentence(mine))
+        looks: tuple[tuple[str, Look, Sequence[str]], ...] = (("predicted", "points", _ENDS), ("measured", "marks", ()))
+        for column, look, ends in looks:
+            # Zero has no place on a logarithmic axis.
+            at = [row for row in mine if row.get(column) and math.isfinite(row[column])]
+            x, y, *interval = ([row[name] for row in at] for name in ("layer", column, *ends))
+            low, high = interval or ((), ())
+            series.append(Series(f"{kind}, {column}", x, y, look, CYCLE[which % len(CYCLE)], low, high))
+    unit, words = known[0].get("damage") or "damage", " ".join(said)
+    panel = layers_panel([one for one in series if len(one.x)], {row["layer"] for row in known}, unit)
+    return Chart("sensitivity", title, [panel], words, note=words)
 
 
 def rank_sentence(setting: Setting, column: str) -> str:

@@ -15,12 +15,8 @@ from itertools import groupby
 from typing import Any
 
 from lipscope.measure.scopes import SCOPES
-from lipscope.runs.fit import GrowthFit, fit_growth
+from lipscope.runs.fit import GrowthFit, can_fit, fit_growth
 from lipscope.runs.run import Point, Row, Run, Source, at_longest, by_place, load_run, place_words, point_of
-
-# A fit needs as many; see ``lipscope.runs.fit``.
-FEWEST_LENGTHS = 3
-
 
 # Columns of bounds on σ: the name in a legend, its colour, and the name in full.
 BOUNDS = {
@@ -38,6 +34,8 @@ ABOUT = {
     "sink_mass": "on first token and sinks",
     "typical": "typical gain",
     "stable_rank": "stable rank",
+    "predicted": "predicted damage",
+    "measured": "measured damage",
 }
 
 
@@ -63,9 +61,8 @@ class Cell:
     @cached_property
     def fit(self) -> GrowthFit | None:
         """σ against n; None with fewer than three lengths or a σ of 0."""
-        if len(self.points) < FEWEST_LENGTHS or any(row["estimate"] <= 0 for row in self.rows):
-            return None
-        return _fit(tuple(row["n"] for row in self.rows), tuple(row["estimate"] for row in self.rows))
+        found = tuple(row["n"] for row in self.rows), tuple(row["estimate"] for row in self.rows)
+        return _fit(*found) if can_fit(*found) else None
 
     def over_sigma(self, bound: str) -> float | None:
         """Median over the inputs of the longest length of a bound over σ of the same input; None unless all have one."""

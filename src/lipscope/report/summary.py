@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+from scipy.stats import rankdata
 
 from lipscope.measure.atlas import standing
 from lipscope.measure.scopes import SCOPES
-from lipscope.report.settings import FEWEST_LENGTHS, Cell, Setting
+from lipscope.report.settings import Cell, Setting
 from lipscope.rounding import counted, enclosure, number, span
-from lipscope.runs.fit import TOO_FEW, GrowthFit
-from lipscope.runs.run import Row, Run, at_longest
+from lipscope.runs.fit import FEWEST_LENGTHS, TOO_FEW, GrowthFit
+from lipscope.runs.run import Row, Run, at_longest, grouped
 
+# What may predict how much a perturbation of a layer hurts, and what people call it.
+PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
+              "max_logit": "largest logit", "predicted": "Fisher prediction"}  # fmt: skip
+# Of intervals of predictions and rank correlations; how often layers are drawn again for the latter.
+LEVEL, RESAMPLES = 0.95, 1000
 # A difference of AIC below this does not tell two curves apart (Burnham and Anderson 2002, section 2.6).
 _AIC_TELLS = 2.0
 # With three parameters the AIC says nothing for fewer: its small-sample correction has points − 4 in the denominator.
@@ -131,10 +142,66 @@ def directions_sentence(rows: Iterable[Row]) -> str | None:
     )
 
 
+def damage_sentence(rows: Sequence[Row]) -> str:
+    """Which layers carry half of the predicted damage of a perturbation, and how often the prediction held."""
+    layers, total = sorted(carriers(rows)), len({row["layer"] for row in rows})
+    text = f"Half of the predicted damage of {rows[0]['kind']} is in {len(layers)} of {total} layers ("
+    text += f"{', '.join(map(str, layers))})."
+    if known := [row for row in rows if row.get("measured") is not None]:
+        inside = sum(row["predicted_low"] <= row["measured"] <= row["predicted_high"] for row in known)
+        text += f" The measured one lies in the 95 % interval of the prediction in {inside} of {len(known)} places."
+        found = correlations([known])
+        ranks = (f"{PREDICTORS[name]} {value:.2f} [{low:.2f}, {high:.2f}]" for name, (value, low, high) in found.items())
+        text += f" Rank correlation with it, and its 95 % interval: {', '.join(ranks)}." if found else ""
+    return text
+
+
+def correlations(settings: Sequence[Sequence[Row]]) -> dict[str, tuple[float, float, float]]:
+    """Rank correlation of measured damage with each predictor: mean over settings, and a 95 % bootstrap over layers.
+
+    Every setting holds rows of the same layers (or heads) in the same order. Predictors without numbers are left out.
+    """
+    layers = len(settings[0])
+    draws = np.vstack([np.arange(layers), np.random.default_rng(0).integers(layers, size=(RESAMPLES, layers))])
+
+    def ranks(rows: Sequence[Row], column: str) -> Any:
+        factors = ("estimate", "shift") if column == "sigma_shift" else (column,)
+        values = np.prod(np.array([[row.get(factor) for factor in factors] for row in rows], dtype=float), axis=1)
+        centred = rankdata(values[draws], axis=1) - (layers + 1) / 2
+        return centred / np.linalg.norm(centred, axis=1, keepdims=True)
+
+    found = {}
+    with np.errstate(invalid="ignore"):  # a draw of equal values has no ranks
+        for name in PREDICTORS:
+            means = np.mean([(ranks(rows, name) * ranks(rows, "measured")).sum(1) for rows in settings], axis=0).clip(-1, 1)
+            if np.isfinite(means[0]):
+                low, high = np.nanquantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+                found[name] = float(means[0]), float(low), float(high)
+    return found
+
+
+def carriers(rows: Iterable[Row]) -> list[int]:
+    """The fewest layers that carry at least half of the predicted damage, most first."""
+    totals: Counter[int] = Counter()
+    for row in rows:
+        totals[row["layer"]] += row["predicted"]
+    ranked = [layer for layer, _ in totals.most_common()]
+    return next(ranked[:k] for k in count(1) if 2 * sum(totals[i] for i in ranked[:k]) >= totals.total())
+
+
 def atlas_sentence(row: Row, layer: int, n: int, lower: float, upper: float) -> str | None:
     """Where the least smooth layer, at n between these ends, stands in the atlas; ``row`` is one of its rows."""
     found = standing(row["model"], row["scope"], n, lower, upper)
     return None if found is None else f"σ of layer {layer}, the least smooth, is {found}."
+
+
+def masks_of(rows: Iterable[Row]) -> str:
+    """The mask, or which layers have which."""
+    found = {mask: sorted({row["layer"] for row in same}) for mask, same in grouped(rows, lambda row: row["mask"]).items()}
+    if len(found) == 1:
+        return str(*found)
+    parts = ((mask, "s" * (len(layers) > 1), ", ".join(map(str, layers))) for mask, layers in found.items())
+    return ", ".join("{} (layer{} {})".format(*part) for part in parts)
 
 
 def growth_sentence(cell: Cell) -> str:

@@ -42,15 +42,20 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     The parameters of the skeleton need no storage; ``stored`` are their bytes on disk, ``rate`` is that of products.
     """
     config: Any = skeleton.config
-    dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(config.num_attention_heads)
+    config = (
+        config.get_text_config() if hasattr(config, "get_text_config") and not hasattr(config, "hidden_size") else config
+    )
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError(
+            f"no plan can be made of {type(skeleton).__name__}, whose configuration gives no one hidden_size: "
+            "`lipscope describe` loads the model and measures a layer"
+        )
+    # Without attention the mixers are measured: of no more weights than their blocks have.
+    dtype, width, heads = model_dtype(skeleton), int(config.hidden_size), int(getattr(config, "num_attention_heads", 1))
     blocks = list(blocks_of(skeleton))
     inside = {part for block in blocks for part in block.modules()}
-    attention = max(
-        sum(p.numel() for p in part.parameters())
-        for block in blocks
-        for part in block.modules()
-        if "attention" in type(part).__name__.lower()
-    )
+    mixers = [part for block in blocks for part in block.modules() if "attention" in type(part).__name__.lower()]
+    attention = max(sum(p.numel() for p in part.parameters()) for part in mixers or blocks)
     kv, key = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or width // heads
     shape = Shape(width, width, heads, kv, key, key, dtype, lambda n, inputs: ScoreRule(mask=as_mask("causal")))
     measuring = _COPIES * attention * dtype.itemsize + solve_plan(shape, n, Strategy(inputs, current_tiling())).total
@@ -70,12 +75,12 @@ def ways(skeleton: nn.Module, stored: int, n: int, inputs: int, rate: float) -> 
     }
 
 
-def product_rate(n: int = 128, width: int = 1024) -> float:
-    """Floating-point operations per second of (n × d)·(d × d) in float32 here, the best of a few."""
-    a, b, best = torch.ones(n, width), torch.ones(width, width), float("inf")
+def product_rate(device: torch.device | None = None, n: int = 128, width: int = 1024) -> float:
+    """Floating-point operations per second of (n × d)·(d × d) in float32 on a device, the best of a few."""
+    a, b, best = torch.ones(n, width, device=device), torch.ones(width, width, device=device), float("inf")
     for _ in range(5):
         start = time.perf_counter()
-        a @ b
+        float((a @ b)[0, 0])  # a GPU has ended when a number is read
         best = min(best, time.perf_counter() - start)
     return 2.0 * n * width * width / best
 

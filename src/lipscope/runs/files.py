@@ -79,13 +79,11 @@ def write_run(run: Run, place: Path, *, command: str | None = None, environment:
     }
     write_file(place / "run.json", json.dumps(told, indent=1))
     write_file(place / "tokens.json", json.dumps(list(run.views)))
-    fits = place / "fits.csv"
-    if len({row["n"] for row in run.rows}) < 3:
-        # Of an earlier scan into the same directory.
-        fits.unlink(missing_ok=True)
-        return
-    found = ((*place, *(getattr(fit, name) for name in _FIT)) for place, fit in run.fit().items())
-    write_file(fits, csv_lines([("layer", "head", *_FIT), *found]))
+    fits, found = place / "fits.csv", [(*where, *(getattr(fit, name) for name in _FIT)) for where, fit in run.fit().items()]
+    if found:
+        write_file(fits, csv_lines([("layer", "head", *_FIT), *found]))
+    else:
+        fits.unlink(missing_ok=True)  # of an earlier scan into the same directory
 
 
 def _write_parquet(rows: list[Row], plan: str | None, environments: list[dict[str, Any]], file: IO[bytes]) -> None:

@@ -35,6 +35,7 @@ from lipscope.rounding import interval
 Floats = NDArray[np.float64]
 
 
+FEWEST_LENGTHS = 3
 TOO_FEW = "too few lengths to tell how σ grows"
 
 
@@ -73,6 +74,11 @@ class GrowthFit:
         )
 
 
+def can_fit(n: Sequence[float], sigma: Sequence[float]) -> bool:
+    """Whether ``fit_growth`` takes these measurements: three lengths, and no σ of 0."""
+    return len(set(n)) >= FEWEST_LENGTHS and min(sigma) > 0
+
+
 def fit_growth(
     n: Sequence[float],
     sigma: Sequence[float],
@@ -93,7 +99,7 @@ def fit_growth(
         (0.5, 'power law')
     """
     x, y = np.asarray(n, dtype=np.float64), np.asarray(sigma, dtype=np.float64)
-    if len(np.unique(x)) < 3:
+    if len(np.unique(x)) < FEWEST_LENGTHS:
         raise ValueError(f"a fit needs at least three different lengths n, got {len(np.unique(x))}")
     if not (y > 0).all():
         raise ValueError("a fit in log–log needs σ > 0")

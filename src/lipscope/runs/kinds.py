@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lipscope.models.recorded import Recorded
 from lipscope.models.text import Chunker, excerpt_for, packed_chunks
 from lipscope.models.tokens import token_view
 from lipscope.runs.plan import Block
-from lipscope.runs.registry import Measured, Pass, Row, load_object
+from lipscope.runs.registry import Measured, Pass, Row
 from lipscope.runs.run import LIVE_DOCUMENTS
 from lipscope.runs.schema import SHORT_DIGEST, digest
 from lipscope.spectral.solvers import Auto, Solver, triplets, within
@@ -80,7 +81,6 @@ class Signals(Text):
                 yield Pass(identity, payload, piece.n, 1, name, settings)
 
     def record(self, handle: Model, payload: dict[str, Any]) -> Recorded:
-        """One forward pass."""
         with _tiling(payload):
             return handle.record(payload["signal"].inputs)
 
@@ -146,7 +146,7 @@ def _passes(block: Block, handle: Model, *, packed: bool) -> Iterator[Pass]:
             pieces = Chunker(documents, handle.tokenizer).chunks(block.sizes, block.inputs, block.seed)
         for settings in groups:
             for n, inputs in pieces.items():
-                together = 1 if packed else batch_size(n, block.inputs, block.batch_tokens)
+                together = batch_size(n, block.inputs, block.batch_tokens, packed, block.batch_size)
                 limit = _limit(block, handle, settings, n, together)
                 together = 1 if limit and limit["alone"] else together
                 for first in range(0, len(inputs), together):
@@ -178,7 +178,7 @@ def add_quantities(at: Measured) -> list[Row]:
     """The rows with the columns of every quantity of the task."""
     rows = [dict(row) for row in at.rows]
     for path in at.settings["quantities"]:
-        extra: Sequence[Row] = load_object(path)(at)
+        extra: Sequence[Row] = resolve_name(path)(at)
         if len(extra) != len(rows):
             raise ValueError(f"quantity {path} gave {len(extra)} rows for {len(rows)} measurements")
         for row, columns in zip(rows, extra, strict=True):

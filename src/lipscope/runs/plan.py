@@ -84,6 +84,7 @@ class Block:
     max_steps: int = 300  # most operator pairs (J, Jᵀ) per input
     # Most tokens in one forward pass. Inputs that share a pass share matrix products: it is part of a row's identity.
     batch_tokens: int = 4096
+    batch_size: int = 0  # inputs in one forward pass, whatever their length; 0: as ``batch_tokens`` says
     # Also compute certified upper ends: true, ``fast``, ``tight``, ``verified``; by default fast ones where they are cheap.
     certificate: Certificate = None
     memory: int | str | None = None  # most bytes above the weights, or a size such as ``"4GiB"``, certificates included
@@ -253,7 +254,7 @@ def _listed(value: Any) -> list[Any]:
 # threads than this no machine has, and torch would try to start them all.
 _RANGES = {
     **dict.fromkeys(("inputs", "max_steps"), (1, 1_000_000)),
-    "views": (0, 1_000_000),
+    **dict.fromkeys(("views", "batch_size"), (0, 1_000_000)),
     "batch_tokens": (1, 2**63 - 1),
     "seed": (0, 2**63 - 1),
     "threads": (1, 4096),

@@ -13,7 +13,8 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module, metadata
+from importlib import metadata
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -110,12 +111,6 @@ def known_path(what: str, name: str) -> str:
     return name
 
 
-def load_object(path: str) -> Any:
-    """The object behind ``"package.module:object"``."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
 @dataclass(frozen=True)
 class Trust:
     """What a plan file may do beyond measuring. It cannot grant itself anything: only who reads it can."""
@@ -159,7 +154,7 @@ def _known(what: str, name: str) -> dict[str, str]:
 
 def _imported(what: str, path: str) -> Any:
     try:
-        return load_object(path)
+        return resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{what} {path!r} cannot be imported: {error}") from None
 

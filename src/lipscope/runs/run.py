@@ -40,9 +40,11 @@ SCAN_STORE = "rows.db"
 _SQLITE = b"SQLite format 3\x00"
 _WHOLE_NUMBERS = ("layer", "head", "n", "input", "document", "iterations", "seed", "max_steps", "threads")
 _NEEDED = ("layer", "n", "lower", "estimate", "upper")
-_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options")
+_WORDS = ("model", "text", "kind", "scope", "mask", "dtype", "notes", "status", "solver", "upper_kind", "options", "damage")
+# What a perturbation of a layer does to the outputs.
+_DAMAGE = ("predicted", "predicted_low", "predicted_high", "measured", "shift", "size")
 _ROW: dict[str, Any] = {
-    **dict.fromkeys(COLUMNS, float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
+    **dict.fromkeys((*COLUMNS, *_DAMAGE), float | None), **dict.fromkeys(_WHOLE_NUMBERS, int | None),
     **dict.fromkeys(_WORDS, str | None), "converged": bool | None,
 }  # fmt: skip
 _STORY = dict.fromkeys(("about", "environment"), Row | None) | dict.fromkeys(("command", "created"), str | None)
@@ -55,7 +57,7 @@ _VIEW: dict[str, Any] = {
 
 
 _BOUNDS = ("certified", "refined", "castin2024", "refined_global", "castin2024_global")
-_ABOUT = ("radius_rms", "max_logit", "entropy", "sink_mass", "typical", "stable_rank")
+_ABOUT = ("radius_rms", "max_logit", "entropy", "sink_mass", "typical", "stable_rank", "predicted", "measured")
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,11 @@ class Run(Shown):
         return json.dumps(list(self.rows), indent=1)
 
     def fit(self, *, level: float = 0.95, seed: int = 0) -> dict[tuple[int, int | None], GrowthFit]:
-        """σ against n for every (layer, head): a power law, and a saturating curve to compare; see ``fit_growth``."""
-        from lipscope.runs.fit import fit_growth
+        """σ against n: a power law, and a saturating curve to compare, for every (layer, head) that ``fit_growth`` takes."""
+        from lipscope.runs.fit import can_fit, fit_growth
 
-        return {
-            place: fit_growth([r["n"] for r in rows], [r["estimate"] for r in rows], level=level, seed=seed)
-            for place, rows in by_place(self.rows).items()
-        }
+        points = {place: [[r[of] for r in rows] for of in ("n", "estimate")] for place, rows in by_place(self.rows).items()}
+        return {place: fit_growth(*found, level=level, seed=seed) for place, found in points.items() if can_fit(*found)}
 
     def worst(self) -> list[Row]:
         """One summary per (layer, head), the largest median σ at the longest length first."""

@@ -41,6 +41,7 @@ def scan(
     pack: bool = False,
     certificate: Certificate = None,
     batch_tokens: int = 4096,
+    batch_size: int = 0,
     memory: float | str | None = None,
     views: int = 0,
     store: str | os.PathLike[str] | Store | None = None,
@@ -69,6 +70,7 @@ def scan(
         certificate: also compute certified upper ends: ``"fast"`` (or True), ``"tight"`` or ``"verified"``; None: fast ones
             where they cost no more than the measurement.
         batch_tokens: most tokens in one forward pass.
+        batch_size: inputs in one forward pass; 0: as many as ``batch_tokens`` allow.
         memory: most bytes above the weights, a number or a size such as ``"4GiB"``, certificates included; see
             ``models.memory.plan_layers``. Looking at places token by token (``views``) is not planned.
         views: look at so many of the worst layers or heads token by token; not for packed inputs.
@@ -76,9 +78,6 @@ def scan(
         partial: when the scan is interrupted or fails, return what was measured; ``about["stopped"]`` then says why.
         progress: called with (measured, total, what) after each layer.
         **load_options: for ``load``.
-
-    Returns:
-        The rows.
 
     Raises:
         ValueError: when the text is too short, a length exceeds the model's positions, or a layer, head or scope does not
@@ -125,6 +124,7 @@ def scan(
         kind="packed" if pack else "text" if held is None else "signals",
         seed=seed,
         batch_tokens=batch_tokens,
+        batch_size=batch_size,
         certificate=certificate,
         memory=memory,  # type: ignore[arg-type]
         views=0 if pack else views,

@@ -83,9 +83,6 @@ def run_plan(
         notice: called with what the user should know at once: a damaged store (by default a warning), tasks kept from
             another name or version.
 
-    Returns:
-        What was done.
-
     Raises:
         ValueError: when the plan names what does not exist; before anything is measured.
         StoreError: when the store cannot be used, is locked, or the disk is full.

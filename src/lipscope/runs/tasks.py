@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from lipscope.measure.memory import AUTOGRAD_SCOPES
 from lipscope.models.load import ZOO
 from lipscope.models.model import Model
 from lipscope.runs.plan import Block, ModelChoice, Plan
-from lipscope.runs.registry import TaskKind, kind_path, load_object, quantity_path
+from lipscope.runs.registry import TaskKind, kind_path, quantity_path
 from lipscope.runs.schema import digest
 from lipscope.runs.work import forget_models, loaded_model, model_fingerprint
 from lipscope.spectral.result import dtype_name
@@ -164,7 +165,7 @@ def _jobs_of(
     plan: Plan, block: Block, choice: ModelChoice, handle: Model, fingerprint: str, names: dict[str, str], seen: set[str]
 ) -> list[Job]:
     path = kind_path(block.kind)
-    kind: TaskKind = load_object(path)()
+    kind: TaskKind = resolve_name(path)()
     common: dict[str, Any] = {
         "kind": path,
         "model": fingerprint,

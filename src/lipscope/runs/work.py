@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from lipscope import __version__
 from lipscope.models import load as model_loading
 from lipscope.models.model import Model
 from lipscope.runs.plan import ModelChoice
-from lipscope.runs.registry import Row, TaskKind, load_object
+from lipscope.runs.registry import Row, TaskKind
 from lipscope.runs.schema import DIGEST_SIZE, digest
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def weight_bytes(handle: Model) -> int:
 def _load(choice: ModelChoice, dtype: str | None, *, check: bool) -> Model:
     wanted = None if dtype is None else getattr(torch, dtype)
     if choice.loader is not None:
-        made = load_object(choice.loader)(choice.name, wanted)
+        made = resolve_name(choice.loader)(choice.name, wanted)
         if not isinstance(made, Model):
             raise ValueError(f"loader {choice.loader} must return a lipscope.Model, got {type(made).__name__}")
         return made
@@ -190,7 +191,7 @@ def run_job(job: Job, *, stop: bool = False) -> Iterator[Outcome]:
 
     An error is the outcome of its task, and the others go on; with ``stop`` it is raised.
     """
-    kind: TaskKind = load_object(job.kind)()
+    kind: TaskKind = resolve_name(job.kind)()
     where = environment(job.threads)
     start = time.perf_counter()
     with _one_at_a_time, torch_threads(job.threads):

@@ -39,6 +39,10 @@ def write_file(path: str | os.PathLike[str], content: str | bytes | Callable[[IO
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = os.fspath(path)  # a full disk names no file
+        raise
     finally:
         part.unlink(missing_ok=True)
     return path

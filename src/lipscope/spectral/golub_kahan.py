@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope.doors import at_least
 from lipscope.spectral.basis import (
     as_integers,
     check_delta,
@@ -78,8 +79,7 @@ class GolubKahan:
         check_delta(self.delta)
         if self.interval is not None and not self.interval > 0:
             raise ValueError(f"interval must be positive or None, got {self.interval}")
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, got {self.k}")
+        at_least(1, k=self.k)
         if self.memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
         if self.max_steps < self.k:
@@ -158,15 +158,12 @@ class DeflatedOperator(DerivedOperator):
         self.right, self.left, self._floor = right, left, floor
 
     def matvec(self, u: Tensor) -> Tensor:
-        """The deflated J·u."""
         return self._above(without(self.base.matvec(without(u, self.right)), self.left), u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The deflated Jᵀ·g."""
         return self._above(without(self.base.rmatvec(without(g, self.left)), self.right), g)
 
     def select(self, items: Tensor) -> DeflatedOperator:
-        """Keep the listed items."""
         return DeflatedOperator(self.base.select(items), self.right[items], self.left[items], self._floor[items])
 
     def _above(self, product: Tensor, x: Tensor) -> Tensor:

@@ -124,7 +124,6 @@ class DerivedOperator(Operator):
 
     @property
     def rounding_error(self) -> float:
-        """That of the base."""
         return self.base.rounding_error
 
     @property
@@ -147,19 +146,15 @@ class DenseOperator(Operator):
         self.dtype, self.device = matrices.dtype, matrices.device
 
     def matvec(self, u: Tensor) -> Tensor:
-        """Apply the matrices."""
         return torch.einsum("bmn,bn->bm", self._matrices, u)
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """Apply the transposed matrices."""
         return torch.einsum("bmn,bm->bn", self._matrices, g)
 
     def select(self, items: Tensor) -> DenseOperator:
-        """Keep the listed matrices."""
         return DenseOperator(self._matrices[items])
 
     def to_dense(self) -> Tensor:
-        """The matrices as given."""
         return self._matrices
 
 

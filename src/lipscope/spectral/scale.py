@@ -37,15 +37,12 @@ class ScaledOperator(DerivedOperator):
         self._factor = torch.exp2(exponent[self._items]).to(base.dtype)[:, None]
 
     def matvec(self, u: Tensor) -> Tensor:
-        """The product 2^e·J·u."""
         return self._in_range(self.base.matvec(self._factor * u))
 
     def rmatvec(self, g: Tensor) -> Tensor:
-        """The product 2^e·Jᵀ·g."""
         return self._in_range(self.base.rmatvec(self._factor * g))
 
     def select(self, items: Tensor) -> ScaledOperator:
-        """Keep the listed items."""
         return ScaledOperator(self.base.select(items), self.exponent, self._items[items])
 
     def _in_range(self, product: Tensor) -> Tensor:

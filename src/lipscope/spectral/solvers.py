@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lipscope.doors import at_least
 from lipscope.spectral.basis import as_integers
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -30,8 +31,7 @@ class Dense:
 
     def __post_init__(self) -> None:
         as_integers(self, "k")
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, got {self.k}")
+        at_least(1, k=self.k)
 
     def solve(self, operator: Operator) -> SolverOutput:
         """Leading singular values of every item of ``operator``."""

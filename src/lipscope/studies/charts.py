@@ -9,9 +9,10 @@ from typing import Any
 
 from lipscope.bounds.registry import BoundTable
 from lipscope.models.layer_bounds import LayerBounds
+from lipscope.models.tokens import TokenView
 from lipscope.report.charts import Chart, Group, Look, Panel, Series
 from lipscope.report.palette import CYCLE
-from lipscope.report.run_charts import growth
+from lipscope.report.run_charts import damage_chart, growth, where_chart
 from lipscope.rounding import interval, round_down, round_up
 from lipscope.runs.run import Run
 from lipscope.spectral.result import SpectralNorm
@@ -99,18 +100,11 @@ def bounds_chart(found: BoundTable | LayerBounds, title: str) -> Chart:
     return Chart("bounds", title, [panel], f"{len(rows)} bounds: {', '.join(names)}.")
 
 
-def damage_chart(found: Sensitivity, title: str) -> Chart:
-    """Predicted damage of every layer, or head, with its interval, and the measured one."""
-    series = []
-    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in found.rows)):
-        rows, colour = found.to_rows(kind), CYCLE[number % len(CYCLE)]
-        x = [row["layer"] for row in rows]
-        y, low, high = ([row[name] for row in rows] for name in ("predicted", "predicted_low", "predicted_high"))
-        series.append(Series(f"{kind}, predicted", x, y, "points", colour, low, high))
-        known = [(row["layer"], row["measured"]) for row in rows if row["measured"] is not None]
-        series.append(Series(f"{kind}, measured", [k for k, _ in known], [y for _, y in known], "marks", colour))
-    series = [one for one in series if len(one.x)]
-    return Chart("sensitivity", title, [Panel(series, "layer", found.damage, y_log=True)], f"Damage to {found.model}.")
+def sensitivity_chart(found: Sensitivity, title: str) -> Chart:
+    """Predicted and measured damage of every layer or head."""
+    chart = damage_chart(found.rows, title)
+    assert chart is not None
+    return chart
 
 
 def comparison_chart(comparison: Comparison, title: str) -> Chart:
@@ -205,6 +199,13 @@ def regime_chart(found: RegimeMap, title: str) -> Chart:
     return Chart("regimes", title, panels, words, columns=2)
 
 
+def view_chart(view: TokenView, title: str) -> Chart:
+    """The share of every token in the worst direction: over an image, over time, or word by word."""
+    chart = where_chart(view.to_dict() | {"influence": []})
+    assert chart is not None  # a view has tokens
+    return replace(chart, title=title)
+
+
 def history_chart(found: Ascent, title: str) -> Chart:
     """σ of every restart over the steps, the winner in black."""
     steps = list(range(len(found.history)))
@@ -267,6 +268,6 @@ def plateau_chart(study: PlateauStudy, title: str) -> Chart:
 
 _CHARTS: dict[type, Callable[[Any, str], Chart]] = {
     Run: run_chart, SpectralNorm: values_chart, BoundTable: bounds_chart, LayerBounds: bounds_chart,
-    Sensitivity: damage_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
-    Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart,
+    Sensitivity: sensitivity_chart, Comparison: comparison_chart, Growth: growth_chart, RegimeMap: regime_chart,
+    Ascent: history_chart, TokenAttack: tokens_chart, PlateauStudy: plateau_chart, TokenView: view_chart,
 }  # fmt: skip

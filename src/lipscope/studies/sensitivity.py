@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,11 @@ from lipscope.models.capture import Place, last_hidden_state, replaying, touchin
 from lipscope.models.checkpoints import Loaded
 from lipscope.models.corpora import read_text
 from lipscope.models.inputs import probe_inputs, runner
-from lipscope.models.load import load_with_head, with_tied_head
+from lipscope.models.load import load_tokenizer, load_with_head, with_tied_head
 from lipscope.models.model import Model
 from lipscope.models.refusals import in_dtype
 from lipscope.models.text import chunks_of
+from lipscope.report.summary import LEVEL, carriers, correlations
 from lipscope.rounding import Shown, counted
 from lipscope.spectral.solvers import Auto
 from lipscope.studies.rows import Row, study_row
@@ -41,9 +40,7 @@ PLACES = {"k": ("k",), "v": ("v",), "kv": ("k", "v"), "input": ("input",), "outp
 FLOATS = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # The same rounding of keys and values in vLLM's words (vllm/config/cache.py: CacheDType, kv_cache_dtype_skip_layers).
 VLLM = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "int8": "int8_per_token_head"}
-PREDICTORS = {"estimate": "σ", "sigma_shift": "σ·‖δ‖", "typical": "typical gain", "stable_rank": "stable rank",
-              "max_logit": "largest logit", "predicted": "Fisher prediction"}  # fmt: skip
-LEVEL, NOISE_DRAWS, RESAMPLES, SOLVER = 0.95, 8, 1000, Auto(rtol=1e-3, interval=0.05)
+NOISE_DRAWS, SOLVER = 8, Auto(rtol=1e-3, interval=0.05)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ class Perturbation:
     def parse(cls, text: str) -> Perturbation:
         """A perturbation as it is written."""
         found = re.fullmatch(r"(fp8|e4m3|e5m2|bf16|int8|(noise|worst):(0?\.\d+|\de-\d+))(?:-(\w+))?", text)
-        if found is None or (found[4] or "k") not in PLACES or (found[2] == "worst" and found[4] not in (None, "input")):
+        known = found is not None and (found[4] or "k") in PLACES and float(found[3] or 1) > 0
+        if found is None or not known or (found[2] == "worst" and found[4] not in (None, "input")):
             raise ValueError(
                 "perturb must be fp8, e5m2, bf16, int8, noise:S or worst:S with 0 < S < 1, then -k, -v, -kv, -input, "
                 f"-output or -weights (worst:S takes -input alone), as in fp8-kv or noise:0.01, got {text!r}"
@@ -118,7 +116,7 @@ def sensitivity(
         input_ids: token ids (B, n) instead of a text, or the keyword arguments of the model as they are (images, …).
         per_head: every key head on its own; for keys and values.
         damage: ``kl``, the mean of KL(p‖p') over positions in nats, or ``hidden``, ‖H' − H‖²_F/‖H‖²_F of the last hidden
-            state; by default ``kl`` where there are logits.
+            state; by default ``kl`` where there are logits. Padding does not count.
         probes: backward passes; None for one per output number, which gives ½ δᵀFδ up to rounding.
         tokenizer: replaces the model's own.
         seed: of the place in the text, of probes and of noise.
@@ -138,6 +136,8 @@ def sensitivity(
         [True, True]
     """
     asked = [Perturbation.parse(name) for name in ([perturb] if isinstance(perturb, str) else perturb)]
+    if not asked:
+        raise ValueError("perturb must name a perturbation, as in fp8-kv or noise:0.01")
     if damage not in (None, "kl", "hidden"):
         raise ValueError(f"damage must be kl or hidden, got {damage!r}")
     if probes is not None and probes < 2:
@@ -150,7 +150,9 @@ def sensitivity(
         source = os.fspath(text)
         input_ids = chunks_of(handle, read_text(source), n, inputs, seed)
         about = f"{counted(inputs, 'input')} of {n} tokens from {source}"
-    given = input_ids if isinstance(input_ids, dict) else handle.token_inputs(input_ids=input_ids)
+    given = (
+        handle.token_inputs(inputs=input_ids) if isinstance(input_ids, dict) else handle.token_inputs(input_ids=input_ids)
+    )
     work = _Work(handle, module, given, per_head, seed)
     rows: list[Row] = []
     together: dict[str, dict[str, float]] = {}
@@ -172,7 +174,8 @@ class Sensitivity(Shown):
         text: what was read, in words.
         damage: the unit of damage, in words.
         rows: the columns of a scan at the input with the largest σ, then ``kind`` (the perturbation), ``shift`` ‖δ‖_F and
-            ``size`` ‖δ‖_F/‖x‖_F, ``predicted`` with its 95 % interval ``predicted_low`` to ``predicted_high``, ``measured``.
+            ``size`` ‖δ‖_F/‖x‖_F, ``predicted`` with its 95 % interval ``predicted_low`` to ``predicted_high``, ``measured``,
+            and their unit ``damage``.
             ``head`` counts key heads; σ is then the largest of the heads that share it.
         backward_passes: how many, for all layers and perturbations together.
         together: by perturbation, the damage measured with ``all`` layers perturbed, with the layers ``spared`` that matter,
@@ -198,7 +201,7 @@ class Sensitivity(Shown):
 
     def matter(self, name: str | None = None) -> list[int]:
         """The fewest layers that carry at least half of the predicted damage, most first."""
-        return _matter(self.to_rows(name or self.rows[0]["kind"]))
+        return carriers(self.to_rows(name or self.rows[0]["kind"]))
 
     def vllm(self, name: str | None = None) -> str:
         """The options with which vLLM rounds its cache but spares the layers that matter.
@@ -219,6 +222,16 @@ class Sensitivity(Shown):
             )
         return f"--kv-cache-dtype {VLLM[p.kind]} --kv-cache-dtype-skip-layers {' '.join(map(str, spared))}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """All that was found, as JSON values: by perturbation the layers that matter and, if verified, rank correlations."""
+        found: dict[str, Any] = {
+            name: {"matter": self.matter(name)} for name in dict.fromkeys(row["kind"] for row in self.rows)
+        }
+        found |= {name: found[name] | {"correlations": self.correlations(name), "together": self.together[name]}
+                  for name in self.together}  # fmt: skip
+        about = {name: value for name, value in vars(self).items() if name != "together"}
+        return about | {"perturbations": found, "rows": self.to_rows()}
+
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(row["kind"] for row in self.rows))
         return f"Sensitivity({self.model}: {kinds}, on {self.text}, by {self.backward_passes} backward passes)"
@@ -226,36 +239,16 @@ class Sensitivity(Shown):
     __repr__ = __str__
 
 
-def correlations(settings: Sequence[Sequence[Row]]) -> dict[str, tuple[float, float, float]]:
-    """Rank correlation of measured damage with each predictor: mean over settings, and a 95 % bootstrap over layers.
-
-    Every setting holds rows of the same layers (or heads) in the same order. Predictors without numbers are left out.
-    """
-    layers = len(settings[0])
-    draws = np.vstack([np.arange(layers), np.random.default_rng(0).integers(layers, size=(RESAMPLES, layers))])
-
-    def ranks(rows: Sequence[Row], column: str) -> Any:
-        values = [row["estimate"] * row["shift"] if column == "sigma_shift" else row.get(column) for row in rows]
-        centred = stats.rankdata(np.array(values, dtype=float)[draws], axis=1) - (layers + 1) / 2
-        return centred / np.linalg.norm(centred, axis=1, keepdims=True)
-
-    found = {}
-    with np.errstate(invalid="ignore"):  # a draw of equal values has no ranks
-        for name in PREDICTORS:
-            means = np.mean([(ranks(rows, name) * ranks(rows, "measured")).sum(1) for rows in settings], axis=0)
-            if np.isfinite(means[0]):
-                low, high = np.nanquantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-                found[name] = float(means[0]), float(low), float(high)
-    return found
-
-
 class _Clean:
     """The outputs of the unperturbed model, how far others are from them, and directions ξ with E⟨ξ, ·⟩² their distance."""
 
-    def __init__(self, output: Any, damage: str | None, model: str) -> None:
-        self.kl = _has_distribution(output)
+    def __init__(self, output: Any, real: Tensor | None, damage: str | None, model: str) -> None:
+        self.kl, self.real = _has_distribution(output), real
         if damage == "kl" and not self.kl:
-            raise ValueError(f"{model} has no logits, so there is no KL: give a model with its head, or take damage hidden")
+            raise ValueError(
+                f"{model} has no logits that are one distribution, so there is no KL: give a model with such a head, or "
+                "take damage hidden"
+            )
         self.graph = self._read(output)
         self.values = self.graph.detach().double()
         if not bool(torch.isfinite(self.values).all()):
@@ -268,7 +261,8 @@ class _Clean:
 
     def _read(self, output: Any) -> Tensor:
         found: Tensor = output.logits if self.kl else last_hidden_state(output)
-        return found
+        # What a model puts out at padding is nobody's.
+        return found if self.real is None or found.shape[:-1] != self.real.shape else found[self.real]
 
     def probe(self, number: int | None, generator: torch.Generator) -> Tensor:
         """A random ξ, or the one that belongs to an output number."""
@@ -289,7 +283,8 @@ class _Work:
 
     def __init__(self, handle: Model, module: nn.Module, given: dict[str, Any], per_head: bool, seed: int) -> None:
         self.layers, self.name, self.run = handle.layers, handle.name, runner(module, given)
-        self.per_head, self.seed, self.recorded = per_head, seed, list(handle.record(given))
+        recording = handle.record(given)
+        self.per_head, self.seed, self.recorded, self.real = per_head, seed, list(recording), recording.real
         scope = "head" if per_head else "attention"
         self.sigmas = [layer.rows(scope, solver=SOLVER, certificate=False, typical=True) for layer in self.recorded]
         # By layer: what stands where; by perturbation too: what is added to it.
@@ -311,7 +306,7 @@ class _Work:
             return x + leaves[index][place]
 
         with touching(self.layers, touch), torch.enable_grad():
-            self.clean = _Clean(self.run(), damage, self.name)
+            self.clean = _Clean(self.run(), self.real, damage, self.name)
         for p in asked:
             self._find_deltas(p)
         flat = [leaf for found in leaves for leaf in found.values()]
@@ -333,11 +328,11 @@ class _Work:
             found = {place: self._perturbed(p, index, place, x) - x for place, x in values.items() if place[0] in p.places}
             self.deltas.setdefault(p.name, []).append(found)
         if not any(bool(delta.any()) for found in self.deltas[p.name] for delta in found.values()):
-            raise ValueError(f"{p.name} changes nothing in {self.name}: what it rounds has no more digits than it keeps")
+            raise ValueError(f"{p.name} changes nothing in {self.name}: it is below the last digit of what it touches")
 
     def _perturbed(self, p: Perturbation, index: int, place: Place, x: Tensor, draw: int = 0) -> Tensor:
         if p.kind == "noise":
-            key = (self.seed, draw, index, *place[0].encode(), place[1])
+            key = (self.seed % 2**64, draw, index, *place[0].encode(), place[1])
             generator = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             return x + torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) * p.spread(x)
         if p.kind != "worst":
@@ -373,9 +368,9 @@ class _Work:
                 worst = max(sigmas, key=lambda row: row["estimate"]) | {"head": head}
                 ends = damage_interval(mine, draws=NOISE_DRAWS if p.kind == "noise" else None, exact=self.exact)
                 value, low, high = (end * self.clean.scale for end in ends)
-                own: Row = {"shift": shift, "size": shift / norm, "predicted": value, "predicted_low": low}
+                own: Row = {"shift": shift, "size": shift / norm if norm else 0.0, "predicted": value, "predicted_low": low}
                 own |= {"predicted_high": high, "measured": self.measure(p, {layer.index}, head) if verify else None}
-                yield study_row(worst, kind=p.name, **own)
+                yield study_row(worst, kind=p.name, damage=self.clean.words, **own)
 
     def measure(self, p: Perturbation, layers: set[int], head: int | None = None) -> float:
         """The damage when these layers are perturbed; of noise, the mean over some draws."""
@@ -396,7 +391,7 @@ class _Work:
         return math.fsum(found) / len(found)
 
     def together(self, p: Perturbation, rows: Sequence[Row]) -> dict[str, float]:
-        layers, spared = {row["layer"] for row in rows}, _matter(rows)
+        layers, spared = {row["layer"] for row in rows}, carriers(rows)
         ranked = dict.fromkeys(row["layer"] for row in sorted(rows, key=lambda row: -row["estimate"]))
         left = {"all": layers, "spared": layers - {*spared}, "spared_by_sigma": layers - {*list(ranked)[: len(spared)]}}
         return {name: self.measure(p, which) for name, which in left.items()}
@@ -412,12 +407,16 @@ def _open(model: Any, tokenizer: Any, damage: str | None) -> tuple[Model, nn.Mod
         given = isinstance(model, nn.Module)
         loaded = Loaded(model, None, type(model).__name__) if given else load_with_head(os.fspath(model))
         module = in_dtype(loaded.model, None)
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = load_tokenizer(os.fspath(tokenizer))
         handle = Model(module, tokenizer or loaded.tokenizer, name=loaded.name, notes=loaded.notes)
     if module is handle.model and handle.layers[0].causal:
         module = with_tied_head(module)
     with torch.no_grad():
         kept = damage != "hidden" and _has_distribution(runner(module, probe_inputs(handle.model))())
-    return handle, module if kept else handle.model
+    # Labels that do not exclude each other are no distribution.
+    labels = getattr(getattr(module, "config", None), "problem_type", None)
+    return handle, module if kept and labels != "multi_label_classification" else handle.model
 
 
 def _has_distribution(output: Any) -> bool:
@@ -440,11 +439,3 @@ def damage_interval(squares: Tensor, *, draws: int | None = None, exact: bool = 
         freedom = 2 * mean**2 / float(squares.sum(1).var())
         low, high = (mean * float(stats.f.ppf(tail, draws * freedom, probes * freedom)) for tail in tails)
     return mean, low, high
-
-
-def _matter(rows: Sequence[Row]) -> list[int]:
-    totals: Counter[int] = Counter()
-    for row in rows:
-        totals[row["layer"]] += row["predicted"]
-    ranked = [layer for layer, _ in totals.most_common()]
-    return next(ranked[:k] for k in count(1) if 2 * sum(totals[i] for i in ranked[:k]) >= totals.total())

@@ -168,12 +168,6 @@ def compare(
         solver: ``Auto()`` by default.
         progress: called with (kinds done, kinds, what).
 
-    Returns:
-        A ``Comparison``.
-
-    Raises:
-        ValueError: when a number or a name does not fit.
-
     Example:
         >>> import lipscope
         >>> layer = lipscope.studies.variants.random_layer(8, heads=2)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from lipscope.doors import refuse_options
 from lipscope.training.monitor import Monitor, check_options
 from lipscope.training.qk_clip import QKClip, check_clip
 from lipscope.training.readings import ALARM, JointDecision
@@ -49,9 +49,7 @@ class Watching(Following):
     """Measures σ; the ``monitor`` stays to be asked when training is over."""
 
     def __init__(self, every: int, options: dict[str, Any]) -> None:
-        unknown = set(options) - set(inspect.signature(Monitor).parameters)
-        if unknown:
-            raise TypeError(f"{min(unknown)!r} is no option of lipscope.training.Monitor")
+        refuse_options(Monitor, {"every": every, **options})
         check_options(every=every, **options)
         super().__init__({"every": every, **options})
         lines = ", ".join(line.describe() for line in options.get("thresholds", ALARM))
@@ -79,6 +77,7 @@ class Clipping(Following):
     _finds = "heads"
 
     def __init__(self, tau: float, options: dict[str, Any]) -> None:
+        refuse_options(QKClip, {"tau": tau, **options})
         check_clip(tau, **options)
         super().__init__({"tau": tau, **options})
 

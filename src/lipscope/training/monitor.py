@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.doors import at_least
+from lipscope.measure.scopes import CROSS_SCOPES
 from lipscope.measure.scopes import SCOPES as MODEL_SCOPES
 from lipscope.models.capture import NotFiniteError
 from lipscope.models.model import Model
@@ -76,7 +77,7 @@ class WarmStart:
         return output
 
 
-SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model"))
+SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model", *CROSS_SCOPES))
 # Between two measurements of σ the logits are looked at so many times, for the alarm: one forward pass of the probe. But not
 # at closer steps than in benchmarks/blowups, where the default line for their change per step was chosen.
 LOOKS, LOOK_APART = 10, 5
@@ -263,6 +264,10 @@ class Monitor:
         if self._probe is not None:
             return self._probe
         return named_arguments(self.model, *self._call) if self._batch is None and self._call is not None else self._batch
+
+    def __repr__(self) -> str:
+        state = self.reason or ("closed" if self.closed else f"every {self.every} steps, {self.steps} seen")
+        return f"<Monitor of {type(self.model).__name__}, scope {self.scope}: {state}>"
 
     def close(self) -> None:
         """Take all hooks off the model."""

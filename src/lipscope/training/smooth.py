@@ -34,7 +34,7 @@ from lipscope.models.load import load_with_head
 from lipscope.models.model import Model
 from lipscope.models.recorded import Recorded
 from lipscope.models.text import chunks_of
-from lipscope.rounding import interval
+from lipscope.rounding import Shown, interval
 from lipscope.spectral.result import SpectralNorm
 from lipscope.spectral.solvers import Auto, Solver
 from lipscope.training.rescale import Rescaler, largest_logits, refuse_unscalable
@@ -67,8 +67,8 @@ class HeadChange:
     sigma_after: Span  # σ after
 
 
-@dataclass(frozen=True, eq=False)
-class Smoothing:
+@dataclass(frozen=True, eq=False, repr=False)
+class Smoothing(Shown):
     """The report of ``lipscope.smooth``. Nothing is written before ``save`` is called."""
 
     model: nn.Module
@@ -96,9 +96,13 @@ class Smoothing:
         kept = ("name", "method", "by", "target", "loss_before", "loss_after", "loss_kind", "hidden_change", "text")
         return {name: getattr(self, name) for name in kept} | {
             "notes": list(self.notes),
-            "heads": [asdict(change) for change in self.heads],
+            "heads": self.to_rows(),
             "layers": [asdict(change) for change in self.layers],
         }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per head that was looked at."""
+        return [asdict(change) for change in self.heads]
 
     def cost(self) -> str:
         """The change of the loss, or of the hidden state, in one sentence."""

@@ -181,7 +181,6 @@ class WeightedOperator(DerivedOperator):
         return (self._inputs(self.base.rmatvec(scaled.flatten(1))) / self.roots).flatten(1)
 
     def select(self, items: Tensor) -> WeightedOperator:
-        """Keep the listed items."""
         return WeightedOperator(self.base.select(items), self.roots[items, :, 0].square())
 
     def lift_right(self, right: Tensor) -> Tensor:
@@ -189,7 +188,6 @@ class WeightedOperator(DerivedOperator):
         return self.base.lift_right((self._inputs(right) / self.roots).flatten(1))
 
     def to_dense(self) -> Tensor:
-        """The base's matrices, rows and columns scaled."""
         rows = self.roots.expand(-1, -1, self.output_shape[1]).flatten(1)
         columns = self.roots.expand(-1, -1, self.input_shape[1]).flatten(1)
         return self.base.to_dense() * rows[:, :, None] / columns[:, None, :]

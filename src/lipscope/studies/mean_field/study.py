@@ -156,9 +156,6 @@ def convergence_study(
         solver: ``Auto()`` by default.
         progress: called with (done, total, what).
 
-    Returns:
-        The rows and their fits.
-
     Raises:
         ValueError: when a length or ``repeats`` is not positive, or the law has another dimension than the layer.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from lipscope.rounding import span
 from lipscope.runs import run
@@ -22,7 +22,16 @@ from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, DIFFERENCES, GROWTH
 Row = dict[str, Any]
 SIGMA, COMPANION = "σ", "companion"
 COLUMN = {SIGMA: "estimate", COMPANION: "companion"}
-REAL_TEXT = "real text"
+REAL_TEXT, BUILT = "real text", "constructed tokens"
+SHORTER, LONGER = "shorter half of the lengths", "longer half of the lengths"
+BEFORE, BEYOND = "before the border", "beyond the border"
+# What the lines of FINDINGS.csv are called.
+EXPONENT, DIFFERENCE, SCOPE_RATIO = "exponent of ", "value over σ: ", "over σ of attention: "
+COMPANION_RATIO, MASK_RATIO, DISTANCE = "companion over σ", "σ causal over σ unmasked", "from the drawn curve: "
+ASCENT_RATIO = "ascent over the best construction"
+CERTIFICATE_RATIO, PAPER_BOUND_RATIO = "certified upper bound over σ", "bound of Theorem 3.3 over σ"
+GLOBAL_RATIO, BORDER_RATIO = "global bound over σ", "refined bound over σ"
+LOG_BORDER, LENGTHS, UNFINISHED = "log10 of n up to which √n growth is proved", "lengths n", "rows that did not converge"
 RIVALS = {0.0: "0", 0.25: "¼", 0.5: "½", 1.0: "1"}
 WIDEST = 0.2
 # By less than this no exponent is excluded: it is the last digit that is shown, and √(n−1) is no power of n.
@@ -127,60 +136,51 @@ def verdict(low: float, high: float) -> str:
     return below[0] if len(below) == 1 else above[-1] if len(above) == 1 else f"between {below[-1]} and {above[0]}"
 
 
-@dataclass(frozen=True, eq=False)
-class FitRow:
-    """The exponent of one curve."""
+class Number(NamedTuple):
+    """One line of ``FINDINGS.csv``: a number between its ends. Sentences are made from these lines alone."""
 
-    curve: Curve
-    estimator: str  # ``"σ"`` or ``"companion"``
-    fit: GrowthFit
+    table: str  # what it is
+    model: str
+    layer: int
+    condition: str  # on what it was measured
+    value: float  # an estimate, or the median of what was compared
+    low: float  # lower end of its 95 % interval, or the least of what was compared
+    high: float  # upper end, or the largest
+    verdict: str = ""  # which exponent it is
+    larger: int | None = None  # comparisons of which σ's intervals say that the first is larger
+    smaller: int | None = None  # those of which they say that it is smaller
+    inputs: int | None = None  # comparisons, or rows, that it was made from
 
     @property
-    def verdict(self) -> str:
-        """Which exponent it is."""
-        return verdict(self.fit.alpha_low, self.fit.alpha_high)
+    def is_published(self) -> bool:
+        """Whether the public repository draws a curve for this layer."""
+        return (self.model, self.layer) == plan.PUBLISHED_AT
 
     @property
     def place(self) -> str:
-        """Whose curve it is."""
-        more = "" if self.curve.condition.startswith(REAL_TEXT) else f", {self.curve.condition.split(',')[0]}"
-        return f"{self.curve.model} layer {self.curve.layer}{more}"
+        """Whose number it is."""
+        more = "" if self.condition.startswith(REAL_TEXT) else f", {self.condition.split(',')[0]}"
+        return f"{self.model} layer {self.layer}{more}"
 
 
-def fit_table(rows: Sequence[Row]) -> list[FitRow]:
+def fit_table(rows: Sequence[Row]) -> list[Number]:
     """Exponents of every curve, for both estimators."""
-    return [
-        FitRow(curve, estimator, fit)
-        for curve in (*text_curves(rows), *second_curves(rows), *long_curves(rows), *adversarial_curves(rows))
-        for estimator in (SIGMA, COMPANION)
-        if (fit := curve.fit(estimator)) is not None
-    ]
+    curves = [*text_curves(rows), *second_curves(rows), *long_curves(rows), *adversarial_curves(rows)]
+    return [one for curve in curves for name in (SIGMA, COMPANION) for one in _fitted(curve, name, curve.condition)]
 
 
-class Number(NamedTuple):
-    """One number behind the sentences, between its ends: a line of ``FINDINGS.csv``."""
-
-    table: str
-    model: str
-    layer: int
-    condition: str
-    value: float
-    low: float
-    high: float
-    verdict: str = ""
+def _fitted(curve: Curve, estimator: str, condition: str) -> Iterator[Number]:
+    if (fit := curve.fit(estimator)) is not None:
+        ends = fit.alpha, fit.alpha_low, fit.alpha_high
+        name = EXPONENT + estimator
+        yield Number(name, curve.model, curve.layer, condition, *ends, verdict(*ends[1:]), inputs=fit.points)
 
 
-def radius_correlations(rows: Sequence[Row]) -> list[Number]:
-    """Pearson correlation of n with the largest token norm, and its 95 % interval; none where the norm never changes."""
-    found = []
-    for curve in text_curves(rows):
-        n, radius = curve.values("radius_max")
-        if len(n) < 4 or np.ptp(radius) <= 1e-6 * max(radius) or len(set(n)) < 2:
-            continue
-        result = stats.pearsonr(n, radius)
-        r, (low, high) = float(result.statistic), map(float, result.confidence_interval(0.95))
-        found.append(Number("correlation of n and largest norm", curve.model, curve.layer, REAL_TEXT, r, low, high))
-    return found
+def _halves(curve: Curve) -> Iterator[Number]:
+    lengths = sorted({row["n"] for row in curve.rows})
+    for half, kept in ((SHORTER, lengths[: len(lengths) // 2]), (LONGER, lengths[len(lengths) // 2 :])):
+        rows = tuple(row for row in curve.rows if row["n"] in kept)
+        yield from _fitted(replace(curve, rows=rows), SIGMA, half)
 
 
 def norm_table(rows: Sequence[Row]) -> list[Row]:
@@ -207,37 +207,105 @@ def difference_table(rows: Sequence[Row]) -> list[Number]:
 
 
 def _middle(table: str, model: str, layer: int, condition: str, values: Sequence[float]) -> Number:
-    return Number(table, model, layer, condition, median(values), min(values), max(values))
+    return Number(table, model, layer, condition, median(values), min(values), max(values), inputs=len(values))
 
 
-def masked_ratios(rows: Sequence[Row]) -> list[Row]:
-    """σ with over σ without the causal mask, for every input of a model of BERT's kind that was measured with both."""
-    at = {(row["model"], row["layer"], row["n"], row["input"]): row["estimate"] for row in of(rows, GROWTH)}
+def _exact(value: float) -> Row:
+    return {"lower": value, "estimate": value, "upper": value}
+
+
+def _compared(table: str, place: tuple[str, int, str], pairs: Sequence[tuple[Row, Row]]) -> Number:
+    """Ratios of two σ, and how often their intervals lie apart."""
+    larger = sum(one["lower"] > other["upper"] for one, other in pairs)
+    smaller = sum(one["upper"] < other["lower"] for one, other in pairs)
+    found = _middle(table, *place, [one["estimate"] / other["estimate"] for one, other in pairs])
+    return found._replace(larger=larger, smaller=smaller)
+
+
+def masked_pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """With and without the causal mask, for every input of a model of BERT's kind that was measured with both."""
+    at = {(row["model"], row["layer"], row["n"], row["input"]): row for row in of(rows, GROWTH)}
+    return [(at[model + SUFFIX, *where], row) for (model, *where), row in at.items() if (model + SUFFIX, *where) in at]
+
+
+def exponent(alpha: float, low: float, high: float) -> str:
+    """α with its interval, as text; an exponent that rounds to zero has no sign."""
+    return f"{round(alpha, 2) + 0.0:.2f} ({span(low, high, decimals=2)})"
+
+
+def every_number(rows: Sequence[Row]) -> list[Number]:
+    """What the sentences are made from."""
+    halves = [one for curve in text_curves(rows) for one in _halves(curve)]
+    differences = [one._replace(table=f"{DIFFERENCE}{one.table}") for one in difference_table(rows)]
     return [
-        {"model": model, "layer": layer, "n": n, "ratio": at[model + SUFFIX, layer, n, index] / value}
-        for (model, layer, n, index), value in at.items()
-        if (model + SUFFIX, layer, n, index) in at
+        *fit_table(rows),
+        *halves,
+        *_comparisons(rows),
+        *_published(rows),
+        *_borders(rows),
+        *differences,
+        *_extents(rows),
     ]
 
 
-def exponent(fit: GrowthFit) -> str:
-    """α with its interval, as text; an exponent that rounds to zero has no sign."""
-    return f"{round(fit.alpha, 2) + 0.0:.2f} ({span(fit.alpha_low, fit.alpha_high, decimals=2)})"
+def _comparisons(rows: Sequence[Row]) -> Iterator[Number]:
+    """Everything that is compared with σ input by input, a line per model and layer."""
+
+    def lines(name: str, condition: str, pairs: Iterable[tuple[Row, Row]]) -> Iterator[Number]:
+        for (model, layer), mine in run.grouped(pairs, lambda pair: (pair[1]["model"], pair[1]["layer"])).items():
+            yield _compared(name, (model, layer, condition), mine)
+
+    def bounds(name: str, condition: str, column: str, found: Iterable[Row]) -> Iterator[Number]:
+        there = (row for row in found if row.get(column) is not None and math.isfinite(row[column]))
+        return lines(name, condition, ((_exact(row[column]), row) for row in there))
+
+    text, built, normed = of(rows, GROWTH, LONG, SECOND), of(rows, ADVERSARIAL, BORDER), of(rows, LAYERNORM)
+    yield from bounds(COMPANION_RATIO, REAL_TEXT, "companion", of(rows, GROWTH))
+    yield from lines(MASK_RATIO, REAL_TEXT, masked_pairs(rows))
+    yield from bounds(CERTIFICATE_RATIO, REAL_TEXT, "certified", text)
+    yield from bounds(CERTIFICATE_RATIO, BUILT, "certified", built)
+    yield from bounds(PAPER_BOUND_RATIO, BUILT, "castin2024", built)
+    place = ("model", "layer", "n", "input")
+    alone = {where: row for where, (row,) in grouped([r for r in normed if r["scope"] == NORM_SCOPES[0]], *place).items()}
+    yield from bounds(GLOBAL_RATIO, REAL_TEXT, "refined_global", alone.values())
+    for scope in NORM_SCOPES[1:]:
+        found = [row for row in normed if row["scope"] == scope]
+        yield from lines(f"{SCOPE_RATIO}{scope}", REAL_TEXT, [(row, alone[tuple(map(row.get, place))]) for row in found])
+    ascents = []
+    for found in grouped(built, "model", "layer", "head", "n", "radius", "experiment").values():
+        best = max((row for row in found if row["points"] != "ascent"), key=lambda row: float(row["estimate"]), default=None)
+        ascents += [(row, best) for row in found if row["points"] == "ascent" and best is not None]
+    yield from lines(ASCENT_RATIO, BUILT, ascents)
 
 
-def every_number(rows: Sequence[Row]) -> list[Row]:
-    """What the sentences were counted from, one number a line."""
-    found = []
-    for fit in fit_table(rows):
-        ends = (fit.fit.alpha, fit.fit.alpha_low, fit.fit.alpha_high)
-        place = (fit.curve.model, fit.curve.layer, fit.curve.condition)
-        found.append(Number(f"exponent of {fit.estimator}", *place, *ends, fit.verdict))
-    found += radius_correlations(rows)
-    for (model, layer), group in grouped(masked_ratios(rows), "model", "layer").items():
-        found.append(_middle("σ causal over σ unmasked", model, layer, REAL_TEXT, [pair["ratio"] for pair in group]))
+def _published(rows: Sequence[Row]) -> Iterator[Number]:
+    """How far inputs lie from the curve that the public repository draws: the median, and the first and last tenth."""
+    for curve in text_curves(rows):
+        for estimator in (SIGMA, COMPANION) if curve.is_published else ():
+            n, values = curve.values(COLUMN[estimator])
+            if n:
+                away = [abs(y / plan.published(k) - 1) for k, y in zip(n, values, strict=True)]
+                low, middle, high = map(float, np.quantile(away, (0.1, 0.5, 0.9)))
+                yield Number(DISTANCE + estimator, curve.model, curve.layer, REAL_TEXT, middle, low, high, inputs=len(n))
+
+
+def _borders(rows: Sequence[Row]) -> Iterator[Number]:
+    known = [row for row in of(rows, ADVERSARIAL) if row.get("log_growth") is not None]
+    for (model, layer, radius), group in grouped(known, "model", "layer", "radius").items():
+        borders = [row["log_growth"] / math.log(10) for row in group]
+        yield _middle(LOG_BORDER, model, layer, f"R = {radius:.4g}", borders)
+    built = [row for row in of(rows, BORDER) if row["points"] == "groups" and row.get("refined")]
+    sided = [row | {"side": BEYOND if math.log(row["n"]) > row["log_growth"] else BEFORE} for row in built]
+    for (model, layer, side), group in grouped(sided, "model", "layer", "side").items():
+        yield _compared(BORDER_RATIO, (model, layer, side), [(_exact(row["refined"]), row) for row in group])
+
+
+def _extents(rows: Sequence[Row]) -> Iterator[Number]:
+    for (experiment, model, layer), group in grouped(rows, "experiment", "model", "layer").items():
+        yield _middle(LENGTHS, model, layer, experiment, [float(row["n"]) for row in group])
+        if count := sum(row.get("converged") is False for row in group):
+            yield Number(UNFINISHED, model, layer, experiment, count, count, count, inputs=len(group))
     for row in norm_table(rows):
         known = {f"σ at scope {scope}": value for scope, value in row["sigma"].items()} | row["known"]
         there = {name: value for name, value in known.items() if value is not None}
-        found += [_middle(name, row["model"], row["layer"], f"n = {row['n']}", [value]) for name, value in there.items()]
-    found += [one._replace(table=f"value over σ: {one.table}") for one in difference_table(rows)]
-    return [one._asdict() for one in found]
+        yield from (_middle(name, row["model"], row["layer"], f"n = {row['n']}", [value]) for name, value in there.items())

@@ -9,33 +9,35 @@ from statistics import median
 from lipscope.report.charts import Chart, Look, Panel, Series, log_grid
 from lipscope.report.palette import CYCLE
 from lipscope.studies.paper import analysis
-from lipscope.studies.paper.analysis import COMPANION, SIGMA, Curve, FitRow, Row
+from lipscope.studies.paper.analysis import COMPANION, EXPONENT, REAL_TEXT, SIGMA, Curve, Number, Row
 from lipscope.studies.paper.cast import Cast, Member
-from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, GROWTH, NORM_SCOPES, PUBLISHED, SECOND, published
+from lipscope.studies.paper.plan import ADVERSARIAL, BORDER, NORM_SCOPES, PUBLISHED, published
 
-_TOKENS = "number of tokens n"
+_TOKENS, _SCRIPTS = "number of tokens n", "√‖Jᵀf(X)‖ of the scripts"
 _POINTS: dict[str, Look] = {"proposition 3.4": "line", "groups": "dots", "ascent": "marks"}
 
 
 def charts(rows: Sequence[Row], cast: Cast) -> list[Chart]:
     """Every chart that the rows have data for; their words can be read without the page around them."""
     text, long, fits = analysis.text_curves(rows), analysis.long_curves(rows), analysis.fit_table(rows)
-    note = "blue: the true σ with its interval; orange: √‖Jᵀf(X)‖ of the public scripts, which is not σ"
+    note = f"blue: the true σ with its interval; orange: {_SCRIPTS}, which is not σ"
     own = [curve for curve in text if curve.is_published]
     second = ", and σ on a second text" if analysis.second_curves(rows) else ""
     made = [
         _chart("exponents", "Exponents α of σ ≈ c·n^α on real text", _exponents(fits),
-               f"With 95 % intervals, a place per layer: σ, √‖Jᵀf(X)‖ of the public scripts{second}. Lines: 0, ¼, ½."),
+               f"One place per layer, with 95 % intervals: σ, {_SCRIPTS}{second}. Dotted: 0, ¼ and ½."),
         _chart("published", "Random GPT-2, layer 6, on real text", _growth(own, cast.members),
-               "Against n: σ with its interval, the scripts' √‖Jᵀf(X)‖, and the curve drawn in the public repository."),
-        _chart("border", "Worst-case σ of one head where proved √n growth ends", _border(rows, cast),
-               "Tokens are so short that proved √n growth ends within these lengths. σ at constructed tokens lies between "
-               "the closed-form lower bound and the upper bounds; to the left of the dotted line growth like √n is proved."),
-        _chart("masks", "σ under the causal mask over σ without", _masks(rows),
-               "Same weights, same text, against n; above 1 the masked layer is the less smooth one."),
-        _chart("layernorm", "σ with and without normalisation and residual", _layernorm(rows, cast),
-               "Attention alone, behind its normalisation, and with the residual, by layer and by n. Dashed: the longest "
-               "token that the normalisation lets through, and the global bound of attention that follows."),
+               f"Against n: σ with its interval and its certified upper bound, {_SCRIPTS}, and the curve drawn in the "
+               "public repository."),
+        _chart("border", "Worst-case σ of one head, where proved √n growth ends (dotted)", _border(rows, cast),
+               "Against n, with tokens of norm R: the largest σ lies between the constructed tokens and the upper bounds; "
+               "what the best groups attain has a lower bound in closed form."),
+        _chart("masks", "σ under the causal mask over σ without it, against n", _masks(rows),
+               "Same weights, same text; median and range over inputs. Above 1 the masked layer is the less smooth one."),
+        _chart("layernorm", "σ of attention alone, with the normalisation before it, and with the residual around both",
+               _layernorm(rows, cast),
+               "By layer and by n. Dashed: the longest token that the normalisation lets through (image radius), and the "
+               "bound for all inputs of this length that follows from it."),
         _chart("long-range", "σ on real text, long range", _growth(long, cast.members, log=True), note),
         _chart("radius", "Norm of the tokens that enter attention, against n", _radius(text, cast)),
         _chart("adversarial", "σ at adversarial points, by radius R", _adversarial(rows, cast),
@@ -54,18 +56,19 @@ def _chart(name: str, title: str, panels: Iterable[Panel], words: str = "") -> C
     return Chart(name, title, panels, f"{title}{about}", columns=min(2, max(1, len(panels))))
 
 
-def _exponents(fits: Sequence[FitRow]) -> Iterator[Panel]:
-    table = [row for row in fits if row.curve.experiment in (GROWTH, SECOND)]
-    places = list(dict.fromkeys(row.place for row in table))
+def _exponents(fits: Sequence[Number]) -> Iterator[Panel]:
+    table = [one for one in fits if one.condition.startswith(REAL_TEXT)]
+    places = list(dict.fromkeys(one.place for one in table))
     series = []
-    for experiment, estimator, name, colour, shift in (
-        (GROWTH, SIGMA, "σ", "blue", -0.1),
-        (SECOND, SIGMA, "σ, second text", "green", 0.0),
-        (GROWTH, COMPANION, "√‖Jᵀf(X)‖ of the scripts", "orange", 0.1),
+    for first, estimator, name, colour, shift in (
+        (True, SIGMA, "σ", "blue", -0.1),
+        (False, SIGMA, "σ, second text", "green", 0.0),
+        (True, COMPANION, _SCRIPTS, "orange", 0.1),
     ):
-        if mine := [row for row in table if (row.curve.experiment, row.estimator) == (experiment, estimator)]:
-            x, alpha = [places.index(row.place) + shift for row in mine], [row.fit.alpha for row in mine]
-            low, high = [row.fit.alpha_low for row in mine], [row.fit.alpha_high for row in mine]
+        mine = [one for one in table if one.table == EXPONENT + estimator and (one.condition == REAL_TEXT) == first]
+        if mine:
+            x, alpha = [places.index(one.place) + shift for one in mine], [one.value for one in mine]
+            low, high = [one.low for one in mine], [one.high for one in mine]
             series.append(Series(name, x, alpha, "points", colour, low, high))
     for exponent, name in list(analysis.RIVALS.items())[:3]:
         series.append(Series(name, [-0.5, len(places) - 0.5], [exponent] * 2, "dots", "grey", group="guide", listed=False))
@@ -99,14 +102,15 @@ def _border(rows: Sequence[Row], cast: Cast) -> Iterator[Panel]:
 
 
 def _masks(rows: Sequence[Row]) -> Iterator[Panel]:
-    pairs, series = analysis.masked_ratios(rows), list[Series]()
-    for (model, layer), mine in analysis.grouped(pairs, "model", "layer").items():
-        found = {n: [pair["ratio"] for pair in group] for (n,), group in sorted(analysis.grouped(mine, "n").items())}
+    ratios = [free | {"ratio": masked["estimate"] / free["estimate"]} for masked, free in analysis.masked_pairs(rows)]
+    series = list[Series]()
+    for (model, layer), mine in analysis.grouped(ratios, "model", "layer").items():
+        found = {n: [row["ratio"] for row in group] for (n,), group in sorted(analysis.grouped(mine, "n").items())}
         low, middle, high = ([pick(ratios) for ratios in found.values()] for pick in (min, median, max))
         colour = CYCLE[len(series) % len(CYCLE)]
         series.append(Series(f"{model}, layer {layer}", list(found), middle, "points", colour, low, high))
     if series:
-        lengths = [pair["n"] for pair in pairs]
+        lengths = [row["n"] for row in ratios]
         series.append(Series("equal", [min(lengths), max(lengths)], [1.0, 1.0], "dashes", "grey", group="guide"))
         yield Panel(series, _TOKENS, "σ causal over σ unmasked", from_zero=False)
 
@@ -123,13 +127,14 @@ def _growth_series(curve: Curve) -> list[Series]:
     n, sigma = curve.values("estimate")
     series = [
         Series("σ", n, sigma, "points", "blue", curve.values("lower")[1], curve.values("upper")[1]),
-        Series("companion estimator", *curve.values(COMPANION), "points", "orange"),
+        Series(_SCRIPTS, *curve.values(COMPANION), "points", "orange"),
         Series("certified upper bound", *curve.values("certified"), "marks", "green", group="bound"),
     ]
     grid = log_grid(min(n), max(n), 61)
     for estimator, colour in ((SIGMA, "blue"), (COMPANION, "orange")):
         if fit := curve.fit(estimator):
-            label = f"{fit.c:.3g}·n^{round(fit.alpha, 2) + 0.0:.2f} ({estimator})"
+            whose = SIGMA if estimator == SIGMA else "scripts"
+            label = f"{fit.c:.3g}·n^{round(fit.alpha, 2) + 0.0:.2f} ({whose})"
             series.append(Series(label, grid, [fit.c * k**fit.alpha for k in grid], "line", colour, group="fit"))
     if curve.is_published:
         label = f"{PUBLISHED}, drawn in the public repository"
@@ -170,8 +175,10 @@ def _adversarial(rows: Sequence[Row], cast: Cast) -> Iterator[Panel]:
 
 def _layernorm(rows: Sequence[Row], cast: Cast) -> Iterator[Panel]:
     table = analysis.norm_table(rows)
+    before = {row["model"] for row in table if "norm+attention" in row["sigma"]}
     for member in cast.members:
-        if mine := [row for row in table if row["model"] == member.name]:
+        # Models that normalise before attention, where there are any.
+        if mine := [row for row in table if row["model"] == member.name and (not before or member.name in before)]:
             longest, deep = max(row["n"] for row in mine), max(row["layer"] for row in mine)
             for column, at, x, label in (("n", longest, "layer", "layer"), ("layer", deep, "n", _TOKENS)):
                 series = _layernorm_series([row for row in mine if row[column] == at], x)

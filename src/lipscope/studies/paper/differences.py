@@ -121,8 +121,8 @@ def textbook_seconds(samples: Sequence[tuple[Attention, Tensor]], points: Sequen
     """Time that ``power_loop`` would need for every point, from the time it needs for the samples.
 
     Work of a step is taken as 16·n·d² + 16·n²·d, as in ``lipscope.runs.tasks``. Counted is the processor's time on one
-    thread, as for the tasks of a run: it does not depend on what else the machine does. ``points`` are (n, d) of every
-    measured input.
+    thread, which does not depend on what else the machine does; tasks of a run count the time that passes, which is no
+    less. ``points`` are (n, d) of every measured input.
     """
     spent, work, steps = 0.0, 0.0, []
     with torch_threads(1):

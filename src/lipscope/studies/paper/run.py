@@ -105,7 +105,7 @@ def write_results(rows: Sequence[Row], cast: Cast, settings: Settings, about: di
         ("FINDINGS.md", found.to_markdown()),
         ("findings.html", found.to_html(pictures)),
         ("reproduction.md", reproduced.to_markdown()),
-        ("FINDINGS.csv", csv_text(analysis.every_number(rows))),
+        ("FINDINGS.csv", csv_text([one._asdict() for one in analysis.every_number(rows)])),
     ):
         files.append(write_file(directory / name, text))
     return files

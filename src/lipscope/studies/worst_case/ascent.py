@@ -32,9 +32,9 @@ from lipscope.attention.operators import AttentionOperator
 from lipscope.attention.variants import Variant
 from lipscope.bounds.domain import Domain, domain_of
 from lipscope.doors import at_least
-from lipscope.measure.gradient import SigmaGradient, VariantSigmaGradient
+from lipscope.measure.gradient import sigma_gradient
 from lipscope.measure.sigma import check_tokens, local_lipschitz
-from lipscope.rounding import interval
+from lipscope.rounding import Shown, interval
 from lipscope.spectral.basis import scaled_norm, unit_rows
 from lipscope.spectral.golub_kahan import GolubKahan
 from lipscope.spectral.operator import Operator
@@ -53,8 +53,8 @@ _JITTER = 0.1
 _RADII = (1.0, 0.5, 0.25)
 
 
-@dataclass(frozen=True, eq=False)
-class Ascent:
+@dataclass(frozen=True, eq=False, repr=False)
+class Ascent(Shown):
     """What a search found."""
 
     tokens: Tensor  # the best input (n, d)
@@ -70,6 +70,11 @@ class Ascent:
     # Seed of the start vector that measured ``sigma``, see ``unseen``; with it as the ``seed`` of the solver the tokens give
     # the same interval again.
     start_seed: int
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per restart: where it began, and its σ there and at its end."""
+        found = zip(self.labels, self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [{"label": label, "start": start, "end": end} for label, start, end in found]
 
     def __str__(self) -> str:
         s = self.sigma
@@ -186,7 +191,6 @@ class _Search:
 
     def __init__(self, layer: Attention | Variant, domain: Domain, z: Tensor, seed: int) -> None:
         self.layer, self.domain, self.z, self.seed = layer, domain, z, seed
-        self.gradient: Any = SigmaGradient(layer) if isinstance(layer, Attention) else VariantSigmaGradient(layer)
         self.active = torch.arange(z.shape[0])
         operator = self._at(z)
         self.pair = cold_pair(operator, seed=seed)
@@ -250,7 +254,7 @@ class _Search:
         self.direction[items] = self._direction(operator, pair)
 
     def _direction(self, operator: AttentionOperator, pair: TopPair) -> Tensor:
-        g = self.domain.pull_back(self.gradient(operator, pair.left, pair.right))
+        g = self.domain.pull_back(sigma_gradient(operator, pair.left, pair.right))
         norms = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         # Tokens whose gradient is rounding stay where they are.
         floor = 1e3 * torch.finfo(g.dtype).eps * norms.amax(1, keepdim=True)

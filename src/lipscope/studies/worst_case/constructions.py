@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class Construction:
     """A constructed input."""
 
     name: str  # see the table of this module
-    tokens: Tensor  # X (n, d), inside the set
+    tokens: Tensor = field(repr=False)  # X (n, d), inside the set
     head: int  # the head whose A it was built from
     m: int  # number of tokens at u; the other n−m are at w
     # Closed-form lower bound for σ(X) of the whole layer; None when a mask or additive bias rules it out.

@@ -41,7 +41,7 @@ from lipscope.models.load import load
 from lipscope.models.model import Model
 from lipscope.models.recorded import RecordedLayer
 from lipscope.models.text import Chunker, excerpt_for, parse_lengths
-from lipscope.rounding import Shown, round_down
+from lipscope.rounding import Shown, interval, round_down
 from lipscope.runs.fit import GrowthFit, fit_growth
 from lipscope.spectral.result import SpectralNorm
 from lipscope.studies.rows import Row, sigma_row
@@ -88,6 +88,9 @@ class Growth(Shown):
         curves, lengths = self.curves(), [w.n for w in self.worst]
         names = ["worst", *(c.name for c in self.worst[0].built if c.name in curves)] if len(lengths) > 2 else []
         return {name: fit_growth(lengths, curves[name]) for name in names if min(curves[name]) > 0}
+
+    def __str__(self) -> str:
+        return "\n".join([f"worst σ on {self.domain}", *(f"  n = {w.n}: {w.sigma.estimate:.4g}" for w in self.worst)])
 
     @property
     def fit(self) -> GrowthFit:
@@ -160,9 +163,6 @@ def growth(
         steps: see ``maximise``.
         seed: see ``maximise``.
         progress: called with (lengths done, lengths, what).
-
-    Returns:
-        A ``Growth``.
 
     Raises:
         ValueError: when a length is below 2, the method is unknown, or the set is not given.
@@ -308,8 +308,8 @@ def attack(
     return growth(attention, sizes, **where, starts=tokens, **search)
 
 
-@dataclass(frozen=True, eq=False)
-class RegimeMap:
+@dataclass(frozen=True, eq=False, repr=False)
+class RegimeMap(Shown):
     """Where a head is in the (n, R) plane, and its worst σ over n at one set."""
 
     borders: tuple[tuple[float, Regime], ...]  # the radius of the scaled set with its borders in n, for every scale
@@ -322,8 +322,16 @@ class RegimeMap:
     def to_dict(self) -> dict[str, Any]:
         """Borders and bounds as plain values; rows of σ are those of ``found``."""
         borders = [{"radius": radius, **vars(regime)} for radius, regime in self.borders]
+        return {"borders": borders, "bounds": self.to_rows()}
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One per length: between what σ over the set is at its worst."""
         bounds = zip(map(float, self.lengths), self.lower, self.upper, strict=True)
-        return {"borders": borders, "bounds": [{"n": n, "lower": low, "upper": high} for n, low, high in bounds]}
+        return [{"n": n, "lower": low, "upper": high} for n, low, high in bounds]
+
+    def __str__(self) -> str:
+        ends = interval(self.lower[-1], self.upper[-1])
+        return f"worst σ of a head on {self.found.domain}: in {ends} at n = {self.lengths[-1]:g}"
 
 
 def regime_map(
