@@ -61,8 +61,8 @@ def test_a_threshold_is_tried_on_the_seed_it_does_not_know(blowups, monkeypatch)
     monkeypatch.setattr(tables, "CASES", {"one": None})
     runs = {}
     for seed, largest in enumerate((10.0, 20.0)):
-        runs["one", "healthy", seed, ""] = run([1.0] * 40, lambda step, largest=largest: (largest, 1.0))
-        runs["one", "blow-up", seed, ""] = run([1.0] * 35 + [2.0] * 5, lambda step: (2.0 * step, 1.0))
+        runs["one", "healthy", seed, "", 1] = run([1.0] * 40, lambda step, largest=largest: (largest, 1.0))
+        runs["one", "blow-up", seed, "", 1] = run([1.0] * 35 + [2.0] * 5, lambda step: (2.0 * step, 1.0))
     verdict = tables.Verdict("max logit", runs, [0, 1])
     # Seed 1 has a twin at 20, above the 12 that seed 0 allows; seed 0 is judged by 24, seed 1 by 12.
     assert verdict.false == 1
@@ -87,22 +87,46 @@ def test_a_training_is_its_twin_but_for_one_mistake(blowups, monkeypatch, case):
     assert (weights[0] == weights[1]) == (case not in ("QK growth", "bf16 logits", "initialisation"))
 
 
-def test_the_default_alarm_is_what_the_page_found():
-    """Every default line lies at or above the threshold that no healthy twin reaches, and its signal leads the table."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = [line.split(" | ") for line in lines if re.match(r"\| \S.* \| \d+ of \d+", line)]
-    found = [(row[0].removeprefix("| "), float(row[1])) for row in rows if re.fullmatch(r"[\d.e+-]+", row[1])]
-    names = {"max logit": "max_logit", "max logit, change per step": "logit_change"}
-    thresholds = {names[name]: limit for name, limit in found if name in names}
-    assert {line.quantity for line in ALARM} == set(thresholds)
+def test_the_page_says_what_the_kept_rows_say(blowups):
+    """Tables and sentences of the page are those that the script makes of the rows."""
+    text, tables = PAGE.read_text(encoding="utf-8"), blowups["tables"]
+    for name, content in tables.tables(tables.read()).items():
+        assert f"<!-- begin {name} -->\n\n{content}\n\n<!-- end {name} -->" in text, name
+
+
+def test_kept_rows_are_those_of_the_runs(blowups, monkeypatch, tmp_path):
+    tables = blowups["tables"]
+    monkeypatch.setattr(tables, "ROWS", tmp_path / "rows.csv")
+    bad = run([1.23456] * 10 + [2.0] * 10, lambda step: (10.0, step, 0.5))
+    treated = [dict(row, acted="-1") for row in bad]
+    tables.keep({("one", "blow-up", 0, "", 1): bad, ("one", "blow-up", 0, "QKClip", 7): treated})
+    found = tables.read()
+    assert found["one", "blow-up", 0, "", 1][0]["loss"] == "1.235"
+    assert tables.SIGNALS["max logit"](found["one", "blow-up", 0, "", 1]) == tables.SIGNALS["max logit"](bad)
+    late = found["one", "blow-up", 0, "QKClip", 7]
+    assert (late[19]["step"], late[19]["held_out"], late[19]["acted"]) == ("20", "2", "-1")
+    assert tables.outcome(late, bad).startswith("+0.00 **saved** (off at step 1)")
+
+
+def test_the_default_alarm_is_what_the_page_found(blowups):
+    """Its lines are the thresholds of the twins they were chosen on, rounded up; no other twin reaches them."""
+    tables = blowups["tables"]
+    runs = tables.read()
+    chosen = [run for key, run in runs.items() if key[1] == "healthy" and key[2] in tables.CHOSEN_ON and not key[3]]
+    assert {line.quantity for line in ALARM} == set(tables.NAMES)
     for line in ALARM:
-        assert thresholds[line.quantity] <= line.above <= 1.1 * thresholds[line.quantity]
-    assert names.keys() <= {name for name, _ in found[:3]}
+        limit = tables.threshold(tables.NAMES[line.quantity], chosen)
+        assert limit <= line.above <= 1.1 * limit
+    for every in (5, tables.LOOK):
+        assert all(at is None for at in tables.alarm_steps(runs, tables.SEEDS, "healthy", every).values())
+    verdicts = {name: tables.Verdict(name, runs, tables.SEEDS) for name in tables.SIGNALS}
+    best = sorted(verdicts, key=lambda name: -len(verdicts[name].warned))[:2]
+    assert set(best) == set(tables.NAMES.values())
 
 
 def test_an_alarm_names_only_remedies_that_save_a_run_or_lessen_it():
     """Of the remedies of the page: those that save a run, and QKClip, of which the line says that it lessens."""
-    text = PAGE.read_text(encoding="utf-8").split("<!-- begin remedies -->")[1]
+    text = PAGE.read_text(encoding="utf-8").split("<!-- begin remedies -->")[1].split("<!-- end remedies -->")[0]
     saves = dict(re.findall(r"^\| ([^|]+) \| (\d+) of \d+ \|", text, flags=re.MULTILINE))
     said = [Alarm(0, None, 99.0, Threshold(quantity, above=50.0)).remedy for quantity in ("max_logit", "logit_change")]
     for words in [*said, Alarm(0, None, 99.0, Threshold("sigma", above=50.0)).remedy]:
@@ -112,7 +136,9 @@ def test_an_alarm_names_only_remedies_that_save_a_run_or_lessen_it():
     assert int(saves["learning rate ÷ 10"]) >= 1
     assert int(saves["skip the batch"]) >= 1
     assert "skip it" in Alarm(0, None, 99.0, Threshold("backward", above=50.0)).remedy
-    assert int(saves["max-logit penalty"]) == int(saves["σ penalty"]) == 0
+    assert all("use QK-norm" in words for words in said)
+    assert int(saves["QK-norm"]) >= 1
+    assert int(saves["max-logit penalty"]) == int(saves["σ penalty"]) == int(saves["soft-cap"]) == 0
 
 
 def test_the_example_runs(monkeypatch, capsys):

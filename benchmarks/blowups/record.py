@@ -2,8 +2,9 @@
 
 Loss, gradient norm and the backward bound are read at every step; σ, the largest logit and the entropy of every layer by the
 monitor every 5 steps, on two held-out windows. The held-out loss of every second step says when a training has blown up.
-With remedies every training runs again with each of them, from its first step on. Tables go to ``build/blowups/``; what is
-there already is kept, so that an interrupted run goes on. ``tables.py`` runs this, and reads them.
+With remedies every training runs again with each of them, from its first step on or from a later one. Tables go to
+``build/blowups/``; what is there already is kept, so that an interrupted run goes on. ``tables.py`` runs this, and packs
+them into ``rows.csv``.
 """
 
 from __future__ import annotations
@@ -13,32 +14,42 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from trainings import CASES, TOKENS, Training, advance
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from lipscope.training import ModelPenalty, Monitor, QKClip
 
 EVERY, LAYERS = 5, 3
 OUT = Path(__file__).parents[2] / "build" / "blowups"
 PER_LAYER = ("max_logit", "entropy", "sigma", "backward")
-COLUMNS = ("case", "run", "seed", "remedy", "step", "rate", "loss", "held_out", "grad_norm", "acted",
+COLUMNS = ("case", "run", "seed", "remedy", "first", "step", "rate", "loss", "held_out", "grad_norm", "acted",
            *(f"{name}_{layer}" for name in PER_LAYER for layer in range(LAYERS)))  # fmt: skip
 # Just above the largest logit of a healthy twin.
 TAU = 50.0
 
 
 class Remedy:
-    """Something that is done about a blow-up, from the first step on."""
+    """Something that is done about a blow-up."""
 
+    kind = "llama"  # the model that is trained
     rate = 1.0  # multiplies the learning rate
-    penalty: Callable[[torch.Tensor], torch.Tensor] | None = None  # added to the loss every 4th step
+    penalty: Callable[[Tensor], Tensor] | None = None  # added to the loss every 4th step
+
+    on = False
 
     def __init__(self, training: Training) -> None:
         self.training = training
+
+    def begin(self) -> None:
+        """What is done once, before the first step with it."""
+        self.on = True
 
     def skip(self, size: float) -> bool:
         """Whether to leave out a step whose gradient has this norm."""
@@ -96,30 +107,61 @@ class Skip(Remedy):
         """Whether this one is."""
         usual = statistics.median(self.sizes[-50:]) if len(self.sizes) >= 5 else math.inf
         self.sizes.append(size)
-        return not size <= 3 * usual
+        return self.on and not size <= 3 * usual
+
+
+class SoftCap(Remedy):
+    """Scores s become τ·tanh(s/τ)."""
+
+    def begin(self) -> None:
+        """The weights stay; attention is computed in another way."""
+        super().begin()
+        AttentionInterface.register("soft-cap", capped_attention)
+        AttentionMaskInterface.register("soft-cap", eager_mask)
+        self.training.model.set_attn_implementation("soft-cap")  # type: ignore[operator]
+
+
+def capped_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """As transformers computes it in its eager form, one key head per query head, with soft-capped scores."""
+    scores = TAU * torch.tanh(q @ k.mT * scaling / TAU)
+    weights = (scores if mask is None else scores + mask).softmax(-1, dtype=torch.float32).to(q)
+    return (weights @ v).transpose(1, 2).contiguous(), weights
+
+
+class QKNorm(Remedy):
+    """The same training of a model that has had QK-norm from its first day."""
+
+    kind = "qwen3"
 
 
 REMEDIES: dict[str, type[Remedy]] = {
     "": Remedy, "learning rate ÷ 10": LowerRate, "QKClip": Clip, "max-logit penalty": Logits, "σ penalty": Spectral,
-    "skip the batch": Skip,
+    "skip the batch": Skip, "soft-cap": SoftCap, "QK-norm": QKNorm,
 }  # fmt: skip
+# What can be done in the middle of a run.
+LATER = ("learning rate ÷ 10", "QKClip", "skip the batch", "soft-cap")
 
 
-def run(case: str, bad: bool, seed: int, remedy: str = "", watched: bool = True) -> list[dict[str, Any]]:
-    """One training, a row per step."""
-    training = CASES[case](seed, bad)
-    about = {"case": case, "run": "blow-up" if bad else "healthy", "seed": seed, "remedy": remedy}
+def run(case: str, bad: bool, seed: int, remedy: str = "", first: int = 1, *, watched: bool = True) -> list[dict[str, Any]]:
+    """One training, a row per step; with the remedy from step ``first`` on."""
+    training = CASES[case](seed, bad, REMEDIES[remedy].kind)
+    about = {"case": case, "run": "blow-up" if bad else "healthy", "seed": seed, "remedy": remedy, "first": first}
     try:
         help_ = REMEDIES[remedy](training)
     except ValueError as error:
         return [about | {"step": 0, "acted": str(error)[:200]}]
     monitor = Monitor(training.model, probe=training.held_out[:2], every=EVERY) if watched else None
     optimizer, rows = training.optimizer(), []
+    idle = Remedy(training)
     for step, rate, ids in training.batches(seed):
-        loss, size, skipped = advance(
-            training, optimizer, rate * help_.rate, ids, None if step % 4 else help_.penalty, help_.skip
-        )  # fmt: skip
-        row = about | {"step": step, "rate": rate, "loss": loss, "grad_norm": size, "acted": help_.after(step) + skipped}
+        if step == first:
+            help_.begin()
+        now = help_ if step >= first else idle
+        penalty = None if step % 4 else now.penalty
+        loss, size, skipped = advance(training, optimizer, rate * now.rate, ids, penalty, help_.skip)
+        row = about | {"step": step, "rate": rate, "loss": loss, "grad_norm": size, "acted": now.after(step) + skipped}
         if monitor is not None:
             record = monitor.step(step=step)
             row |= {f"backward_{layer}": gain for layer, gain in record.backward.items()}
@@ -135,16 +177,20 @@ def run(case: str, bad: bool, seed: int, remedy: str = "", watched: bool = True)
     return rows
 
 
-def record_all(seeds: int, *, remedies: bool = False) -> None:
-    """Run what has not been run yet."""
+def record_all(seeds: int, *, remedies: bool = False, alarms: Mapping[tuple[str, int], int] | None = None) -> None:
+    """Run what has not been run yet; with ``alarms``, what can be done after that step of a blow-up (case, seed)."""
     OUT.mkdir(parents=True, exist_ok=True)
-    plan = itertools.product(range(seeds), CASES, (False, True), enumerate(REMEDIES if remedies else [""]))
+    plan = itertools.product(range(seeds), CASES, (False, True), enumerate(REMEDIES if remedies or alarms else [""]))
     for seed, case, bad, (number, remedy) in plan:
-        path = OUT / f"{case.replace(' ', '-')}-{'bad' if bad else 'good'}-{seed}-{number}.csv"
+        first = 1 if alarms is None else alarms.get((case, seed), 0) + 1
+        if alarms is not None and (not bad or remedy not in LATER or (case, seed) not in alarms):
+            continue
+        later = "" if alarms is None else "-later"
+        path = OUT / f"{case.replace(' ', '-')}-{'bad' if bad else 'good'}-{seed}-{number}{later}.csv"
         if path.exists():
             continue
         start = time.process_time()
-        rows = run(case, bad, seed, remedy, watched=not remedy)
+        rows = run(case, bad, seed, remedy, first, watched=not remedy)
         with path.with_suffix(".part").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()

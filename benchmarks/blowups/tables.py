@@ -1,17 +1,18 @@
 """Which signal warns of a blow-up, how early, and which remedy saves the run: tables and figure of the recorded trainings.
 
-    python benchmarks/blowups/tables.py [--write docs/how-to/why-did-it-blow-up.md]
+    python benchmarks/blowups/tables.py [--record] [--write docs/how-to/why-did-it-blow-up.md]
 
 A training has *blown up* at the first step at which its held-out loss is 0.3 nats above that of its healthy twin at the same
 step. A signal's threshold is 1.2 times the largest value of any healthy twin of the *other* seeds; it is then tried on the
-blow-ups and the twins of the seed that was left out. What has not been recorded yet is recorded first: half an hour on one
-core that is free.
+blow-ups and the twins of the seed that was left out. Everything comes from the rows that are kept in ``rows.csv``, to four
+digits. With ``--record`` all trainings run first, unless build/blowups has them: half an hour on one core that is free.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import re
 import statistics
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from record import LAYERS, OUT, REMEDIES, record_all
+from record import COLUMNS, LATER, LAYERS, OUT, REMEDIES, record_all
 from trainings import CASES, STEPS
 
 from lipscope.report.charts import Chart, Panel, Series
@@ -27,19 +28,60 @@ from lipscope.report.draw_print import draw
 from lipscope.training.readings import ALARM
 
 BLOWN, MARGIN, RECENT = 0.3, 1.2, 50
+ROWS = Path(__file__).with_name("rows.csv")
+# The seeds of all runs, of those with remedies, and those on whose twins the numbers of the default alarm were chosen.
+SEEDS, TREATED, CHOSEN_ON = range(4), range(2), (0, 1)
+LOOK = 10  # a monitor with every=100, as by default, looks at the logits at multiples of this
 Run = list[dict[str, str]]
-Runs = dict[tuple[str, str, int, str], Run]
+Key = tuple[str, str, int, str, int]  # case, run, seed, remedy, the first step with it
+Runs = dict[Key, Run]
 Curve = list[tuple[int, int | None, float]]  # step, layer, value: larger is worse
+ABOUT = ("case", "run", "seed", "remedy", "first")
 
 
-def read() -> Runs:
-    """All runs by case, run, seed and remedy."""
+def recorded() -> Runs:
+    """All runs of build/blowups."""
     found: Runs = {}
     for path in sorted(OUT.glob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         first = rows[0]
-        found[first["case"], first["run"], int(first["seed"]), first["remedy"]] = rows
+        key = first["case"], first["run"], int(first["seed"]), first["remedy"], int(first.get("first") or 1)
+        found[key] = rows
+    return found
+
+
+def keep(runs: Runs) -> None:
+    """What the tables need of all runs, to four digits, in one file: a line per run and column, a value per step."""
+    with ROWS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*ABOUT, "column", "values"])
+        for key, run in sorted(runs.items()):
+            # Of a run with a remedy only what came of it.
+            columns = [name for name in COLUMNS if name not in (*ABOUT, "step")] if not key[3] else ["held_out", "acted"]
+            for name in columns:
+                values = [_digits(row.get(name) or "") for row in run]
+                if any(values):
+                    writer.writerow([*key, name, " ".join(value or "-" for value in values)])
+
+
+def _digits(value: str) -> str:
+    try:
+        return f"{float(value):.4g}"
+    except ValueError:
+        return value.replace(" ", "_")  # why a remedy was refused
+
+
+def read() -> Runs:
+    """All runs that are kept, by case, run, seed, remedy and its first step."""
+    found: Runs = {}
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            values = line["values"].split(" ")
+            key = line["case"], line["run"], int(line["seed"]), line["remedy"], int(line["first"])
+            run = found.setdefault(key, [{"step": str(step)} for step in range(1, len(values) + 1)])
+            for row, value in zip(run, values, strict=True):
+                row[line["column"]] = "" if value == "-" else value
     return found
 
 
@@ -104,7 +146,7 @@ SIGNALS: dict[str, Callable[[Run], Curve]] = {
 
 def held_out(run: Run) -> dict[int, float]:
     """The held-out loss by step."""
-    return {int(row["step"]): _finite(row["held_out"]) for row in run if row["held_out"]}
+    return {int(row["step"]): _finite(row["held_out"]) for row in run if row.get("held_out")}
 
 
 def blown_up(run: Run, twin: Run) -> int | None:
@@ -136,7 +178,7 @@ class Verdict:
             others = [run for key, run in runs.items() if key[1] == "healthy" and key[2] != seed and not key[3]]
             limit = threshold(name, others)
             for case in CASES:
-                bad, twin = (runs[case, run, seed, ""] for run in ("blow-up", "healthy"))
+                bad, twin = (runs[case, run, seed, "", 1] for run in ("blow-up", "healthy"))
                 self.false += crossing(name, twin, limit) is not None
                 seen, when = crossing(name, bad, limit), blown_up(bad, twin)
                 self.steps[case, seed] = None if seen is None or when is None else when - seen[0]
@@ -168,7 +210,7 @@ def cases_table(runs: Runs, seeds: Sequence[int]) -> str:
     """What was run."""
     rows = []
     for case, make in CASES.items():
-        found = [(runs[case, "blow-up", seed, ""], runs[case, "healthy", seed, ""]) for seed in seeds]
+        found = [(runs[case, "blow-up", seed, "", 1], runs[case, "healthy", seed, "", 1]) for seed in seeds]
         steps = "/".join(str(blown_up(*pair)) for pair in found)
         worst = "/".join(f"{max(held_out(bad).values()):.2f}" for bad, _ in found)
         ends = "/".join(f"{list(held_out(bad).values())[-1]:.2f}" for bad, _ in found)
@@ -178,32 +220,43 @@ def cases_table(runs: Runs, seeds: Sequence[int]) -> str:
 
 
 def remedies_table(runs: Runs) -> str:
-    """What every remedy does to the blow-ups and to the twins."""
-    seeds = sorted({key[2] for key in runs if key[3]})
+    """What every remedy does to the blow-ups and to the twins, from the first step on."""
     rows = []
     for remedy in REMEDIES:
         cells, saved, tried, costs = [], 0, 0, []
         for case in CASES:
-            for seed in seeds:
-                bad, good = (runs.get((case, run, seed, remedy)) for run in ("blow-up", "healthy"))
-                twin = runs[case, "healthy", seed, ""]
-                if bad is None or good is None:
-                    continue
+            found = []
+            for seed in TREATED:
+                bad, good = (runs[case, run, seed, remedy, 1] for run in ("blow-up", "healthy"))
+                twin = runs[case, "healthy", seed, "", 1]
                 tried += 1
-                if len(bad) < STEPS:
-                    cells.append("refused")
-                    continue
-                excess = last(bad) - last(twin)
-                kept = blown_up(bad, twin) is None
-                saved += kept
-                off = next((f" (off at step {row['step']})" for row in bad if row["acted"] == "-1"), "")
-                cells.append(f"{excess:+.2f}" + (" **saved**" if kept else "") + off)
                 if len(good) == STEPS:
                     costs.append(last(good) - last(twin))
-        if tried:
-            cost = f"{statistics.mean(costs):+.3f} (worst {max(costs):+.3f})" if costs else "–"
-            rows.append([remedy or "none", f"{saved} of {tried}", cost if remedy else "", *cells])
+                found.append(outcome(bad, twin) if len(bad) == STEPS else "refused")
+                saved += "saved" in found[-1]
+            cells.append("/".join(found))
+        cost = f"{statistics.mean(costs):+.3f} (worst {max(costs):+.3f})"
+        rows.append([remedy or "none", f"{saved} of {tried}", cost if remedy else "", *cells])
     return table(["remedy", "saves", "costs the twins", *CASES], rows)
+
+
+def outcome(run: Run, twin: Run) -> str:
+    """By how much the last loss exceeds that of the twin, and whether the run is saved."""
+    off = next((f" (off at step {row['step']})" for row in run if row.get("acted") == "-1"), "")
+    return f"{last(run) - last(twin):+.2f}" + (" **saved**" if blown_up(run, twin) is None else "") + off
+
+
+def later_table(runs: Runs) -> str:
+    """What the remedies do to a blow-up from the step after the alarm on, where it came in time."""
+    early, rows = in_time(runs, TREATED), []
+    for remedy in ("", *LATER):
+        found = []
+        for (case, seed), at in early.items():
+            run = runs[case, "blow-up", seed, remedy, at + 1 if remedy else 1]
+            found.append(outcome(run, runs[case, "healthy", seed, "", 1]))
+        saved = sum("saved" in cell for cell in found)
+        rows.append([remedy or "none", f"{saved} of {len(found)}", *found])
+    return table(["from the alarm on", "saves", *(f"{case} {seed}, step {at}" for (case, seed), at in early.items())], rows)
 
 
 def last(run: Run) -> float:
@@ -211,40 +264,73 @@ def last(run: Run) -> float:
     return statistics.mean(list(held_out(run).values())[-5:])
 
 
+NAMES = {"max_logit": "max logit", "logit_change": "max logit, change per step"}
+
+
+def thinned(run: Run, every: int) -> Run:
+    """The run with readings at the first step and at multiples of ``every`` only."""
+    names = [f"max_logit_{layer}" for layer in range(LAYERS)]
+    kept = (row if int(row["step"]) in (1, *range(0, STEPS + 1, every)) else row | dict.fromkeys(names, "") for row in run)
+    return list(kept)
+
+
+def alarm_steps(
+    runs: Runs, seeds: Sequence[int], which: str = "blow-up", every: int = LOOK
+) -> dict[tuple[str, int], int | None]:
+    """The step at which the default alarm speaks, by case and seed."""
+    found = {}
+    for case, seed in itertools.product(CASES, seeds):
+        run = thinned(runs[case, which, seed, "", 1], every)
+        seen = [at for line in ALARM if (at := crossing(NAMES[line.quantity], run, line.above or 0.0))]
+        found[case, seed] = min((step for step, _ in seen), default=None)
+    return found
+
+
+def in_time(runs: Runs, seeds: Sequence[int], every: int = LOOK) -> dict[tuple[str, int], int]:
+    """The steps at which the default alarm speaks before the loss does."""
+    found = {}
+    for (case, seed), at in alarm_steps(runs, seeds, every=every).items():
+        when = blown_up(*(runs[case, run, seed, "", 1] for run in ("blow-up", "healthy")))
+        if at is not None and when is not None and at < when:
+            found[case, seed] = at
+    return found
+
+
 def default_alarm(runs: Runs, seeds: Sequence[int]) -> str:
     """What the alarm that a monitor has by default would have said."""
-    names = {"max_logit": "max logit", "logit_change": "max logit, change per step"}
-    warned, late, silent, false = [], [], [], 0
-    for case in CASES:
-        for seed in seeds:
-            bad, twin = (runs[case, run, seed, ""] for run in ("blow-up", "healthy"))
-            seen = [found for line in ALARM if (found := crossing(names[line.quantity], bad, line.above or 0.0))]
-            false += any(crossing(names[line.quantity], twin, line.above or 0.0) is not None for line in ALARM)
-            when = blown_up(bad, twin)
-            assert when is not None, (case, seed)
-            (silent if not seen else warned if min(seen)[0] < when else late).append((case, seed))
-            if seen and min(seen)[0] < when:
-                warned[-1] = case, when - min(seen)[0]
+
+    def worth(seeds: Sequence[int], every: int) -> str:
+        early = in_time(runs, seeds, every)
+        ahead = [
+            (blown_up(*(runs[case, run, seed, "", 1] for run in ("blow-up", "healthy"))) or STEPS) - at
+            for (case, seed), at in early.items()
+        ]
+        missed = [case for case in CASES if any((case, seed) not in early for seed in seeds)]
+        count = f"{len(early)} of {len(CASES) * len(seeds)} blow-ups, a median of {statistics.median(ahead):g} steps ahead"
+        return f"{count} (late or silent, in some seed: {', '.join(missed)})"
+
     lines = " and ".join(line.describe() for line in ALARM)
-    steps = statistics.median(steps for _, steps in warned)
-    missed = ", ".join(dict.fromkeys(case for case, _ in late + silent))
+    others = [seed for seed in seeds if seed not in CHOSEN_ON]
+    spoken = sum(at is not None for at in alarm_steps(runs, seeds, "healthy", every=5).values())
     return (
-        f"The default alarm ({lines}, its numbers rounded up from this table) warns in {len(warned)} of "
-        f"{len(CASES) * len(seeds)} blow-ups, a median of {steps:g} steps ahead; it comes late or not at all in: {missed}. "
-        f"It speaks in {false} of the {len(CASES) * len(seeds)} healthy twins, which its numbers were chosen on."
+        f"The default alarm ({lines}) has numbers that were rounded up from the twins of seeds "
+        f"{' and '.join(map(str, CHOSEN_ON))}. With readings every 5 steps it warns there in {worth(CHOSEN_ON, 5)}; of the "
+        f"seeds {' and '.join(map(str, others))}, which it did not know, in {worth(others, 5)}. It speaks in {spoken} of "
+        f"the {len(CASES) * len(seeds)} healthy twins. As a monitor with `every=100` looks, every {LOOK} steps, it warns in "
+        f"{worth(seeds, LOOK)}. With readings every 100 steps alone it would be {worth(seeds, 100)}."
     )
 
 
 def chart(runs: Runs, case: str = "QK growth", seed: int = 0) -> Chart:
     """One blow-up: its loss, its largest logit and σ, beside the twin and the run with QK-clip."""
-    bad, twin = (runs[case, run, seed, ""] for run in ("blow-up", "healthy"))
+    bad, twin = (runs[case, run, seed, "", 1] for run in ("blow-up", "healthy"))
     curves = {"as it is": (bad, "orange", "line"), "healthy twin": (twin, "blue", "dashes")}
     losses = [
         Series(name, [*held_out(run)], [*held_out(run).values()], look, colour)
         for name, (run, colour, look) in curves.items()
     ]
     for remedy, colour in (("QKClip", "green"), ("learning rate ÷ 10", "purple")):
-        loss = held_out(runs[case, "blow-up", seed, remedy])
+        loss = held_out(runs[case, "blow-up", seed, remedy, 1])
         losses.append(Series(f"with {remedy}", [*loss], [*loss.values()], "dots", colour))
     panels = [Panel(losses, "step", "held-out loss", "what everybody sees")]
     for signal, label, line in (("max logit", "largest logit", ALARM[0].above), ("σ", "σ", None)):
@@ -274,24 +360,33 @@ def write(page: Path, name: str, content: str) -> None:
     page.write_text(new, encoding="utf-8")
 
 
+def tables(runs: Runs) -> dict[str, str]:
+    """What the page shows, by the name of its markers."""
+    verdicts = sorted((Verdict(name, runs, SEEDS) for name in SIGNALS), key=lambda v: (-len(v.warned), v.false))
+    signals = table(["signal", "threshold", "warned", "late", "false alarms", *CASES], [v.row() for v in verdicts])
+    return {
+        "cases": cases_table(runs, SEEDS),
+        "signals": f"{signals}\n\n{default_alarm(runs, SEEDS)}",
+        "remedies": remedies_table(runs),
+        "later": later_table(runs),
+    }
+
+
 def main() -> None:
     """Print the tables, and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="run all trainings that build/blowups does not have")
     parser.add_argument("--write", type=Path, help="page whose tables and figure are written")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    record_all(seeds=2)
-    record_all(seeds=1, remedies=True)
+    if options.record:
+        record_all(len(SEEDS))
+        record_all(len(TREATED), remedies=True)
+        keep(recorded())
+        record_all(len(TREATED), alarms=in_time(read(), TREATED))
+        keep(recorded())
     runs = read()
-    pairs = [(case, run) for case in CASES for run in ("blow-up", "healthy")]
-    seeds = [seed for seed in sorted({key[2] for key in runs}) if all((*pair, seed, "") in runs for pair in pairs)]
-    verdicts = sorted((Verdict(name, runs, seeds) for name in SIGNALS), key=lambda v: (-len(v.warned), v.false))
-    signals = table(["signal", "threshold", "warned", "late", "false alarms", *CASES], [v.row() for v in verdicts])
-    found = {
-        "cases": cases_table(runs, seeds),
-        "signals": f"{signals}\n\n{default_alarm(runs, seeds)}",
-        "remedies": remedies_table(runs),
-    }
+    found = tables(runs)
     print("\n\n".join(found.values()))
     if options.write:
         for name, content in found.items():

@@ -3,6 +3,7 @@
 A case is one mistake; its twin is the same training without it: same weights, data and seed. Five are fine-tunes of a small
 model that was trained for a moment on `alice` and goes on with `moby-dick`. Every window is 32 bytes of text and the same 32
 bytes again: copying needs attention, so that a training whose attention breaks shows it in the loss.
+``kind`` is the model: Llama, or Qwen3, which has QK-norm.
 """
 
 from __future__ import annotations
@@ -141,20 +142,20 @@ def _warm_up(peak: float, steps: int = 60) -> Callable[[int], float]:
     return lambda step: peak * min(1.0, step / steps)
 
 
-def learning_rate(seed: int, bad: bool) -> Training:
+def learning_rate(seed: int, bad: bool, kind: str = "llama") -> Training:
     """A learning rate that rises from 1e-3 to 0.2; the twin's warm-up ends at 3e-3."""
     ramp = _warm_up(RATE) if not bad else lambda step: 1e-3 * 200 ** (step / STEPS)
-    return _on("moby-dick", trained("llama", seed), ramp)
+    return _on("moby-dick", trained(kind, seed), ramp)
 
 
-def qk_growth(seed: int, bad: bool) -> Training:
+def qk_growth(seed: int, bad: bool, kind: str = "llama") -> Training:
     """W_Q and W_K learn 100 times faster than the rest; the twin does too, but has QK-norm."""
-    return _on("moby-dick", trained("llama" if bad else "qwen3", seed), _warm_up(RATE), qk_rate=100.0)
+    return _on("moby-dick", trained(kind if bad else "qwen3", seed), _warm_up(RATE), qk_rate=100.0)
 
 
-def bf16_logits(seed: int, bad: bool) -> Training:
+def bf16_logits(seed: int, bad: bool, kind: str = "llama") -> Training:
     """bfloat16 products; a part that all keys share grows by 8 % a step, which softmax sees in bfloat16 only."""
-    training = _on("moby-dick", trained("llama", seed), _warm_up(RATE), autocast=True)
+    training = _on("moby-dick", trained(kind, seed), _warm_up(RATE), autocast=True)
 
     def batch(step: int, ids: Tensor) -> Tensor:
         for block in training.model.model.layers:  # type: ignore[union-attr]
@@ -194,9 +195,9 @@ class LoraLinear(nn.Module):
         return found
 
 
-def lora(seed: int, bad: bool) -> Training:
+def lora(seed: int, bad: bool, kind: str = "llama") -> Training:
     """Adapters of rank 4 on all projections of attention; those of layer 1 have α = 800 where 8 was meant."""
-    model = trained("llama", seed)
+    model = trained(kind, seed)
     model.requires_grad_(False)
     for index, block in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -205,9 +206,9 @@ def lora(seed: int, bad: bool) -> Training:
     return _on("moby-dick", model, _warm_up(RATE))
 
 
-def initialisation(seed: int, bad: bool) -> Training:
+def initialisation(seed: int, bad: bool, kind: str = "llama") -> Training:
     """From scratch: W_Q and W_K drawn 25 times too large."""
-    model = fresh("llama", seed)
+    model = fresh(kind, seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if bad and ("q_proj" in name or "k_proj" in name):
@@ -215,17 +216,17 @@ def initialisation(seed: int, bad: bool) -> Training:
     return _on("alice", model, _warm_up(RATE, 20))
 
 
-def hard_data(seed: int, bad: bool) -> Training:
+def hard_data(seed: int, bad: bool, kind: str = "llama") -> Training:
     """Ten batches of noise in a row, at a learning rate that is high but fine for text."""
     noise = torch.Generator().manual_seed(seed)
 
     def batch(step: int, ids: Tensor) -> Tensor:
         return torch.randint(128, ids.shape, generator=noise) if bad and 50 < step <= 60 else ids
 
-    return _on("moby-dick", trained("llama", seed), _warm_up(2 * RATE), batch=batch)
+    return _on("moby-dick", trained(kind, seed), _warm_up(2 * RATE), batch=batch)
 
 
-CASES: dict[str, Callable[[int, bool], Training]] = {
+CASES: dict[str, Callable[..., Training]] = {
     "learning rate": learning_rate, "QK growth": qk_growth, "bf16 logits": bf16_logits, "LoRA layer": lora,
     "initialisation": initialisation, "hard data": hard_data,
 }  # fmt: skip

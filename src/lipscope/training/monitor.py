@@ -78,8 +78,9 @@ class WarmStart:
 
 
 SCOPES = tuple(scope for scope in MODEL_SCOPES if scope not in ("head", "model", *CROSS_SCOPES))
-# Between two measurements of σ the logits are looked at so many times, for the alarm: one forward pass of the probe.
-LOOKS = 10
+# Between two measurements of σ the logits are looked at so many times, for the alarm: one forward pass of the probe. But not
+# at closer steps than in benchmarks/blowups, where the default line for their change per step was chosen.
+LOOKS, LOOK_APART = 10, 5
 
 
 class Monitor:
@@ -90,13 +91,13 @@ class Monitor:
         probe: the probe batch: the model's arguments, token ids (B, n), or embedded tokens (B, n, d). By default the
             beginning of the first batch that the model sees.
         every: measure at the first step and whenever the number of the step is a multiple of this; thresholds on logits,
-            entropy and sinks are looked at ten times as often.
+            entropy and sinks are looked at ten times as often, at most every 5 steps.
         heads: also measure every head.
         layers: which layers; by default all, or those with low-rank adapters where there are any.
         scope: attention, norm+attention, attention+residual or block.
         inputs: inputs of the probe batch to keep.
         tokens: tokens of each to keep.
-        backward: read the free lower bound from backward passes, ten times as often as σ, or always where a threshold is
+        backward: read the free lower bound from backward passes, at steps of these looks, or always where a threshold is
             about it; with scope attention only, to which it belongs.
         thresholds: lines that must not be crossed, each with an action; by default those of ``readings.ALARM``, a warning
             when the largest logit is above 50 or grows by more than 1.6 a step. ``()`` for none.
@@ -216,7 +217,8 @@ class Monitor:
         """
         self.steps = self.steps + 1 if step is None else step
         first = not self._measured
-        measured, between = first or self.steps % self.every == 0, max(1, self.every // LOOKS)
+        measured = first or self.steps % self.every == 0
+        between = min(self.every, max(LOOK_APART, self.every // LOOKS))
         record = self._record(batch, measured=measured, look=self._looks and self.steps % between == 0)
         for gain in self._gains:
             gain.watching = self._always or (self.steps + 1) % between == 0
