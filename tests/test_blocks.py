@@ -33,6 +33,22 @@ def test_frobenius_norms_equal_dense_ones(mask: str, extras: str, monkeypatch: p
             assert error <= 1e-5 * value
 
 
+@pytest.mark.parametrize("extras", cases.EXTRAS)
+def test_sizes_of_blocks_are_above_dense_ones_and_close(extras: str) -> None:
+    """Also those of the diagonal, with all three parts, in strips that hold some of the columns."""
+    subject = cases.layer(extras=cases.EXTRAS[extras]).with_mask("causal").for_input(0)
+    x = cases.random(cases.N_TOKENS, cases.WIDTH, seed=8)
+    J = torch.autograd.functional.jacobian(subject, x)
+    sizes = torch.linalg.matrix_norm(J.transpose(1, 2))
+    for height in (None, 2):
+        for strip in Blocks(subject, x, height=height).strips():
+            found = strip.part_sizes[0].clone()
+            strip.own(found).copy_(strip.own_size)
+            expected = sizes[strip.rows, strip.columns]
+            assert bool((expected <= found * (1 + 1e-12)).all())
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("extras", ["everything", "rotary", "biases"])
 @pytest.mark.parametrize("kind", [lipscope.LayerNorm, lipscope.RMSNorm])
 def test_frobenius_norms_behind_a_normalisation(extras: str, kind: type) -> None:

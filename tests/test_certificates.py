@@ -204,6 +204,23 @@ def test_certificates_of_random_layers_of_the_size_of_gpt2_are_close(mask, heads
     assert sigma <= float(certified_upper(one, X)) <= heads * sigma
 
 
+@pytest.mark.parametrize(("width", "limit"), [(96, 1.5), (208, 1.65)])
+@pytest.mark.parametrize("out", [1.0, 0.5, 2.0])
+def test_row_grams_of_wide_layers_are_above_and_close(width, limit, out):
+    """Several panels of the triangle of W_O, which may be wide or tall, and norms by squares or by a factorisation."""
+    G = torch.Generator().manual_seed(width)
+    q, k, v = (torch.randn(width, width, generator=G, dtype=torch.float64) / math.sqrt(width) for _ in range(3))
+    W_O = torch.randn(int(out * width), width, generator=G, dtype=torch.float64) / math.sqrt(width)
+    layer, X = (
+        lipscope.Attention(q, k, v, W_O, heads=4, mask="causal"),
+        torch.randn(1, 4, width, generator=G, dtype=torch.float64),
+    )
+    sigma = float(lipscope.local_lipschitz(layer, X, solver=lipscope.Dense()).estimate)
+    tight = float(certified_upper(layer, X, rung="tight"))
+    assert sigma <= tight <= limit * sigma
+    assert tight <= float(certified_upper(layer, X))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 9), st.sampled_from((-60, 0, 60)))
 def test_sums_over_heads_are_bounded_by_their_factors(seed, heads, width, size):

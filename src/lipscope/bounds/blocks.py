@@ -44,7 +44,7 @@ from lipscope.attention.layer import Attention
 from lipscope.attention.norms import NormLinearisation
 from lipscope.attention.rotary import Rotation
 from lipscope.attention.validation import derived
-from lipscope.bounds.head_blocks import HeadBlocks, joined_norms
+from lipscope.bounds.head_blocks import HeadBlocks
 from lipscope.bounds.head_rounding import ROUNDS, Rounding
 from lipscope.bounds.products import Products
 from lipscope.bounds.spectral_upper import RANK
@@ -54,7 +54,7 @@ from lipscope.bounds.weights import layer_weights
 ENTRIES = 1 << 24
 # Entries of arrays that a processor keeps close.
 CACHED = 1 << 19
-# Entries of the scores up to which the norms of blocks are looked at head by head.
+# Entries of the scores up to which the norms of blocks of a single head are looked at.
 SMALL = 1 << 22
 
 
@@ -224,11 +224,20 @@ class Strip:
         return [(ROUNDS * (margin * size + unit * most), ROUNDS * unit * terms.square()) for size, most, terms in (A, K, B)]
 
     @cached_property
-    def part_sizes(self) -> tuple[Tensor, Tensor]:
-        """≥ ‖K_ij‖_F (r, c) and ≥ ‖Q_i‖_F (r,)."""
-        _, (key_off, key_rounding), (own_off, own_rounding) = self.errors
-        keys, queries = (self.key.clamp_min(0) + key_rounding).sqrt(), (self.query.clamp_min(0) + own_rounding).sqrt()
-        return keys + key_off, queries + own_off
+    def part_sizes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """≥ ‖M_ij + K_ij‖_F and ‖K_ij‖_F (r, c), ≥ ‖Q_i‖_F (r,)."""
+        squares = self.square, self.key, self.query
+        both, keys, queries = (
+            (t.clamp_min(0) + rounding).sqrt() + off for t, (off, rounding) in zip(squares, self.errors, strict=True)
+        )
+        return both, keys, queries
+
+    @cached_property
+    def own_size(self) -> Tensor:
+        """≥ ‖M_ii + K_ii + Q_i‖_F (r,)."""
+        (off, rounding), _, (own_off, own_rounding) = self.errors
+        squares = (self.own(self.square) + self.query + self.own_query).clamp_min(0)
+        return (squares + 2 * (self.own(rounding) + own_rounding)).sqrt() + self.own(off) + own_off
 
     @cached_property
     def image(self) -> HeadBlocks:
@@ -238,8 +247,8 @@ class Strip:
 
     @cached_property
     def head_norms(self) -> Tensor | None:
-        """≥ ‖M_ij + K_ij‖ (r, c) from norms of every head, where n×n matrices are small."""
-        return joined_norms(self, lambda heads: heads.norms[1]) if len(self.P) * self.at.n**2 <= SMALL else None
+        """≥ ‖M_ij + K_ij‖ (r, c) of a single head, where n×n matrices are small."""
+        return self.image.norms[1][0] if len(self.P) == 1 and self.at.n**2 <= SMALL else None
 
     @cached_property
     def mean_norms(self) -> Tensor:
@@ -302,6 +311,11 @@ class Strip:
         return total
 
     @cached_property
+    def square(self) -> Tensor:
+        """‖M_ij + K_ij‖_F² (r, c), not rounded up."""
+        return self.mean + self.key + self.mean_key()
+
+    @cached_property
     def query(self) -> Tensor:
         """‖Q_i‖_F² (r,), not rounded up."""
         (oo, qq), W, v, k, o = map(self.at.grams.pairs, ("oo", "qq")), self.W, self.v, self.k, self.o
@@ -321,6 +335,7 @@ class Strip:
             total += ((oG * o).sum(-1) * (key * keys).sum(-1)).sum(0)
         return total
 
+    @cached_property
     def own_query(self) -> Tensor:
         """2⟨M_ii + K_ii, Q_i⟩ (r,)."""
         grams, W, v, k, o = self.at.grams, self.W, self.v, self.k, self.o
@@ -388,9 +403,7 @@ def frobenius(at: Blocks, norm: NormLinearisation | None = None) -> tuple[float,
     most = 1.0 if norm is None else 4 * norm.g.abs().max().square()
     for strip in at.strips():
         columns, rows = scale[strip.columns], scale[strip.rows]
-        total = (
-            total + ((strip.mean + strip.key + strip.mean_key()) @ columns).sum() + (strip.query + strip.own_query()) @ rows
-        )
+        total = total + (strip.square @ columns).sum() + (strip.query + strip.own_query) @ rows
         (off, rounding), _, (own_off, own_rounding) = strip.errors
         error = error + 2 * most * ((rounding @ columns).sum() + own_rounding @ rows)
         moved = moved + 2 * most * ((off.square() @ columns).sum() + own_off.square() @ rows)

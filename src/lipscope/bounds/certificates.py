@@ -2,17 +2,13 @@
 
 With the blocks J_ij = M_ij + K_ij + δ_ij Q_i of ``bounds.blocks``:
 
-**Parts**: σ ≤ ‖M‖ + ‖K + Q‖. The mean part is M = Σ_h P^h ⊗ W_O^hW_V^h. With the singular value
-decompositions W_O^hW_V^h = U_hS_hY_hᵀ and any p_h ≥ ‖P^h‖ it is the product of [U_h√(p_hS_h)], of a block-diagonal matrix of
-the P^h/p_h, and of [Y_h√(p_hS_h)]ᵀ, so that
+**Parts**: σ is at most the norm of the n×n matrix of the norms of the blocks; and σ ≤ ‖M‖ + ‖K + Q‖, with that of
+‖K_ij‖_F + δ_ij‖Q_i‖_F for the second. The numbers are those of ‖J‖_F. With A the average of the P^h, the mean part
+M = Σ_h P^h ⊗ W_O^hW_V^h has
 
-    ‖M‖ ≤ ‖[U_1√(p_1S_1), …]‖ · ‖[Y_1√(p_1S_1), …]‖
+    ‖M‖ ≤ ‖W_O‖‖W_V‖ max_h‖P^h‖        ‖M‖ ≤ ‖A‖‖W_OW_V‖ + ‖W_O‖‖W_V‖ max_h‖|P^h − A|‖
 
-where heads enter by how much their ranges overlap, not by a sum; it is at most ‖W_O‖‖W_V‖max_h p_h too. The average A of P^h
-is taken out first: its leading direction t, ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖², where the first is a matrix of d
-columns; or all of it, ‖M‖ ≤ ‖A‖‖W_OW_V‖ + ‖Σ_h (P^h − A) ⊗ W_O^hW_V^h‖. The other part is at most the norm of the n×n matrix
-of ‖K_ij‖_F + δ_ij‖Q_i‖_F, and for several heads what ``bounds.joined`` says. Or all at once: the norm of the n×n matrix of
-the norms of blocks.
+For several heads ‖K‖ + ‖Q‖ may be less than ‖K + Q‖ by blocks: see ``bounds.joined``.
 
 **Row Gram**: with S_ij = M_ij + K_ij and any weights ω_ij, ω_i > 0, by Cauchy–Schwarz,
 
@@ -41,10 +37,9 @@ from lipscope.attention.validation import balanced, times_power
 from lipscope.bounds import blocks
 from lipscope.bounds.blocks import Blocks, Strip, frobenius
 from lipscope.bounds.bound import OURS, Bound, bound
-from lipscope.bounds.head_blocks import joined_norms
-from lipscope.bounds.joined import estimate, joined_parts, query_norms
-from lipscope.bounds.products import Products
-from lipscope.bounds.spectral_upper import PASSES, best_vectors, matrix_norm_upper, ritz_value, top_eigenvalue
+from lipscope.bounds.joined import estimate, joined_parts
+from lipscope.bounds.products import PANEL, Products
+from lipscope.bounds.spectral_upper import DIRECT, PASSES, best_vectors, matrix_norm_upper, top_eigenvalue
 from lipscope.bounds.weights import layer_weights
 
 if TYPE_CHECKING:
@@ -52,14 +47,11 @@ if TYPE_CHECKING:
 
 # Matrices of several strips are kept between passes over the scores up to so many of the n×n arrays of a strip's height.
 KEPT = 6
-# The parts of all heads together are bounded where so many times their estimate is less than the norm of the others.
-WASTE = 1.4
-# Operations up to which query parts of several heads are bounded in any case.
-FEW = 1 << 25
-# Lanczos steps of an estimate.
-STEPS = 12
+# Second moments of all heads are bounded where so many times their estimate is less than the norms of blocks, if these
+# are so many times the mean part.
+WASTE, DOMINANT = 1.4, 1.3
 # Choices of weights that row Grams are computed for.
-ROUNDS = 3
+ROUNDS = 2
 # Operations of a row Gram up to which it is part of every certificate.
 CHEAP = 1.5e9
 # Tokens up to which all rows may be one strip.
@@ -95,7 +87,7 @@ def certified_upper(
         Float64 bounds of shape (B,), or (B, H) for scope ``"head"``.
 
     Cost: ``"fast"`` about 4·H²·n²·(d_head + n) + 6·H·n²·d_head² + 16·H·n·d_head³ flops, with rotary embeddings
-    2·H²·n²·d_head² + 4·H²·n·d_head³ in the place of the first; ``"tight"`` besides, three times, 2·n²·d² + 12·n·d³.
+    2·H²·n²·d_head² + 4·H²·n·d_head³ in the place of the first; ``"tight"`` besides, twice, 2·n²·d² + 8·n·d³.
 
     Example:
         >>> import torch, lipscope
@@ -211,25 +203,18 @@ def _candidates(at: Blocks, gain: Tensor, rung: str) -> dict[str, float]:
     """The certificates of a rung, by name: dear ones where they may be the least."""
     if at.margin >= 0.1:
         return {"parts": math.inf, "row_gram": math.inf}
-    (H, n, dk), own = at.q.shape, torch.full_like(gain, math.inf)
-    side, few = H * at.layer.value_width, H == 1 or H * n * dk**3 <= FEW
-    gram = rung == "tight" or H == 1 or ROUNDS * (2 * n**2 * side**2 + 12 * n * side**3) <= CHEAP
-    for strip in at.strips():
-        if gram and H * n**2 <= blocks.SMALL and few:
-            own[strip.rows] = joined_norms(strip, lambda heads: heads.queries)
-        if H > 1 and few:
-            own[strip.rows] = torch.minimum(own[strip.rows], query_norms(strip))
-    (parts, whole), x = _block_sizes(at, gain, own, gram)
+    (H, n, _), own = at.q.shape, torch.full_like(gain, math.inf)
+    side = H * at.layer.value_width
+    gram = rung == "tight" or H == 1 or ROUNDS * (2 * n**2 * side**2 + 8 * n * side**3) <= CHEAP
+    for strip in at.strips() if H == 1 and n**2 <= blocks.SMALL else ():
+        own[strip.rows] = strip.image.queries[0]
+    (near, whole), x = _block_sizes(at, gain, own)
     if H > 1:
-        if rung == "tight" or WASTE * estimate(at, gain) < parts:
-            keys, queries = joined_parts(at, gain)
-            own = torch.minimum(own, queries)
-            parts = min(parts, keys + float((own * gain).max()))
-        best = _mean_part(at, gain) + parts
-        # The norms of blocks of single heads are dear, and take a twentieth from the norm of all blocks of real layers.
-        if not gram and 0.9 * whole < best:
-            whole = _block_sizes(at, gain, own, True)[0][1]
-        whole = min(whole, best)
+        mean = _mean_part(at, gain)
+        whole = min(whole, mean + near)
+        # Second moments are dear, and less than norms of blocks where heads are many and the mean part is small.
+        if whole > DOMINANT * mean and mean + WASTE * estimate(at, gain) < whole:
+            whole = min(whole, mean + joined_parts(at, gain))
     found = {"parts": whole}
     if gram:
         found["row_gram"] = _row_gram(at, gain, x * gain, own)
@@ -237,7 +222,7 @@ def _candidates(at: Blocks, gain: Tensor, rung: str) -> dict[str, float]:
     return {name: value * (1 + 4 * at.margin) + least for name, value in found.items()}
 
 
-def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor]) -> tuple[Tensor, Tensor]:
+def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor], rtol: float = 1e-3) -> tuple[Tensor, Tensor]:
     """Norms (k,) of nonnegative n×n matrices known strip by strip, (k, r, c), with the vectors at which they were found."""
     # Kept between passes where they are small beside what a strip takes.
     small = at.single or count * at.n <= KEPT * len(at.q) * at.height
@@ -249,102 +234,63 @@ def _norms(at: Blocks, count: int, matrices: Callable[[Strip], Tensor]) -> tuple
             found[:, columns] += (N.mT @ (N @ x[:, columns, None]))[..., 0]
         return found
 
-    return best_vectors(grams, at.q.new_ones(count, at.n), PASSES, rtol=1e-6 if small else 1e-3)
+    return best_vectors(grams, at.q.new_ones(count, at.n), PASSES, rtol=rtol if small else 1e-3)
 
 
-def _block_sizes(at: Blocks, gain: Tensor, own: Tensor, single: bool) -> tuple[list[float], Tensor]:
-    """Norms of the matrices of ‖K_ij‖_F and ‖M_ij + K_ij‖ (by ``single`` heads too), with ‖Q_i‖, and the x of the second."""
+def _block_sizes(at: Blocks, gain: Tensor, own: Tensor) -> tuple[list[float], Tensor]:
+    """Norms of the matrices of ‖K_ij + δ_ij Q_i‖ and of ‖J_ij‖, and the x of the second."""
 
     def matrices(strip: Strip) -> Tensor:
-        *both, queries = _near_norms(strip, own, single)
-        found = torch.stack(both) * gain[strip.columns]
-        strip.own(found).add_(queries * gain[strip.rows])
-        return found
+        keys, sizes, queries = _near_norms(strip, own)
+        found = torch.stack([keys, sizes])
+        diagonals = strip.own(found).add_(queries)
+        # The weights of a single head's row Gram are the better ones without.
+        if len(at.q) > 1:
+            diagonals[1].copy_(torch.minimum(diagonals[1], strip.own_size))
+        return found.mul_(gain[strip.columns])
 
-    norms, vectors = _norms(at, 2, matrices)
+    norms, vectors = _norms(at, 2, matrices, rtol=1e-6)
     return norms.tolist(), vectors[1]
 
 
-def _near_norms(strip: Strip, own: Tensor, single: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _near_norms(strip: Strip, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Upper bounds for ‖K_ij‖_F, ‖M_ij + K_ij‖ and ‖Q_i‖."""
-    keys, queries = strip.part_sizes
-    whole = strip.mean_norms + keys
-    if single and strip.head_norms is not None:
-        whole = torch.minimum(whole, strip.head_norms)
-    return keys, whole, torch.minimum(queries, own[strip.rows])
+    sizes, keys, queries = strip.part_sizes
+    sizes = torch.minimum(sizes, strip.mean_norms + keys)
+    if strip.head_norms is not None:
+        sizes = torch.minimum(sizes, strip.head_norms)
+    return keys, sizes, torch.minimum(queries, own[strip.rows])
 
 
 def _mean_part(at: Blocks, gain: Tensor) -> float:
     """A bound for ‖M‖."""
-    H = at.layer.heads
+    H, joint = at.layer.heads, at.weights.out * at.weights.values
 
     def matrices(strip: Strip) -> Tensor:
-        P = strip.P * gain[strip.columns]
-        return torch.cat([P, P.mean(0, keepdim=True), (strip.mean_norms * gain[strip.columns])[None]])
-
-    norms, vectors = _norms(at, H + 2, matrices)
-    heads, (mean, by_blocks) = norms[:H], map(float, norms[H:])
-    t = torch.nn.functional.normalize(vectors[H], dim=0)
-    images, outside = gain.new_zeros(H, at.n), gain.new_zeros(H)
-    for strip in at.strips():
-        image = (strip.P * gain[strip.columns]) @ t[strip.columns]
-        images[:, strip.rows] = image
-        # Columns that a strip does not hold have P = 0; this is what is taken from them.
-        away = t.square().sum() - t[strip.columns].square().sum()
-        outside += away.clamp_min(0) * image.square().sum(-1)
-
-    def without(strip: Strip) -> Tensor:
-        return (strip.P * gain[strip.columns] - images[:, strip.rows, None] * t[strip.columns]).abs_()
+        return torch.cat([strip.P, strip.P.mean(0, keepdim=True)]).mul_(gain[strip.columns])
 
     def deviations(strip: Strip) -> Tensor:
-        P = strip.P * gain[strip.columns]
-        return (P - P.mean(0)).abs_()
+        return (strip.P - strip.P.mean(0)).abs_().mul_(gain[strip.columns])
 
-    # ‖M‖² ≤ ‖M(ttᵀ ⊗ I)‖² + ‖M((I − ttᵀ) ⊗ I)‖² for a unit vector t of tokens.
-    side = H * at.layer.value_width
-    product = (at.grams.pairs("oo") * (images @ images.mT)[:, :, None, None]).transpose(1, 2).reshape(side, side)
-    V = at.layer.v.reshape(at.layer.kv_heads, -1, at.layer.width).repeat_interleave(H // at.layer.kv_heads, dim=0)
-    V = V.flatten(0, 1)
-    sizes = gain.new_tensor([w.out_size * w.sizes[2] for w in at.weights.image])
-    rounded = math.sqrt(at.unit) * float(sizes @ images.norm(dim=-1))
-    average, best = mean * at.weights.total, min(by_blocks, _overlap(at, heads, sizes, by_blocks))
-    # The others are not looked at any further where an estimate from below shows that they are not the least.
-    least = ritz_value(lambda x: V.mT @ (product @ (V @ x)), V, STEPS)
-    if least < best**2:
-        beside = _overlap(at, _norms(at, H, without)[0] + outside.sqrt(), sizes, best)
-        if least + beside**2 < best**2:
-            best = min(best, math.hypot(beside, math.sqrt(top_eigenvalue(V.mT @ product @ V)), rounded))
-    if average < best:
-        best = min(best, average + _overlap(at, _norms(at, H, deviations)[0], sizes, best - average))
-    # What cancels between heads is off by what each of them is off by.
-    return best + 2 * at.margin * float(sizes @ heads)
-
-
-def _overlap(at: Blocks, norms: Tensor, sizes: Tensor, most: float) -> float:
-    """‖[U_1√(p_1S_1), …]‖·‖[Y_1√(p_1S_1), …]‖ or ‖W_O‖‖W_V‖max_h p_h; the first only where it is below ``most``.
-
-    ``sizes`` are the ‖W_O‖_F‖W_V‖_F of the heads.
-    """
-    roots = norms.sqrt().repeat_interleave(at.layer.value_width)
-    left, right = (roots[:, None] * gram * roots for gram in at.products.balanced)
-    # What the rounding of the decompositions may have done.
-    off = (1e-12 + 8 * at.layer.width * torch.finfo(norms.dtype).eps) * float(norms @ sizes)
-    first = top_eigenvalue(left)
-    joint = math.sqrt(first) * math.sqrt(top_eigenvalue(right, max(0.0, most) ** 2 / first if first > 0 else math.inf))
-    return min(joint + off, at.weights.out * at.weights.values * float(norms.max()))
+    norms = _norms(at, H + 1, matrices)[0]
+    most, average = float(norms[:H].max()), float(norms[H]) * at.weights.total
+    if average >= joint * most:
+        return joint * most
+    # Differences of probabilities are off by what both are off by.
+    apart = float(_norms(at, H, deviations)[0].max()) + 2 * at.margin * most
+    return min(joint * most, average + joint * apart)
 
 
 def _row_gram(at: Blocks, gain: Tensor, x: Tensor, own: Tensor) -> float:
     """The least row-Gram bound over some choices of x, the first being the leading vector of the norms of the blocks."""
     best = math.inf
-    # Any sizes of query parts give weights, and neither choice is always the better one: the last are ‖Q_i‖_F. None is below
-    # what rounding may do to its square, which counts the more the smaller they are.
-    for queries in [own] * (ROUNDS - 1) + [torch.full_like(own, math.inf)]:
+    for _ in range(ROUNDS):
         x = (x / x.max()).clamp_min(1e-100)
         sums = torch.zeros_like(x)
         for strip in at.strips():
-            _, N, query = _near_norms(strip, queries)
+            _, N, query = _near_norms(strip, own)
             column = x[strip.columns]
+            # Any sizes give weights; none is below what rounding may do to its square, which counts more the smaller it is.
             query = torch.maximum(query, strip.errors[2][1].sqrt())
             weights = torch.where(N > 0, column / N.clamp_min(1e-280), 0.0)
             own_weights = torch.where(query > 0, x[strip.rows] / query.clamp_min(1e-280), 0.0)
@@ -370,16 +316,34 @@ def _row_norms(strip: Strip, weights: Tensor, own: Tensor) -> Tensor:
     for start in range(0, r, step):
         part = slice(start, min(r, start + step))
         Z = _row_grams(strip, part, weights[part], own[part]).reshape(-1, H * dv, H * dv)
-        Y = Z if root is None else root @ Z @ root.mT
         if H == 1:
-            Y = Y + own[part, None, None] * strip.image.query_grams[0, part]
-        large = Y.shape[-1] > 64
-        found.append(matrix_norm_upper((Y + Y.mT) / 2, 1 if large else None, symmetric=True, single=Y.shape[-1] >= 32))
+            # In the coordinates of the query parts.
+            Y = strip.image.through(strip.image.through(Z).mT) + own[part, None, None] * strip.image.query_grams[0, part]
+        else:
+            Y = Z if root is None else _between(root, Z)
+        Y = (Y + Y.mT) / 2
+        if Y.shape[-1] > DIRECT:
+            found.append(Y.new_tensor([top_eigenvalue(each) for each in Y]))
+        else:
+            found.append(matrix_norm_upper(Y, 1 if Y.shape[-1] > 64 else None, symmetric=True, single=Y.shape[-1] >= 32))
     (off, rounding), _, (own_off, own_rounding) = strip.errors
-    keys, queries = strip.part_sizes
+    _, keys, queries = strip.part_sizes
     # Squares of parts that are off: ‖SSᵀ − S'S'ᵀ‖ ≤ (2‖S‖ + ‖S − S'‖)‖S − S'‖.
     rounding = rounding + (2 * (strip.mean.clamp_min(0).sqrt() + keys) + off) * off
     return torch.cat(found) + (weights * rounding).sum(-1) + own * (own_rounding + (2 * queries + own_off) * own_off)
+
+
+def _between(R: Tensor, Z: Tensor) -> Tensor:
+    """R Z Rᵀ for an upper triangle R and symmetric matrices Z (k, m, m), without most of the products with zeros."""
+    Y, step = Z.new_empty(len(Z), len(R), len(R)), max(PANEL, len(R) // 4)
+    for start in range(0, len(R), step):
+        rows = slice(start, start + step)
+        T = R[rows, start:] @ Z[:, start:, start:]
+        for other in range(start, len(R), step):
+            columns = slice(other, other + step)
+            block = T[:, :, other - start :] @ R[columns, other:].mT
+            Y[:, rows, columns], Y[:, columns, rows] = block, block.mT
+    return Y
 
 
 def _row_grams(strip: Strip, part: slice, weights: Tensor, own: Tensor) -> Tensor:

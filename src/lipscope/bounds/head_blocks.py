@@ -5,7 +5,6 @@ Every number is an upper bound of what it stands for, its own rounding included;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -117,12 +116,3 @@ class HeadBlocks:
         squares = matrix_norm_upper(self.query_grams, symmetric=True, single=self.query_grams.shape[-1] >= 32)
         norms: Tensor = squares.sqrt() + ROUNDS * off
         return norms
-
-
-def joined_norms(strip: Strip, norms: Callable[[HeadBlocks], Tensor]) -> Tensor:
-    """Bounds for all heads from norms (H, …) of each: with W_O inside they add up, before it they are orthogonal."""
-    weights = strip.at.weights
-    found = norms(strip.image).sum(0)
-    if len(weights.image) == 1:
-        return found
-    return torch.minimum(found, weights.out * norms(HeadBlocks(strip, weights.plain)).square().sum(0).sqrt())

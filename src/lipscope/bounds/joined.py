@@ -9,8 +9,10 @@ where heads act in different directions. Power steps tell what they are about, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from lipscope.bounds.head_rounding import ROUNDS
 from lipscope.bounds.spectral_upper import RANK, sum_norms
 
 
-def joined_parts(at: Blocks, gain: Tensor) -> tuple[float, Tensor]:
-    """Bounds for ‖K‖ and for ‖Q_i‖ (n,)."""
+def joined_parts(at: Blocks, gain: Tensor) -> float:
+    """A bound for ‖K‖ + ‖Q‖."""
     (H, n, dk), worst = at.q.shape, 0.0
     kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
     for strip in at.strips():
@@ -30,16 +32,16 @@ def joined_parts(at: Blocks, gain: Tensor) -> tuple[float, Tensor]:
     for start in range(0, n, step):
         norms = _key_norms(at, kappa, slice(start, min(n, start + step)))
         worst = max(worst, float((norms * gain[start : start + step]).max()))
-    return worst, queries
+    return worst + float((queries * gain).max())
 
 
-def estimate(at: Blocks, gain: Tensor, steps: int = 3) -> float:
-    """About what ``joined_parts`` would give for ‖K‖ + ‖Q‖, from below: nothing that a bound may be made of."""
-    W_O, W_Q, W_K = (at.grams.side(name).mT for name in "oqk")
+def estimate(at: Blocks, gain: Tensor, steps: int = 2) -> float:
+    """About what ``joined_parts`` would give, from below and in float32: nothing that a bound may be made of."""
+    W_O, W_Q, W_K = (at.grams.side(name).mT.float() for name in "oqk")
     generator = torch.Generator().manual_seed(0)
 
     def powers(product: Callable[[Tensor], Tensor], count: int, width: int) -> Tensor:
-        y = torch.randn(count, width, dtype=gain.dtype, generator=generator).to(gain)
+        y = torch.randn(count, width, generator=generator).to(W_O)
         for _ in range(steps):
             y = product(torch.nn.functional.normalize(y, dim=-1))
         sizes: Tensor = torch.linalg.vector_norm(y, dim=-1)
@@ -49,31 +51,38 @@ def estimate(at: Blocks, gain: Tensor, steps: int = 3) -> float:
         if at.rotation is None:
             return t
         rotation = at.rotated(places)
-        return rotation.transpose(t) if back else rotation.apply(t)
+        return rotation.transpose(t).float() if back else rotation.apply(t).float()
 
-    def values(strip: Strip, y: Tensor) -> Tensor:
+    def strips() -> Iterator[Any]:
+        for strip in at.strips():
+            rough = {name: getattr(strip, name).float() for name in "Wqkvo"}
+            yield SimpleNamespace(rows=strip.rows, columns=strip.columns, **rough)
+
+    def values(strip: Any, y: Tensor) -> Tensor:
         z = _into(W_O, y)
-        return strip.W * (z @ strip.v.mT - (z * strip.o).sum(-1, keepdim=True))
+        found: Tensor = strip.W * (z @ strip.v.mT - (z * strip.o).sum(-1, keepdim=True))
+        return found
 
-    def moved(strip: Strip, t: Tensor) -> Tensor:
+    def moved(strip: Any, t: Tensor) -> Tensor:
         return _out_of(W_O, t @ strip.v - t.sum(-1, keepdim=True) * strip.o)
 
-    def covariance(strip: Strip, y: Tensor) -> Tensor:
+    def covariance(strip: Any, y: Tensor) -> Tensor:
         return moved(strip, values(strip, y))
 
-    def query(strip: Strip, y: Tensor) -> Tensor:
+    def query(strip: Any, y: Tensor) -> Tensor:
         t = strip.W * (turned(_into(W_Q, y), strip.rows) @ strip.k.mT)
         return _out_of(W_Q, turned(values(strip, moved(strip, t)) @ strip.k, strip.rows, True))
 
     def key(y: Tensor) -> Tensor:
-        z, total = turned(_into(W_K, y), slice(0, at.n)), torch.zeros_like(at.k)
-        for strip in at.strips():
+        z = turned(_into(W_K, y), slice(0, at.n))
+        total = torch.zeros_like(z)
+        for strip in strips():
             t = strip.W * kappa[strip.rows, None] * (strip.q @ z[:, strip.columns].mT)
             total[:, strip.columns] += t.mT @ strip.q
         return _out_of(W_K, turned(total, slice(0, at.n), True))
 
-    kappa, queries = torch.zeros_like(gain), torch.zeros_like(gain)
-    for strip in at.strips():
+    kappa, queries = W_O.new_zeros(2, at.n)
+    for strip in strips():
         kappa[strip.rows] = powers(partial(covariance, strip), strip.o.shape[1], W_O.shape[1])
         queries[strip.rows] = powers(partial(query, strip), strip.o.shape[1], at.layer.width).sqrt()
     return float((powers(key, at.n, at.layer.width).sqrt() * gain).max() + (queries * gain).max())
@@ -94,7 +103,7 @@ def query_norms(strip: Strip) -> Tensor:
     """≥ ‖Q_i‖ (r,)."""
     grams, weights = strip.at.grams, strip.at.weights
     # They are kept where others need them too.
-    C = strip.each_covariance() if strip.at.short and len(strip.q) > 1 else strip.covariances
+    C = strip.each_covariance() if strip.at.short else strip.covariances
     norms = sum_norms(grams.side("o").mT, C, grams.side("q").mT, weights.out * weights.queries)
     off, rounding = strip.errors[2]
     return norms + off + rounding.sqrt()

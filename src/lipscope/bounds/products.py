@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.layer import Attention
-from lipscope.bounds.weights import LayerWeights, triangle
+from lipscope.bounds.weights import LayerWeights
 
 # Least rows of a panel of a symmetric product; with four panels five eighths of it are computed.
-_PANEL = 64
+PANEL = 64
 
 
 class Products:
@@ -40,7 +40,7 @@ class Products:
         a, b = (self._sides[name] for name in names)
         left, right = a.flatten(0, 1), b.flatten(0, 1).mT
         # What several heads share is multiplied once, and of a symmetric product little more than one half.
-        gram, step = left.new_empty(len(left), right.shape[1]), max(_PANEL, len(left) // 4) if a is b else len(left)
+        gram, step = left.new_empty(len(left), right.shape[1]), max(PANEL, len(left) // 4) if a is b else len(left)
         for start in range(0, len(left), step):
             rows, rest = slice(start, start + step), slice(start + step, None)
             gram[rows, start:] = left[rows] @ right[:, start:]
@@ -53,14 +53,5 @@ class Products:
 
     @cached_property
     def root(self) -> Tensor | None:
-        """R with RᵀR = W_OᵀW_O, at most as tall as wide; None without W_O."""
-        return None if self.layer.out is None else triangle(self.layer.out)
-
-    @cached_property
-    def balanced(self) -> list[Tensor]:
-        """Gram matrices (H·dv, H·dv) of U_h√S_h and Y_h√S_h, with W_O^hW_V^h = U_hS_hY_hᵀ."""
-        (Q, R), (Y, T) = (torch.linalg.qr(t) for t in (self.side("o").mT, self.side("v").mT))
-        U, S, Z = torch.linalg.svd(R @ T.mT, full_matrices=False)
-        sides = (t * S.sqrt()[:, None] for t in (Q @ U, Y @ Z.mT))
-        padded = (torch.nn.functional.pad(t, (0, self.layer.value_width - S.shape[-1])) for t in sides)
-        return [t.mT @ t for t in (t.transpose(0, 1).flatten(1) for t in padded)]
+        """The upper triangle R with RᵀR = W_OᵀW_O, at most as tall as wide; None without W_O."""
+        return None if self.layer.out is None else torch.linalg.qr(self.layer.out, mode="r").R
