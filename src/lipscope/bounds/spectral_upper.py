@@ -91,7 +91,7 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
     Args:
         M: matrices, float64 or float32.
         squarings: s; by default 4, and 2 for large batches, where each squaring costs as much as the matrices themselves.
-        symmetric: the matrices are symmetric, so that M may stand for G and one product is saved.
+        symmetric: the matrices are symmetric and positive semidefinite, so that M may stand for G and one product is saved.
         single: compute in float32, twice as fast; the bound is enlarged by the rounding of float32 instead of float64.
     """
     # In the range of the dtype that they come in: float32 holds their entries only once they are divided.
@@ -115,9 +115,9 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         G = G * size.clamp_min(smallest).reciprocal()[..., None, None]
         G = G @ G
         exponent /= 2
-    # A square of a matrix of unit Frobenius norm is off by terms·eps/2, and its own norm is at least 1/√rank; of the k-th
-    # the root of order 2^k is taken. Twice their sum, and more for sizes, logarithms and what is rounded to the dtype.
-    rounding = 1 + (2 * terms**1.5 + 64) * torch.finfo(M.dtype).eps
+    # A square is off by terms·eps/2 times ‖|G|‖², the last of the factors that docs/theory/certificates.md multiplies for G ⪰ 0;
+    # 64 and what is beyond terms²/6 are for sizes, logarithms and what is rounded to the dtype.
+    rounding = 1 + (max(2 * terms**1.5, terms**2 / 6) + 64) * torch.finfo(M.dtype).eps
     bound: Tensor = scale * torch.exp(log if symmetric else log / 2).to(dtype) * rounding
     return bound
 
