@@ -115,8 +115,7 @@ def matrix_norm_upper(M: Tensor, squarings: int | None = None, *, symmetric: boo
         G = G * size.clamp_min(smallest).reciprocal()[..., None, None]
         G = G @ G
         exponent /= 2
-    # A square is off by terms·eps/2 times ‖|G|‖², the last of the factors that docs/theory/certificates.md multiplies for G ⪰ 0;
-    # 64 and what is beyond terms²/6 are for sizes, logarithms and what is rounded to the dtype.
+    # What squares of G ⪰ 0 lose in all is less (docs/theory/certificates.md, Squarings); 64 is for sizes and logarithms.
     rounding = 1 + (max(2 * terms**1.5, terms**2 / 6) + 64) * torch.finfo(M.dtype).eps
     bound: Tensor = scale * torch.exp(log if symmetric else log / 2).to(dtype) * rounding
     return bound
