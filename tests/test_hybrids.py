@@ -103,9 +103,13 @@ def test_a_model_without_attention_is_described_and_planned_in_words(tmp_path: P
     said = CliRunner().invoke(app, ["describe", str(tmp_path / "mamba")]).output
     assert "mamba: 2 layers without attention, float32" in said
     assert "head: no, layer 0 (layers.0) is a MambaMixer without heads" in said
-    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "mamba")])
+    assert CliRunner().invoke(app, ["plan", str(tmp_path / "mamba"), "--lengths", "8"]).exit_code == 0
+    tf.SegformerModel(tf.SegformerConfig(hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2])).save_pretrained(
+        tmp_path / "segformer"
+    )
+    refused = CliRunner().invoke(app, ["plan", str(tmp_path / "segformer")])
     assert refused.exit_code == 2
-    assert "no plan can be made of MambaModel, whose configuration gives no one num_attention_heads" in refused.stderr
+    assert "no plan can be made of SegformerModel, whose configuration gives no one hidden_size" in refused.stderr
 
 
 def test_a_mask_that_says_what_is_hidden_is_read_as_such() -> None:

@@ -29,7 +29,7 @@ def found_in(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """The findings of rows, every sentence of which is checked against its lines."""
     numbers = analysis.every_number(rows)
     topics = findings(numbers, CAST)
-    audit = Audit(line(one._asdict()) for one in numbers)
+    audit = Audit(line(dict(zip(type(one).__annotations__, one, strict=True))) for one in numbers)
     for topic, paragraphs in topics.items():
         audit.check(topic, paragraphs)
     return topics
