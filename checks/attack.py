@@ -59,8 +59,10 @@ def memory(card: Card, scene: Scene) -> None:
     cases = [{"layer": layer, "width": 64, "tokens": tokens, "inputs": inputs, **more}
              for tokens, inputs, more in ((512, 1, {}), (512, 4, {}), (1024, 1, {}), (1024, 2, {"share": 0.6}),
                                           (768, 3, {"share": 0.4}), (900, 1, {"solver": {"k": 3}}))]  # fmt: skip
+    certified = {"layer": {"heads": 8}, "width": 128, "share": 0.6, "certificate": True}
+    cases += [certified | {"tokens": tokens} for tokens in (512, 768)]
     scans = [{"scope": scope, "tokens": 256, "inputs": 2} for scope in ("attention", "head", "norm+attention")]
-    chosen = [*cases, *scans][: scene.times(9)]
+    chosen = [*cases, *scans][: scene.times(11)]
     program = [sys.executable, str(ROOT / "tests" / "measured_memory.py")]
     found = subprocess.run(program, input=json.dumps(chosen), capture_output=True, text=True, check=True, timeout=600).stdout
     shares = []

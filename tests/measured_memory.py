@@ -2,8 +2,8 @@
 
     echo '[{"layer": {"heads": 8, "mask": "causal"}, "width": 64, "tokens": 512}]' | python measured_memory.py
 
-Further keys of a case: ``inputs``, the ``solver``'s options, the ``tiling``, and the ``share`` of its planned memory that it
-gets; a case with a ``scope`` is a scan of a small model. Prints a list of [peak, plan] in bytes.
+Further keys of a case: ``inputs``, the ``solver``'s options, the ``tiling``, ``certificate``, and the ``share`` of its
+planned memory that it gets; a case with a ``scope`` is a scan of a small model. Prints a list of [peak, plan] in bytes.
 
 Every case has a process for itself, forked from this one: memory that other work has left to the C library would hide what
 it takes. This program is none of pytest's, whose threads must not be forked.
@@ -43,8 +43,8 @@ def measure(case: dict[str, Any]) -> list[int]:
     weights = [torch.randn(int(d * (shared if role in "kv" else 1)), d) / d**0.5 for role in "qkvo"]
     solver = lipscope.GolubKahan(rtol=1e-30, max_steps=STEPS, **case.get("solver", {}))
     # Kernels take memory once.
-    small = lipscope.Attention(*weights[:1] * 4, heads=1)
-    lipscope.local_lipschitz(small, torch.randn(1, 16, d), certificate=False, solver=solver)
+    small, certificate = lipscope.Attention(*weights[:1] * 4, heads=1), case.get("certificate", False)
+    lipscope.local_lipschitz(small, torch.randn(1, 16, d), certificate=certificate, solver=solver)
     layer = lipscope.Attention(*weights, **options)
     plan = plan_memory(layer, n, inputs=inputs, triplets=triplets(solver))
     if share is not None:
@@ -53,7 +53,7 @@ def measure(case: dict[str, Any]) -> list[int]:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from here
     before = resident("VmRSS")
     memory = None if share is None else plan.total
-    lipscope.local_lipschitz(layer, torch.randn(inputs, n, d), certificate=False, solver=solver, memory=memory)
+    lipscope.local_lipschitz(layer, torch.randn(inputs, n, d), certificate=certificate, solver=solver, memory=memory)
     return [resident("VmHWM") - before, plan.total]
 
 

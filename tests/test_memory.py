@@ -258,11 +258,15 @@ def test_measured_peaks_stay_within_the_plan_and_near_it(what):
     ]
     # Mostly copies of tokens and projections: half of those that are counted would be too few.
     wide = {"layer": full | {"heads": 2}, "width": 256, "tokens": 320, "share": 0.7}
+    # Certificates keep to the limit in strips.
+    certified = [
+        {"layer": {"heads": 8, "mask": mask}, "width": 128, "share": 0.6, "certificate": True} for mask in ("causal", "full")
+    ]
     # Scans: products in closed form, head by head, and by autograd, which keeps the activations of a block.
     scans = [{"scope": scope, "inputs": 2} for scope in ("head", "block")]
     # Short ones, whose peaks differ most from run to run.
     scans += 2 * [{"scope": "attention", "inputs": 2, "tokens": 256}]
-    chosen = scans if what == "scans" else (*problems, *limited, wide)
+    chosen = scans if what == "scans" else (*problems, *limited, wide, *certified)
     cases = [{"tokens": 512} | problem for problem in chosen]
     strange = [
         (peak >> 10, planned >> 10, case)
