@@ -260,7 +260,8 @@ def test_measured_peaks_stay_within_the_plan_and_near_it(what):
     wide = {"layer": full | {"heads": 2}, "width": 256, "tokens": 320, "share": 0.7}
     # Certificates keep to the limit in strips.
     certified = [
-        {"layer": {"heads": 8, "mask": mask}, "width": 128, "share": 0.6, "certificate": True} for mask in ("causal", "full")
+        {"layer": {"heads": 8, "mask": mask}, "width": 128, "tokens": tokens, "share": 0.6, "certificate": True}
+        for mask, tokens in (("causal", 512), ("full", 512), ("full", 768))
     ]
     # Scans: products in closed form, head by head, and by autograd, which keeps the activations of a block.
     scans = [{"scope": scope, "inputs": 2} for scope in ("head", "block")]

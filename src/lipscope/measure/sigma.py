@@ -114,10 +114,10 @@ def local_lipschitz(
             if plan.alone:
                 parts = (attention.for_input(b).operator(tokens[b : b + 1], scope, norm) for b in range(inputs))
                 result = join_batches([sigma(part, **about) for part in parts])
-                result = add_certificate(result, **asked, memory=limit)
             else:
-                operator = attention.operator(tokens, scope, norm)
-                result = sigma(operator, **about, **asked, memory=limit, typical=False)
+                result = sigma(attention.operator(tokens, scope, norm), **about)
+            # When the operator, and what it keeps of its products, is gone.
+            result = add_certificate(result, **asked, memory=limit)
     shape = () if X.ndim == 2 else (X.shape[0],)
     return reshape_batch(result, (*shape, layer.heads) if scope == "head" else shape)
 
