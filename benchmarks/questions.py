@@ -105,10 +105,7 @@ def main() -> None:
     lines = answers()
     print("\n".join(lines))
     if page is not None:
-        page.write_text("", encoding="utf-8")
         write_section(page, "benchmarks/questions.py", lines)
-        text = page.read_text(encoding="utf-8").lstrip()
-        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
