@@ -73,7 +73,7 @@ def scan(
 ) -> None:
     """Measure σ of a model's layers, or heads, on a text, a clip or an image."""
     chosen = indices("layers", layers)
-    at_least(1, top=top, **({} if batch_size is None else {"batch_size": batch_size}))
+    at_least(1, top=top, batch_size=1 if batch_size is None else batch_size)
     check_scope(scope or "attention")
     media = media_given(text, audio, image, features)
     if not media:

@@ -61,7 +61,7 @@ def own_pass(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, str | No
     rows, n = subject.shape
     starts = (n // 2 - 1 + 2 * torch.arange(rows, device=subject.places.device)).clamp(1, n - 1)
     later = subject.places >= starts[:, None]
-    both = {key: torch.cat([rows, subject.substituted(later) if key == name else rows]) for key, rows in inputs.items()}
+    both = {key: torch.cat([v, subject.substituted(later) if key == name else v]) for key, v in inputs.items()}
     own, changed = last_hidden_state(runner(model, both)()).chunk(2)
     try:
         return own, claim if apart(own, changed, ~later)[0] > tolerance(own.dtype) else None
